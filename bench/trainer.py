@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, flags
 
-from zerodrift.engine.unit import loss_in
+from zerodrift.engine.executor import loss_in
 from zerodrift.train.display import LineDisplay
 from zerodrift.train.loop import Loop, _Clock
 from zerodrift.train.metrics import Metrics

@@ -148,8 +148,8 @@ policy = zd.resolve(config, zd.MeshShape(shard=4))
 `class`."""
 
 API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Training", "", ("api", "engine.engine", "engine.parameter", "engine.batches", "engine.progress")),
-    ("Pipelines", "", ("pipeline.cut", "pipeline.deprecated")),
+    ("Training", "", ("api", "engine.engine", "engine.values", "engine.executor", "engine.progress")),
+    ("Pipelines", "", ("pipeline.cut",)),
     (
         "Checkpoints and weights",
         "",

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from zerodrift.api import empty as empty
     from zerodrift.api import export as export
     from zerodrift.api import initialize as initialize
-    from zerodrift.api import initialize_pipeline as initialize_pipeline
     from zerodrift.api import load_weights as load_weights
     from zerodrift.api import make_plan as make_plan
-    from zerodrift.api import save_16bit as save_16bit
     from zerodrift.config.load import load as load
     from zerodrift.config.schema import Bf16 as Bf16
     from zerodrift.config.schema import Config as Config
@@ -35,10 +33,10 @@ if TYPE_CHECKING:
     from zerodrift.config.schema import Sharding as Sharding
     from zerodrift.config.schema import TorchAutocast as TorchAutocast
     from zerodrift.config.schema import ZeroOptimization as ZeroOptimization
-    from zerodrift.engine.batches import BatchResult as BatchResult
     from zerodrift.engine.engine import Engine as Engine
-    from zerodrift.engine.parameter import ParameterHandle as ParameterHandle
+    from zerodrift.engine.executor import BatchResult as BatchResult
     from zerodrift.engine.progress import StepResult as StepResult
+    from zerodrift.engine.values import ParameterHandle as ParameterHandle
     from zerodrift.errors import CheckpointError as CheckpointError
     from zerodrift.errors import ConfigError as ConfigError
     from zerodrift.errors import MeshError as MeshError
@@ -60,7 +58,6 @@ if TYPE_CHECKING:
     from zerodrift.observer.observation import Observation as Observation
     from zerodrift.observer.observation import observe as observe
     from zerodrift.pipeline.cut import Parts as Parts
-    from zerodrift.pipeline.deprecated import PipelineEngine as PipelineEngine
     from zerodrift.plan.build import build as build
     from zerodrift.plan.cost import Cost as Cost
     from zerodrift.plan.cost import cost as cost
@@ -70,16 +67,16 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolve import resolve as resolve
 
 _NAMES = {
-    "api": "empty export initialize initialize_pipeline load_weights make_plan save_16bit",
+    "api": "empty export initialize load_weights make_plan",
     "observer.observation": "Observation observe",
     "config.load": "load",
     "config.schema": (
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "
         "Scheduler Sharding TorchAutocast ZeroOptimization"
     ),
-    "engine.batches": "BatchResult",
+    "engine.executor": "BatchResult",
     "engine.engine": "Engine",
-    "engine.parameter": "ParameterHandle",
+    "engine.values": "ParameterHandle",
     "engine.progress": "StepResult",
     "errors": (
         "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "
@@ -94,7 +91,6 @@ _NAMES = {
     "numerics.audit": "audit",
     "numerics.audit_text": "Audit",
     "pipeline.cut": "Parts",
-    "pipeline.deprecated": "PipelineEngine",
     "plan.build": "build",
     "plan.cost": "Cost cost",
     "plan.table": "Plan",

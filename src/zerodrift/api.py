@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zerodrift import versions
 from zerodrift.config.load import ConfigSource, load
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.errors import UnsupportedError
 from zerodrift.model.dtensors import ranks as ranks_of
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from zerodrift.io.safetensors.export import Exported
     from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
-    from zerodrift.pipeline.deprecated import PipelineEngine
 
 
 def make_plan(
@@ -107,17 +106,6 @@ def export(
     from zerodrift.io.safetensors.export import export as write
 
     return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
-
-
-def save_16bit(engine: Engine, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Exported:
-    """Deprecated: `export(engine, folder, dtype="bf16", max_shard_size=None)` does the same."""
-    from zerodrift.engine.deprecated import deprecated
-
-    mode = engine.plan.policy.mode.dtype
-    dtype = str(mode if mode is DType.FP16 else DType.BF16)
-    instead = f'zerodrift.export(engine, folder, dtype="{dtype}", max_shard_size=None)'
-    deprecated("save_16bit(engine, folder)", instead)
-    return export(engine, folder, dtype=dtype, max_shard_size=None, overwrite=overwrite)
 
 
 def initialize(
@@ -220,27 +208,6 @@ def _engine(
         execute = NativeExecutor
     loss_of = None if parts is None else parts.whole
     return Engine(plan, mesh, lambda comm: execute(plan, model, comm, optimizer, sources), schedule, loss_of)
-
-
-def initialize_pipeline(
-    model: nn.Module,
-    config: ConfigSource | None = None,
-    **arguments: Any,
-) -> PipelineEngine:
-    """Deprecated: `initialize(model, config=config, ...)` does the same."""
-    from zerodrift.engine.deprecated import deprecated
-    from zerodrift.pipeline.deprecated import PipelineEngine
-
-    deprecated("initialize_pipeline(model, config)", "zerodrift.initialize(model, config=config)")
-    loaded = load(config)
-    if loaded.pipeline is None or loaded.pipeline.stages == 1:
-        raise ConfigError(
-            "pipeline.stages",
-            "must be above 1 for `initialize_pipeline`",
-            got="none",
-            do="Write `pipeline: {stages: 2}`, or call `zerodrift.initialize`.",
-        )
-    return PipelineEngine(initialize(model, None, loaded, **arguments))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift import MeshShape, Plan, build, load, resolve
 from zerodrift.api import initialize
 from zerodrift.dtypes import DType
-from zerodrift.engine import compute
+from zerodrift.engine.step import compute
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
 from zerodrift.plan.boundaries import PROJECTIONS

@@ -13,6 +13,7 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import Run, config, make, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.storage_writes import mark_storage_changed
 from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
 from zerodrift.optim.rounding import round_away
@@ -61,7 +62,7 @@ def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
             show_away(of)
         for segment in engine.executor.segments:
             segment.sync_storage().wait()
-            segment.changed()
+            mark_storage_changed(segment)
     run = train(engine, steps)
     engine.destroy()
     return run

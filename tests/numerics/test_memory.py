@@ -26,7 +26,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.plan import cost as cost_module
 from zerodrift.plan.cost import cost, stage_cost
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.numerics.runs import config, make
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.ungathered import CollectedGradient
+from zerodrift.engine.habits.absent_parameter import CollectedGradient
 
 CELLS = [
     (1, 0),

@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 from zerodrift.deepspeed.zero.init import LENT
 from zerodrift.deepspeed.zero.slices import slice_of
-from zerodrift.engine.ungathered import UngatheredParameter
+from zerodrift.engine.habits.absent_parameter import AbsentParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -238,7 +238,7 @@ def outside() -> None:
         raise ValueError("stop")
     for enabled in (True, False):
         with deepspeed.zero.GatheredParameters(linear.weight, modifier_rank=0, enabled=enabled):
-            assert isinstance(linear.weight, UngatheredParameter) is not enabled
+            assert isinstance(linear.weight, AbsentParameter) is not enabled
 
 
 def test_parameters_without_an_engine() -> None:

@@ -57,12 +57,6 @@ def cases(root: str, stages: list[int], rest: dict[str, Any]) -> None:
         assert result.bytes == sum(value.nbytes for value in tensors(folder / "plan").values())
         zd.export(engine, folder / "fp32", dtype="fp32")
         zd.export(engine, folder / "half", dtype="bf16", max_shard_size=None)
-        with pytest.warns(
-            DeprecationWarning, match=r'export\(engine, folder, dtype="bf16", max_shard_size=None\)'
-        ):
-            zd.save_16bit(engine, folder / "old")
-        (half,), (old,) = (list((folder / name).glob("*.safetensors")) for name in ("half", "old"))
-        assert half.read_bytes() == old.read_bytes()
         _compare(engine, folder)
         engine.destroy()
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.engine.traversal import in_order
+from zerodrift.engine.step.traversal import in_order
 
 WIDTH, STEPS, MICRO, RANKS = 8, 3, 2, 2
 

@@ -106,7 +106,7 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
             for member in group.trained:
                 member.full.grad_dtype = torch.bfloat16
 
-        group.name_dtypes = name_narrow
+        group.set_gradient_dtypes = name_narrow
     elif what == "reduce":
         narrow = Reduction(DType.BF16, DType.BF16, "every")
         group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.collectives, narrow, 1.0))

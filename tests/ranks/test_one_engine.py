@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -252,60 +251,3 @@ def test_what_cannot_be_written_is_one_error_on_every_rank(executor: str) -> Non
     }
     for case, text in told.items():
         assert text in one[case], (case, one[case])
-
-
-# --- names of before --------------------------------------------------------------------------------------
-
-
-def by_old_names() -> list[str]:
-    engine, name = engine_of("native 3", "fp32"), NAMES[0]
-    parameter = engine.parameter(name)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert torch.equal(engine.full_master(name), parameter.master)
-        engine.set_full_master(name, torch.ones(parameter.shape))
-        engine.accumulate(data(0))
-        assert torch.equal(engine.full_gradient(name), parameter.gradient)
-        engine.set_full_gradient(name, torch.zeros(parameter.shape))
-        engine.step()
-        engine.set_full_state(name, "exp_avg", torch.ones(parameter.shape))
-        assert torch.equal(engine.full_state(name)["exp_avg"], torch.ones(parameter.shape))
-    engine.destroy()
-    assert all(each.filename == __file__ for each in caught)
-    return [str(each.message) for each in caught if each.category is DeprecationWarning]
-
-
-def old_pipeline() -> list[str]:
-    torch.set_num_threads(1)
-    block = {"stages": 2, "schedule": "1f1b", "micro_batches": COUNT}
-    written = config(0, "fp32", COUNT, pipeline=block)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = zd.initialize_pipeline(GPT(LAYERS), written, parts=PARTS, device="cpu", quiet=True)
-        losses = engine.step(data(0)).losses
-        assert engine.accumulate(data(1)) and engine.update().updated
-        assert engine.stage.global_steps == engine.global_steps == 2
-    engine.destroy()
-    again = engine_of("pipeline", "fp32")
-    assert again.train_batch(data(0)).losses == losses
-    again.destroy()
-    return [str(each.message) for each in caught if each.category is DeprecationWarning]
-
-
-def test_names_of_before_work_and_say_what_to_write() -> None:
-    for found in run_ranks(by_old_names, 2):
-        assert [text.partition("Write ")[2] for text in found] == [
-            "`engine.parameter(name).master`.",
-            "`engine.parameter(name).master = value`.",
-            "`engine.parameter(name).gradient`.",
-            "`engine.parameter(name).gradient = value`.",
-            "`engine.parameter(name).state[key] = value`.",
-            "`engine.parameter(name).state`.",
-        ]
-    for found in run_ranks(old_pipeline, 2):
-        assert [text.partition("Write ")[2] for text in found] == [
-            "`zerodrift.initialize(model, config=config)`.",
-            "`engine.train_batch(micro_batches)`.",
-            "`engine.step()`.",
-            "`engine`.",
-        ]

@@ -19,8 +19,8 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import CELLS, differs, pair, run_all, weights
-from zerodrift.engine.attached import Gone
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.parameter_guard import LostParameters
 from zerodrift.errors import ModelError, UnsupportedError
 
 
@@ -304,7 +304,7 @@ def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
         del engine, use
         hooks = [hook for m in model.modules() for hook in held(m)]
         # What was sharded is left with the word that it is gone.
-        wrong = [hook for hook in hooks if not (isinstance(hook, Gone) and hook.names)]
+        wrong = [hook for hook in hooks if not (isinstance(hook, LostParameters) and hook.names)]
         return seen() is not None or masters() is not None or wrong
     finally:
         gc.enable()

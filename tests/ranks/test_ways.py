@@ -17,7 +17,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start
-from zerodrift.engine import update_function
+from zerodrift.engine.step import update
 from zerodrift.kernels import device
 from zerodrift.mesh import MeshShape
 from zerodrift.optim import fused
@@ -47,7 +47,7 @@ def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list
     logging.getLogger("zerodrift").addHandler(heard)
     mine = obstacles[comm.mesh.rank()]
     with mock.patch.object(device, "obstacle", lambda where: mine), comm.record() as recorded:
-        way = update_function.choose_update_function(plan, comm)
+        way = update.choose_update_function(plan, comm)
     logging.getLogger("zerodrift").removeHandler(heard)
     assert way in (fused.update, reference_update)
     return way.__name__, heard.said, [str(entry) for entry in recorded]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.pins import _class_for
+from zerodrift.engine.habits.pins import _class_for
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
 from zerodrift.pipeline.products import StridedView

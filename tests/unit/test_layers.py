@@ -191,7 +191,7 @@ def test_no_room_reads_the_environment_but_those_that_may() -> None:
     allowed = {
         *("comm/mesh.py", "comm/rendezvous.py", "cli/streams.py"),
         *("startup.py", "train/launch.py", "deepspeed/launch.py", "deepspeed/launcher/runner.py"),
-        "engine/deterministic.py",  # sets what cuBLAS reads
+        "engine/habits/microbatch_state.py",  # sets what cuBLAS reads
         "train/hub.py",  # looks where huggingface_hub does
     }
     for path in FILES:

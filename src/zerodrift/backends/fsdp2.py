@@ -1,6 +1,6 @@
-"""The same plan, executed by PyTorch's `fully_shard`: the counterpart of `engine/native.py`.
+"""Execute a plan by PyTorch's `fully_shard`: the counterpart of `engine/native.py`.
 
-Who gathers, frees and reduces when is torch's affair; dtypes, sums, averages, norm, clipping, loss scale,
+torch decides when to gather, free and reduce. Dtypes, sums, averages, norm, clipping, loss scale,
 skipping and the casts at module boundaries are the plan's, by the same functions as on the native backend.
 Only public calls of torch are used.
 
@@ -21,25 +21,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zerodrift.backends.attached import TensorsAttached
-from zerodrift.backends.backwards import Passes
-from zerodrift.backends.device_mesh import DTensorMesh
+from zerodrift.backends.dtensors import DTensorMesh
+from zerodrift.backends.group import Backwards
 from zerodrift.backends.optimizer import TensorUpdater
-from zerodrift.backends.placing import make_groups, shard
-from zerodrift.backends.shards import DTensorShard, pieces
-from zerodrift.backends.values import TensorValues
+from zerodrift.backends.placement import make_groups, shard
+from zerodrift.backends.tensor_guard import TensorGuard
+from zerodrift.backends.values import DTensorShard, TensorValues, pieces
 from zerodrift.comm.call_stack import is_the_users
 from zerodrift.comm.collectives import Collectives
-from zerodrift.engine import compute
 from zerodrift.engine.executor import BatchRunner, Executor
-from zerodrift.engine.grads import BackwardCallbacks
-from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
-from zerodrift.engine.progress import TrainingProgress
-from zerodrift.engine.scale import BetweenRanks, Norm, bad_parameters, global_norm
+from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.shards import Span
-from zerodrift.engine.steps import needs_optimizer
-from zerodrift.engine.unit import refuse_wrapper
+from zerodrift.engine.step import compute
+from zerodrift.engine.step.gradients import BackwardCallbacks
+from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
+from zerodrift.engine.step.unit import refuse_wrapper
+from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
@@ -73,19 +71,19 @@ class FullyShardExecutor:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.units = make_groups(plan, model, comm)
-        """What is gathered together: the groups of `fully_shard`."""
-        self.passes = Passes(self.units, keep=policy.sharding.keep_gathered == "step")
+        """The groups of `fully_shard`, which are gathered together."""
+        self.backwards = Backwards(self.units, keep=policy.sharding.keep_gathered == "step")
         self.dtensor_mesh = DTensorMesh(mesh)
-        """torch's device mesh, which the parameters lie on."""
+        """torch's device mesh of the parameters."""
         self._handles = shard(
-            plan, model, self.units, comm, self.dtensor_mesh, self.passes, sources or ValueSources()
+            plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or ValueSources()
         )
         self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
-        """By the first name of a parameter."""
+        """Members by the first name of their parameter."""
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
-        self.attached = TensorsAttached(self.units, unit_of)
-        self._handles += self.attached.attach()
+        self.guard = TensorGuard(self.units, unit_of)
+        self._handles += self.guard.attach()
         self._trained = [self.members[row.name] for row in plan.rows if row.trained]
         self.updater: TensorUpdater | None = None
         if self._trained and (optimizer is not None or policy.optimizer is not None):
@@ -99,7 +97,7 @@ class FullyShardExecutor:
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         self._progress = progress
-        self.passes.callbacks = callbacks
+        self.backwards.callbacks = callbacks
 
     def require_peers(self) -> None:
         """Peers that are gone end a collective by themselves."""
@@ -107,15 +105,16 @@ class FullyShardExecutor:
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        self.attached.check()
+        self.guard.check()
         return _explaining()
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def recover(self) -> None:
-        """torch since 2.15 would forget what whole micro-batches have summed."""
-        if self.passes.abort():
+        """Reset torch's state, and keep what whole micro-batches have summed, which torch since 2.15
+        forgets."""
+        if self.backwards.abort():
             held = [(member, member.full.grad, member.sharded.grad) for member in self._trained]
             self.module.reset_iter_state()  # type: ignore[operator]
             for member, full, sharded in held:
@@ -125,17 +124,17 @@ class FullyShardExecutor:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        self.attached.check(stepping=True)
+        self.guard.check(stepping=True)
         yield
 
     def norm(self) -> Norm:
-        """What several ranks have of a gradient is counted on one of them."""
+        """Count a gradient that several ranks have alike on one of them."""
         self.drop()
-        self.passes.flush()
+        self.backwards.flush()
         gradients = [(member, member.gradient()) for member in self._trained]
         counted = [gradient for member, gradient in gradients if member.counts(self.comm.mesh)]
-        order, self.passes.checksum = self.passes.checksum, 0
-        return global_norm(counted, self.comm, self._progress.unscale, BetweenRanks(order))
+        order, self.backwards.checksum = self.backwards.checksum, 0
+        return global_norm(counted, self.comm, self._progress.unscale, RankAgreement(order))
 
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
         mesh = self.comm.mesh
@@ -149,17 +148,17 @@ class FullyShardExecutor:
 
     def update(self, multiplier: float) -> None:
         if self.updater is None:
-            raise needs_optimizer()
+            raise refusal("no optimizer")
         self.updater.step(multiplier)
 
     def forget(self) -> None:
-        self.passes.drop()
+        self.backwards.drop()
 
     # --- values -----------------------------------------------------------------------------------------
 
     @property
     def values(self) -> WholeValues:
-        return TensorValues(self.members, self.units, self.updater, self.passes, self.attached, self.comm)
+        return TensorValues(self.members, self.units, self.updater, self.backwards, self.guard, self.comm)
 
     def pieces(self) -> Iterator[DTensorShard]:
         mesh = self.comm.mesh
@@ -177,7 +176,7 @@ class FullyShardExecutor:
             group.drop()
 
     def sync_storage(self) -> None:
-        """What was gathered from older values is given up."""
+        """Free what was gathered from older values."""
         self.drop()
 
     def update_statistics(self) -> UpdateReport:
@@ -192,12 +191,12 @@ class FullyShardExecutor:
         """torch's hooks and the sharded parameters stay."""
         for handle in self._handles:
             handle.remove()
-        self.passes.callbacks = None
+        self.backwards.callbacks = None
         self.dtensor_mesh.stop()
 
 
 def fully_sharded(executor: Executor) -> FullyShardExecutor:
-    """For whoever looks at groups, and is not asked to where there are none."""
+    """Return the executor as one of `fully_shard`, for callers that read groups."""
     if not isinstance(executor, FullyShardExecutor):
         raise AssertionError(f"{type(executor).__name__} has no groups")
     return executor
@@ -205,7 +204,7 @@ def fully_sharded(executor: Executor) -> FullyShardExecutor:
 
 @contextlib.contextmanager
 def _explaining() -> Iterator[None]:
-    """Around a forward: torch's word on a parameter that is not gathered where it is used, in ours."""
+    """Replace torch's error for a parameter that is not gathered where it is used."""
     try:
         yield
     except Exception as error:
@@ -215,7 +214,7 @@ def _explaining() -> Iterator[None]:
 
 
 def _used_elsewhere(error: BaseException) -> ModelError:
-    """For torch's word on a forward that computes with a parameter which is not gathered there."""
+    """Return the error for a forward that computes with a parameter which is not gathered there."""
     lines = [line for line in traceback.extract_tb(error.__traceback__) if is_the_users(line.filename)]
     at = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else "`forward`"
     return ModelError(

@@ -1,35 +1,82 @@
-"""What carries `fully_shard`'s buffers: zerodrift's own collectives, through torch's public places for them.
+"""Carry `fully_shard`'s buffers by zerodrift's own collectives, through torch's public hooks for them.
 
 `set_custom_all_gather`, `set_custom_reduce_scatter` and `set_all_reduce_hook` take objects that are called
 with a buffer. So the wire dtype and the dtype of the sum are the plan's, sums are formed in rank order, and
-the bits are those of the native engine; a recorder sees every call; a rank that is missing is a RankError.
-
-`fully_shard` is told to divide by nothing: the average is taken in the update, once.
+the bits are those of the native engine. A recorder sees every call, and a missing rank is a RankError.
+`fully_shard` divides by nothing: the average is taken in the update, once.
 
 Invariant: gradients leave here as exact sums in `reduce.sum`, converted once to the accumulate dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerodrift.backends.group_collectives import GroupCollectives
+from zerodrift.comm.collectives import Collectives, Recorded
 from zerodrift.comm.fold import Sum
+from zerodrift.comm.mesh import AxisName, Mesh
 from zerodrift.policy.nouns import Reduction
+
+
+class GroupCollectives:
+    """The collectives of one group, which can be recorded by themselves: torch issues a group's collectives
+    when it likes, so a record of all groups does not say whose each is."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self._log: list[Recorded] | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._comm.mesh
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Recorded]]:
+        """Yield a list that grows by every collective of this group inside the context."""
+        before, self._log = self._log, []
+        try:
+            yield self._log
+        finally:
+            self._log = before
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> None:
+        with self._recorded():
+            self._comm.all_gather(out, shard, axis)
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
+        with self._recorded():
+            self._comm.reduce_scatter(out, full, axis, how)
+
+    def all_reduce(self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum) -> None:
+        with self._recorded():
+            self._comm.all_reduce(out, values, axis, how)
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        if self._log is None:
+            yield
+            return
+        with self._comm.record() as log:
+            yield
+        self._log.extend(log)
+
+
+def _allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather:
     """`torch.distributed.fsdp`'s `AllGather`."""
 
+    allocate = staticmethod(_allocate)
+
     def __init__(self, collectives: GroupCollectives) -> None:
         self._collectives = collectives
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -40,11 +87,10 @@ class AllGather:
 class ReduceScatter:
     """`torch.distributed.fsdp`'s `ReduceScatter`. Not called where the shard axis has one rank."""
 
+    allocate = staticmethod(_allocate)
+
     def __init__(self, collectives: GroupCollectives, reduce: Reduction, before: float) -> None:
         self._collectives, self._reduce, self._before = collectives, reduce, before
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -55,14 +101,14 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise AssertionError(f"fully_shard asks for {op}, and was told to divide by nothing")
-        over_shards(self._collectives, output_tensor, input_tensor, self._reduce, self._before)
+            raise AssertionError(f"fully_shard asks for {op}, although it was set to divide by nothing")
+        sum_over_shards(self._collectives, output_tensor, input_tensor, self._reduce, self._before)
 
 
-def over_shards(
+def sum_over_shards(
     collectives: GroupCollectives, out: torch.Tensor, full: torch.Tensor, reduce: Reduction, before: float
 ) -> None:
-    """This rank's slice of the ranks' sum. `full` is used up."""
+    """Write this rank's slice of the ranks' sum to `out`. `full` is used up."""
     if before != 1.0:
         full.div_(before)
     how = Sum(reduce.sum.torch, order=reduce.order)
@@ -70,10 +116,10 @@ def over_shards(
 
 
 @torch.no_grad()
-def over_replicas(
+def sum_over_replicas(
     collectives: GroupCollectives, flat: torch.Tensor, reduce: Reduction, before: float
 ) -> None:
-    """The sum over replicas of what was summed over shards, in place."""
+    """Sum over replicas, in place, what was summed over shards."""
     if collectives.mesh.size("replicate") == 1:
         return
     if before != 1.0 and collectives.mesh.size("shard") == 1:
@@ -83,12 +129,13 @@ def over_replicas(
 
 
 def all_reduce_hook(
-    collectives: GroupCollectives, reduce: Reduction, before: float, wanted: Callable[[], bool]
+    collectives: GroupCollectives, reduce: Reduction, before: float, is_wanted: Callable[[], bool]
 ) -> Callable[[torch.Tensor], None]:
-    """For `set_all_reduce_hook`: sums over replicas during the backward, where that is `wanted`."""
+    """Return a hook for `set_all_reduce_hook` that sums over replicas during a backward, where
+    `is_wanted`."""
 
-    def sum_over_replicas(reduced: torch.Tensor) -> None:
-        if wanted():
-            over_replicas(collectives, reduced, reduce, before)
+    def hook(reduced: torch.Tensor) -> None:
+        if is_wanted():
+            sum_over_replicas(collectives, reduced, reduce, before)
 
-    return sum_over_replicas
+    return hook

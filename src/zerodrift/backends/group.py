@@ -1,22 +1,24 @@
 """One group of `fully_shard` in a run: its parameters in both forms, its switches, its gradients.
 
-torch gathers, frees and reduces by hooks of its own. What is added here, with public calls only: gradients
-are summed in the accumulate dtype (`Parameter.grad_dtype` on the gathered parameters), a parameter that
-got no gradient counts as zero on every rank, and what was not reduced by the last backward is reduced in
-the step.
+torch gathers, frees and reduces by hooks of its own, in the order of those hooks. Added here, with public
+calls only: gradients are summed in the accumulate dtype (`Parameter.grad_dtype` on the gathered parameters),
+a parameter that got no gradient counts as zero on every rank, and what the last backward did not reduce is
+reduced in the step. A model must use its groups in the same order on every rank; a checksum of that order
+travels with the norm, and a difference is an error.
 
-Invariant: between a step's first backward and its update, every gradient is in `Member.full.grad` (waiting
-to be reduced) or in `Member.sharded.grad` (reduced over the shard axis), and nowhere else.
+Invariants: between a step's first backward and its update, every gradient is in `Member.full.grad` (waiting
+to be reduced) or in `Member.sharded.grad` (reduced over the shard axis), and nowhere else. The switches of
+every group are set before anything of a backward is reduced.
 
-[Note: zeros] torch leaves out parameters without a gradient, so ranks whose experts got no token would
-reduce buffers of other sizes; its own cure makes zeros in the wrong dtype. So zeros are put into
-`full.grad` when the group's backward is over: before torch looks, because our hook is on what torch's
-identity around the inputs returns, and our callback at the end of a backward was queued before torch's.
+[Note: zeros] torch leaves out parameters without a gradient, so ranks whose experts got no token would reduce
+buffers of other sizes; its own cure makes zeros in the wrong dtype. So zeros are put into `full.grad` when
+the group's backward is over: before torch looks, because our hook is on what torch's identity around the
+inputs returns, and our callback at the end of a backward was queued before torch's.
 
 [Note: several uses] What several uses of a parameter contribute is added by autograd before it reaches
-`grad`: in the dtype that `grad_dtype` names, and where it names none in that of the contributions. Since
-2.15 torch takes the name away while a group's backward runs, to save a cast. It is given again by a hook on
-the same outputs as torch's own, behind it.
+`grad`: in the dtype that `grad_dtype` names, and where it names none in that of the contributions. Since 2.15
+torch takes the name away while a group's backward runs, to save a cast. It is given again by a hook on the
+same outputs as torch's own, behind it.
 
 [Note: replicas] Copies of the model are summed by a hook during the backward where all that the step has
 summed so far is in the buffer at hand, and otherwise in the step, once.
@@ -24,25 +26,74 @@ summed so far is in the buffer at hand, and otherwise in the step, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends import fsdp_collectives
 from zerodrift.backends.dtensors import DTensorLayout
-from zerodrift.backends.group_collectives import GroupCollectives
-from zerodrift.backends.shard_range import ShardRange, padded_to, whole_of
+from zerodrift.backends.fsdp_collectives import (
+    GroupCollectives,
+    all_reduce_hook,
+    sum_over_replicas,
+    sum_over_shards,
+)
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.forward_inputs import ForwardInputs
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.unit import in_backward
+from zerodrift.engine.nested import ForwardInputs, at_the_end, in_backward, tensors_in
+from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.plan.groups import Group
 from zerodrift.plan.table import Row
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """The part of a parameter on one rank. `fully_shard` cuts the first dimension into equal runs of rows, of
+    which the last ones may be short or empty: a run of elements of the row-major flattening."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    start: int
+    stop: int
+    chunk: int
+    """Elements of the longest part: what travels, padding included."""
+
+    @classmethod
+    def of_rank(cls, shape: tuple[int, ...], ranks: int, rank: int) -> ShardRange:
+        inner = math.prod(shape[1:])
+        rows = -(-shape[0] // ranks)
+        start, stop = (min(shape[0], rows * number) * inner for number in (rank, rank + 1))
+        return cls(shape, start, stop, rows * inner)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor, as a view where the tensor is contiguous. Shape [numel]."""
+        return whole.reshape(-1)[self.start : self.stop]
+
+    def gather(self, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
+        """Return the whole parameter, of which each rank of the shard axis has `mine`."""
+        ranks = comm.mesh.size("shard")
+        if ranks == 1:
+            return mine.clone().view(self.shape)
+        padded = _padded(mine, self.chunk)
+        whole = padded.new_empty(self.chunk * ranks)
+        comm.all_gather(whole, padded, "shard")
+        return whole[: math.prod(self.shape)].view(self.shape)
+
+
+def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    if flat.numel() == numel:
+        return flat.contiguous()
+    padded = flat.new_zeros(numel)
+    padded[: flat.numel()] = flat
+    return padded
 
 
 @dataclass(slots=True)
@@ -52,26 +103,27 @@ class Member:
     row: Row
     range: ShardRange
     places: tuple[tuple[nn.Module, str], ...]
-    """Where it hangs: (module, attribute)."""
+    """(module, attribute) where it is registered."""
     sharded: nn.Parameter
     """A DTensor over the shard axis: storage, what the optimizer updates."""
     full: nn.Parameter
-    """In the compute dtype, gathered: what the module computes with. It has memory only while it is used."""
+    """Gathered, in the compute dtype: what the module computes with. It has memory only while it is used."""
     layout: DTensorLayout | None
-    """How it is a DTensor of the user's, of which `row` and `range` are the local part."""
+    """Layout of a DTensor of the user's, of which `row` and `range` are the local part."""
 
     def storage(self) -> torch.Tensor:
-        """`[range.numel]`: this rank's part of storage, as a view."""
-        return local(self.sharded.detach()).view(-1)
+        """Return a view of this rank's part of storage. Shape [range.numel]."""
+        return _local(self.sharded.detach()).view(-1)
 
     def gradient(self) -> torch.Tensor:
-        """`[range.numel]`: this rank's part of what was reduced, as a view; zeros where nothing was."""
+        """Return a view of this rank's part of the reduced gradient, made of zeros where there was none.
+        Shape [range.numel]."""
         if self.sharded.grad is None:
             self.sharded.grad = torch.zeros_like(self.sharded)
-        return local(self.sharded.grad).view(-1)
+        return _local(self.sharded.grad).view(-1)
 
-    def waiting(self) -> torch.Tensor:
-        """`[row.shape]`: this rank's gradient that was not reduced; zeros where there is none."""
+    def unreduced(self) -> torch.Tensor:
+        """Return this rank's gradient that was not reduced; zeros where there is none. Shape [row.shape]."""
         grad = self.full.grad
         if grad is None:
             grad = torch.zeros_like(self.full, dtype=self.accumulate)
@@ -83,7 +135,7 @@ class Member:
 
     @property
     def accumulate(self) -> torch.dtype:
-        """What this rank's gradients are summed in; of a trained parameter."""
+        """The dtype that this rank's gradients are summed in, of a trained parameter."""
         update = self.row.columns.update
         if update is None:
             raise AssertionError(f"{self.row.name} is frozen")
@@ -91,46 +143,35 @@ class Member:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.row.shape if self.layout is None else self.layout.shape
 
     def whole(self, mine: torch.Tensor, comm: Collectives) -> torch.Tensor:
-        """The whole parameter, of which `mine` is `[range.numel]` on each rank."""
-        here = whole_of(self.range, mine, comm)
+        """Return the whole parameter, of which each rank has `mine`. Shape of `mine` [range.numel]."""
+        here = self.range.gather(mine, comm)
         return here if self.layout is None else self.layout.whole(here)
 
-    def mine(self, whole: torch.Tensor) -> torch.Tensor:
-        """`[range.numel]`: this rank's part of a whole tensor that every rank has."""
-        return self.range.of(whole if self.layout is None else self.layout.mine(whole))
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor that every rank has. Shape [range.numel]."""
+        return self.range.of(whole if self.layout is None else self.layout.part_of(whole))
 
-    def keep_switch(self) -> None:
-        """Where the gathered form hangs in the model, its `requires_grad` is what was asked for last: torch
-        takes it from sharded to gathered and not back."""
+    def keep_requires_grad(self) -> None:
+        """Take `requires_grad` over from the gathered form where that is registered in the model: torch takes
+        it from sharded to gathered and not back."""
         module, attribute = self.places[0]
-        hanging_now = module._parameters.get(attribute)
-        if hanging_now is self.full and hanging_now.requires_grad != self.sharded.requires_grad:
-            self.sharded.requires_grad_(hanging_now.requires_grad)
+        current = module._parameters.get(attribute)
+        if current is self.full and current.requires_grad != self.sharded.requires_grad:
+            self.sharded.requires_grad_(current.requires_grad)
 
     def counts(self, mesh: Mesh) -> bool:
-        """Whether this rank's part is in sums over all ranks that have parts: each part is, once."""
+        """Return whether this rank's part is in sums over all ranks: each part is, once."""
         return mesh.rank("tensor") == 0 or (self.layout is not None and self.layout.divided)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, as a view."""
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         raise AssertionError(f"a DTensor is expected, not {type(tensor).__name__}")
     return tensor.to_local()
-
-
-class Backwards(Protocol):
-    """What groups tell."""
-
-    def forward_begins(self, group: LiveGroup) -> None:
-        """A forward comes to a group outside of any backward."""
-
-    def begin(self) -> None:
-        """A gradient has arrived; the first call of a backward arms its end."""
 
 
 class LiveGroup:
@@ -147,15 +188,14 @@ class LiveGroup:
         self.collectives = GroupCollectives(comm)
         self._mesh = comm.mesh
         self._before = before
-        self.owes = False
+        self._needs_replicas = False
         """Whether gradients of this step were summed over shards and not over replicas."""
-        self.shared = False
-        """Whether they were summed over replicas; never together with `owes`."""
-        self.waits = False
-        """Whether gradients of this step were not reduced."""
+        self._has_replicas = False
+        """Whether they were summed over replicas; never together with `_needs_replicas`."""
+        self._has_unreduced_gradients = False
         self._filled = True
         self._syncs = True
-        self._shares = False
+        self._sums_replicas = False
 
     @property
     def trained(self) -> list[Member]:
@@ -166,8 +206,9 @@ class LiveGroup:
 
     # --- hooks ------------------------------------------------------------------------------------------
 
-    def watch(self, backwards: Backwards) -> list[Any]:
-        """Before `fully_shard`, so that our hooks on outputs come before torch's; returns their handles."""
+    def attach_before(self, backwards: Backwards) -> list[Any]:
+        """Put hooks on before `fully_shard`, so that those on outputs come before torch's; returns
+        handles."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not in_backward():
@@ -177,54 +218,52 @@ class LiveGroup:
 
         return [module.register_forward_hook(after) for module in self.modules]
 
-    def mark(self, backwards: Backwards) -> list[Any]:
-        """After `fully_shard`: our hooks are on what torch's identity returns, and behind torch's on outputs.
+    def attach_after(self, backwards: Backwards) -> list[Any]:
+        """Put hooks on after `fully_shard`: on what torch's identity returns, and behind torch's on outputs.
         Returns the handles."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not in_backward():
                 backwards.forward_begins(self)
             if torch.is_grad_enabled():
-                ForwardInputs.of(args, kwargs).tell(self.fill, inside=in_backward())
+                ForwardInputs.of(args, kwargs).when_backward_ends(self.fill, inside=in_backward())
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
                 for tensor in tensors_in(output):
                     if tensor.requires_grad:
-                        tensor.register_hook(lambda grad: self.name_dtypes())
+                        tensor.register_hook(lambda grad: self.set_gradient_dtypes())
 
         before_each = [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
         return before_each + [module.register_forward_hook(after) for module in self.modules]
 
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        """See [Note: replicas]."""
+        """Return torch's hook that sums over replicas, if there are any. See [Note: replicas]."""
         update = self.spec.kind.update
         if update is None or self._mesh.size("replicate") == 1:
             return None
-        return fsdp_collectives.all_reduce_hook(
-            self.collectives, update[2], self._before, lambda: self._shares
-        )
+        return all_reduce_hook(self.collectives, update[2], self._before, lambda: self._sums_replicas)
 
     # --- one backward -----------------------------------------------------------------------------------
 
     def open(self, last: bool, keep: bool) -> None:
-        """A backward begins. `keep`: what is gathered stays for the next micro-batch."""
+        """Set the switches of a backward. With `keep`, what is gathered stays for the next micro-batch."""
         for member in self.members:
-            member.keep_switch()
+            member.keep_requires_grad()
         update = self.spec.kind.update
         self._syncs = update is not None and (last or update[2].when == "every")
-        self._shares = self._syncs and (self.shared or (last and not self.owes))
+        self._sums_replicas = self._syncs and (self._has_replicas or (last and not self._needs_replicas))
         self._filled = not self._syncs
         module = self.modules[0]
         module.set_requires_gradient_sync(self._syncs, recurse=False)
         module.set_reshard_after_backward(not keep, recurse=False)
         if update is None:
             return
-        self.waits = not self._syncs
+        self._has_unreduced_gradients = not self._syncs
         if self._syncs:
-            self.shared, self.owes = self._shares, not self._shares
+            self._has_replicas, self._needs_replicas = self._sums_replicas, not self._sums_replicas
 
-    def name_dtypes(self) -> None:
+    def set_gradient_dtypes(self) -> None:
         """See [Note: several uses]."""
         for member in self.trained:
             member.full.grad_dtype = member.accumulate
@@ -244,44 +283,103 @@ class LiveGroup:
     def flush(self) -> None:
         """Reduce what waits for a last micro-batch that did not come."""
         update = self.spec.kind.update
-        if not self.waits or update is None:
+        if not self._has_unreduced_gradients or update is None:
             return
-        self.waits = False
+        self._has_unreduced_gradients = False
         ranks = self._mesh.size("shard")
         for member in self.trained:
-            full = padded_to(member.waiting().reshape(-1), member.range.chunk * ranks).clone()
+            full = _padded(member.unreduced().reshape(-1), member.range.chunk * ranks).clone()
             out = full
             if ranks > 1:
                 out = full.new_empty(member.range.chunk)
-                fsdp_collectives.over_shards(self.collectives, out, full, update[2], self._before)
-            if self.shared:
-                fsdp_collectives.over_replicas(self.collectives, out, update[2], self._before)
+                sum_over_shards(self.collectives, out, full, update[2], self._before)
+            if self._has_replicas:
+                sum_over_replicas(self.collectives, out, update[2], self._before)
             member.gradient().add_(out[: member.range.numel])
             member.full.grad = None
-        self.owes = not self.shared
+        self._needs_replicas = not self._has_replicas
 
     def sum_over_replicas(self) -> None:
-        """What the hook could not."""
+        """Sum over replicas what the hook could not."""
         update = self.spec.kind.update
-        if not self.owes or update is None or self._mesh.size("replicate") == 1:
+        if not self._needs_replicas or update is None or self._mesh.size("replicate") == 1:
             return
-        self.owes, self.shared = False, True
+        self._needs_replicas, self._has_replicas = False, True
         trained = self.trained
         flat = torch.cat([member.gradient() for member in trained])
         # In the accumulate dtype, which storage holds exactly.
         summed = flat.to(update[1].torch)
-        fsdp_collectives.over_replicas(self.collectives, summed, update[2], self._before)
+        sum_over_replicas(self.collectives, summed, update[2], self._before)
         for member, part in zip(trained, summed.split([m.range.numel for m in trained]), strict=True):
             member.gradient().copy_(part)
 
     def drop(self) -> None:
-        """Give up what is gathered, because values are about to change or somebody else shows them."""
+        """Free what is gathered, because values are about to change or another form is shown."""
         for member in self.members:
-            member.keep_switch()
+            member.keep_requires_grad()
         self.modules[0].reshard()
 
     def drop_gradients(self) -> None:
         for member in self.members:
             member.sharded.grad = None
             member.full.grad = None
-        self.owes = self.shared = self.waits = False
+        self._needs_replicas = self._has_replicas = self._has_unreduced_gradients = False
+
+
+class Backwards:
+    """The forwards and backwards of one engine: which are reduced, and in which order groups were used."""
+
+    def __init__(self, groups: Sequence[LiveGroup], keep: bool) -> None:
+        """`keep`: a gathered group stays for all micro-batches of a step."""
+        self._groups = groups
+        self._keep = keep
+        self._running = False
+        self._began = False
+        self.checksum = 0
+        """Checksum of the groups that were used, in their order; the engine clears it in every step."""
+        self.callbacks: BackwardCallbacks | None = None
+
+    def forward_begins(self, group: LiveGroup) -> None:
+        """Count a forward of a group outside of any backward."""
+        if self._running and self.callbacks is not None:
+            # autograd drops its callbacks when a backward raises, so only the next forward tells.
+            self.callbacks.failed()
+        self._began = True
+        # Below 2^40, so that a sum over ranks stays far below 2^63.
+        self.checksum = (self.checksum * 1_000_003 + group.number + 1) % (1 << 40)
+
+    def begin(self) -> None:
+        """Begin a backward when its first gradient arrives."""
+        if self._running:
+            return
+        self._running = True
+        last = self.callbacks is None or self.callbacks.is_last()
+        for group in self._groups:
+            group.open(last, self._keep and not last)
+        at_the_end(self._end)
+
+    def _end(self) -> None:
+        """End a backward before torch's own callback reduces the groups whose inputs needed no gradient."""
+        self._running = False
+        for group in self._groups:
+            group.fill()
+        if self.callbacks is not None:
+            self.callbacks.ended()
+
+    def flush(self) -> None:
+        """Reduce, in order, whatever was not."""
+        for group in self._groups:
+            group.flush()
+        for group in self._groups:
+            group.sum_over_replicas()
+
+    def abort(self) -> bool:
+        """End a forward or a backward that has raised. Returns whether torch must reset its state: it has
+        none before the first forward."""
+        self._running = False
+        return self._began
+
+    def drop(self) -> None:
+        self.abort()
+        for group in self._groups:
+            group.drop_gradients()

@@ -76,7 +76,7 @@ class TensorUpdater:
 
     @torch.no_grad()
     def step(self, multiplier: float) -> None:
-        """One step; every parameter without a gradient gets one of zero, as on the native backend."""
+        """Step; every parameter without a gradient gets one of zero, as on the native backend."""
         gradients = [member.gradient() for member in self._updated]
         if multiplier != 1.0 and gradients:
             torch._foreach_mul_(gradients, multiplier)
@@ -118,14 +118,14 @@ class TensorUpdater:
                 held.copy_(part)
 
     def _parts(self, number: int, values: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
-        """The members of a piece, each with its part of a flat tensor."""
+        """Yield the members of a piece, each with its part of a flat tensor."""
         start = 0
         for member in self._pieces[number]:
             yield member, values[start : start + member.range.numel]
             start += member.range.numel
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """This rank's parts of one parameter's moments, as views."""
+        """Return views of this rank's parts of one parameter's moments."""
         return self._moments(self._members[name])
 
     def _moments(self, member: Member) -> dict[str, torch.Tensor]:
@@ -192,12 +192,12 @@ class TensorUpdater:
 
 
 def _is_moment(value: object, member: Member) -> bool:
-    """Whether a piece of an optimizer's state has a value for every element."""
+    """Return whether a piece of an optimizer's state has a value for every element."""
     return isinstance(value, DTensor) and value.shape == member.sharded.shape
 
 
 def _from_recipe(recipe: ComponentSpec, members: Sequence[Member]) -> torch.optim.Optimizer:
-    """The optimizer of torch that a config's `optimizer` block means."""
+    """Make the optimizer of torch that a config's `optimizer` block means."""
     algorithm, arguments = flat.arguments(recipe)
     if not algorithm.torch or algorithm.matrices:
         raise AssertionError(f"{recipe.type} on backend fsdp2, which `resolve` refuses")

@@ -1,11 +1,12 @@
-"""Whole values of parameters that `fully_shard` holds, out and in: see `engine/parameter.py`.
+"""Read and write the values that `fully_shard` holds: whole by name, and as this rank's flat pieces.
 
 Inside `gathered` the model's parameters are plain tensors of our own making, so what a user does with them
-(write, `load_state_dict`, assign) cannot meet torch's own bookkeeping; at the end they are compared with
-storage and what was changed is taken over.
+(write, `load_state_dict`, assign) cannot meet torch's own bookkeeping. At the end they are compared with
+storage and what was changed is taken over. A piece of a plan's segment is the parts of its parameters that
+this rank holds, one after the other. Every replica holds the same; where it is read, each takes its share.
 
-Invariant: reading changes nothing; writing goes to storage, and an element that was not changed keeps
-every bit.
+Invariants: reading changes nothing; writing goes to storage, and an element that was not changed keeps every
+bit. Over all ranks the shares are every element of the model, each exactly once.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.backends.attached import TensorsAttached
-from zerodrift.backends.backwards import Passes
-from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.backends.group import Backwards, LiveGroup, Member
 from zerodrift.backends.optimizer import TensorUpdater
+from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.attached import READ, WRITE
+from zerodrift.engine.habits.storage_writes import READ, WRITE
+from zerodrift.engine.shards import Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
-from zerodrift.plan.table import Row
+from zerodrift.plan.table import Plan, Row
 
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """The whole values of one rank's members."""
+    """The whole values of one rank's members, which are given by row name."""
 
     members: Mapping[str, Member]
-    """By row name."""
     groups: Sequence[LiveGroup]
     updater: TensorUpdater | None
-    passes: Passes
-    attached: TensorsAttached
+    backwards: Backwards
+    guard: TensorGuard
     comm: Collectives
 
     @contextlib.contextmanager
@@ -46,10 +47,10 @@ class TensorValues:
         members_by_name = {name: self._of(row) for name, row in rows.items()}
         members = {member.row.name: member for member in members_by_name.values()}
         self._drop()
-        before = {name: hanging(member) for name, member in members.items()}
+        before = {name: registered(member) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
         values = {name: shown[member.row.name].data for name, member in members_by_name.items()}
-        showing = self.attached.showing(shown, write=write)
+        showing = self.guard.showing(shown, write=write)
         try:
             if not write:
                 then = {name: value.clone() for name, value in values.items()}
@@ -63,28 +64,27 @@ class TensorValues:
                 self._take_over(member, shown[name])
         finally:
             for name, member in members.items():
-                hang(member, before[name])  # of an outer context, what that shows
+                register(member, before[name])  # what an outer context shows
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
         whole = member.whole(member.storage().to(compute), self.comm)
         parameter = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
         if parameter.requires_grad:
-            parameter.register_hook(_refusal(member.row.name))
-        hang(member, parameter)
+            parameter.register_hook(_refuse_gradients(member.row.name))
+        register(member, parameter)
         return parameter
 
     @torch.no_grad()
     def _take_over(self, member: Member, shown: nn.Parameter) -> None:
-        current = hanging(member)
+        current = registered(member)
         values = shown if current is None or current is member.sharded else current
         values = values.detach().to(shown.dtype).contiguous()
         self.comm.broadcast(values.view(-1), 0, "world")
-        storage, mine = member.storage(), member.mine(values)
+        storage, mine = member.storage(), member.part_of(values)
         storage.copy_(torch.where(storage.to(mine.dtype) == mine, storage, mine.to(storage.dtype)))
 
     def _drop(self) -> None:
-        """Give up what is gathered."""
         for group in self.groups:
             group.drop()
 
@@ -109,13 +109,13 @@ class TensorValues:
     def set_master(self, row: Row, value: torch.Tensor) -> None:
         member = self._of(row)
         self._drop()
-        member.storage().copy_(member.mine(value))
+        member.storage().copy_(member.part_of(value))
 
-    # --- gradients --------------------------------------------------------------------------------------
+    # --- gradients and moments --------------------------------------------------------------------------
 
     @torch.no_grad()
     def has_gradient(self, row: Row) -> bool:
-        self.passes.flush()
+        self.backwards.flush()
         return self._of(row).sharded.grad is not None
 
     @torch.no_grad()
@@ -126,9 +126,7 @@ class TensorValues:
     @torch.no_grad()
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
         member = self._of(row)
-        member.gradient().copy_(member.mine(value))
-
-    # --- moments ----------------------------------------------------------------------------------------
+        member.gradient().copy_(member.part_of(value))
 
     def moment_names(self, row: Row) -> tuple[str, ...]:
         return tuple(self._moments(row))
@@ -139,7 +137,7 @@ class TensorValues:
 
     @torch.no_grad()
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
-        self._moments(row)[key].copy_(self._of(row).mine(value))
+        self._moments(row)[key].copy_(self._of(row).part_of(value))
 
     def _moments(self, row: Row) -> dict[str, torch.Tensor]:
         return {} if self.updater is None else self.updater.moments(row.name)
@@ -151,17 +149,14 @@ class TensorValues:
 def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
     problems = Problems()
     for name, value in values.items():
-        if not torch.equal(_bits(then[name]), _bits(value)):
+        bits = [each.reshape(-1).view(torch.uint8) for each in (then[name], value)]
+        if not torch.equal(*bits):
             problems.add(name, WRITE, got=READ, do="It is dropped.")
     problems.raise_as(ModelError)
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.reshape(-1).view(torch.uint8)
-
-
-def _refusal(name: str) -> Any:
-    """A hook on what is shown of a parameter: the parameter itself would get nothing."""
+def _refuse_gradients(name: str) -> Any:
+    """Return a hook for a shown parameter: the parameter itself would get no gradient."""
 
     def refuse(gradient: torch.Tensor) -> None:
         raise UnsupportedError(
@@ -174,13 +169,90 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
-def hanging(member: Member) -> Any:
-    """What the model holds in the parameter's first place."""
+def registered(member: Member) -> Any:
+    """Return what the model has in the parameter's first place."""
     module, attribute = member.places[0]
     return module._parameters.get(attribute)
 
 
-def hang(member: Member, parameter: nn.Parameter) -> None:
+def register(member: Member, parameter: nn.Parameter) -> None:
     """Put a parameter into all of its places."""
     for module, attribute in member.places:
         module._parameters[attribute] = parameter
+
+
+# --- this rank's pieces: see `engine/shards.py` -----------------------------------------------------------
+
+
+class DTensorShard:
+    """This rank's part of one segment. Flat tensors in and out have `numel` elements, without padding."""
+
+    def __init__(
+        self, number: int, members: Sequence[Member], updater: TensorUpdater | None, copy: tuple[int, int]
+    ) -> None:
+        self.number = number
+        self._members = members
+        self._updater = updater if any(member.row.trained for member in members) else None
+        self.updated = self._updater is not None
+        """Whether an optimizer owns it: there may be moments."""
+        self.numel = sum(member.range.numel for member in members)
+        self.held = tuple(_spans(members, 0, self.numel))
+        """All that this rank holds."""
+        index, copies = copy
+        self.share = tuple(_spans(members, *(self.numel * n // copies for n in (index, index + 1))))
+        """The part that no other rank reads."""
+        self.filled = self.held
+        """The part that this rank fills where values come from files."""
+        self.rows: tuple[Row, ...] = tuple(member.row for member in members)
+        self.dtype = torch.float32 if self.updated else members[0].row.columns.storage.dtype.torch
+        """Dtype of the weights in and out: fp32 where they are trained, else that of storage."""
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.numel, dtype=self.dtype, device=self._members[0].storage().device)
+
+    def weights(self) -> torch.Tensor:
+        """Return storage, which is the master."""
+        return self.stored().to(self.dtype)
+
+    def stored(self) -> torch.Tensor:
+        """Return a copy of storage in its dtype."""
+        return torch.cat([member.storage() for member in self._members])
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Return moments in fp32 by torch's names; none before the first step."""
+        return {} if self._updater is None else self._updater.states(self.number)
+
+    @torch.no_grad()
+    def set_weights(self, values: torch.Tensor) -> None:
+        start = 0
+        for member in self._members:
+            member.storage().copy_(values[start : start + member.range.numel])
+            start += member.range.numel
+
+    def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
+        self.set_weights(values)
+
+    def set_moment(self, key: str, values: torch.Tensor) -> None:
+        if self._updater is None:
+            raise AssertionError(f"segment {self.number} has no optimizer")
+        self._updater.set_state(self.number, key, values)
+
+
+def pieces(
+    plan: Plan, members: Mapping[str, Member], updater: TensorUpdater | None, mesh: Mesh
+) -> Iterator[DTensorShard]:
+    """Yield one piece per segment, in the order of the plan. `members` are given by row name."""
+    copy = mesh.rank("replicate"), mesh.size("replicate")
+    for number, segment in enumerate(plan.segments):
+        mine = [members[plan.rows[row].name] for row in segment.rows]
+        yield DTensorShard(number, mine, updater, copy)
+
+
+def _spans(members: Sequence[Member], low: int, high: int) -> Iterator[Span]:
+    """Yield what lies in [low, high) of the parts of all members, one after the other."""
+    begin = 0
+    for member in members:
+        first, last = max(begin, low), min(begin + member.range.numel, high)
+        if first < last:
+            yield Span(member.row, member.range.start + first - begin, slice(first, last))
+        begin += member.range.numel

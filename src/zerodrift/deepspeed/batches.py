@@ -16,7 +16,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.deepspeed.unsupported import MisuseError
-from zerodrift.engine.unit import loss_in
+from zerodrift.engine.executor import loss_in
 from zerodrift.errors import ModelError, UnsupportedError
 
 

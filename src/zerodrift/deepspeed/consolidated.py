@@ -37,7 +37,7 @@ def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bo
     if not keep:
         return {}
     values_of: dict[str, Any] = {}
-    with native(engine.executor).attached.names_only():
+    with native(engine.executor).guard.names_only():
         state = engine.module.state_dict()
     for name, value in state.items():
         if name in values:

@@ -102,7 +102,7 @@ class DeepSpeedEngine(nn.Module):
         release(self.module)
         mark_parameters(engine)
         if engine.plan.policy.sharding.stage == 0:
-            native(engine.executor).gradients.seen = engine.progress.unscale_of
+            native(engine.executor).gradients.exposure_scale = engine.progress.unscale_of
         let_load(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._batches: Iterator[Any] | None = None

@@ -36,12 +36,12 @@ def let_load(engine: Engine) -> None:
         exact.update(
             {n: (row, state[n]) for n, row in rows.items() if row.trained and _is_wider(state[n], row)}
         )
-        if not native(engine.executor).attached.opened:  # a module's parameters are loaded before its parts'
+        if not native(engine.executor).guard.opened:  # a module's parameters are loaded before its parts'
             for row, value in exact.values():
                 _set_master(engine, row, value)
             exact.clear()
 
-    native(engine.executor).attached.loading = loading
+    native(engine.executor).guard.loading = loading
 
 
 def _set_master(engine: Engine, row: Row, value: torch.Tensor) -> None:

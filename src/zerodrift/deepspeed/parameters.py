@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.absent_parameter import STAYS, AbsentParameter
 from zerodrift.engine.native import native
-from zerodrift.engine.ungathered import STAYS, UngatheredParameter
 from zerodrift.errors import ModelError, UnsupportedError
 
 ENGINE_PARAMETER = "_zerodrift_owner"
@@ -76,10 +76,10 @@ def mark_parameters(engine: Engine) -> None:
         if stage_3:
             mark(parameter, number)
         if segments[row.segment].sharded:
-            if isinstance(parameter, UngatheredParameter):
+            if isinstance(parameter, AbsentParameter):
                 type(parameter).advice = GATHER
             setattr(parameter, STAYS, True)  # as with DeepSpeed, whose pieces stay where they are too
-    native(engine.executor).attached.show_names()  # Lightning takes a state dict, and drops it
+    native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
             module.ds_external_parameters = _external_parameters  # type: ignore[assignment]

@@ -17,9 +17,10 @@ import torch
 
 from zerodrift.deepspeed.parameters import engine_parameter, require_engine_parameter
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.storage_writes import mark_storage_changed
 from zerodrift.engine.native import native
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import TrainedSegment
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError
 from zerodrift.plan.table import Row
 
@@ -98,7 +99,7 @@ def safe_set_local_fp32_param(param: Parameter, value: torch.Tensor) -> None:
         engine.updater.set_master(segment.number, flat)
     segment.drop()
     segment.sync_storage().wait()
-    segment.changed()
+    mark_storage_changed(segment)
 
 
 def safe_get_local_grad(param: Parameter) -> torch.Tensor | None:

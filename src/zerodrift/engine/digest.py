@@ -21,7 +21,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.deterministic import workspace
+from zerodrift.engine.habits.microbatch_state import workspace
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import native
@@ -38,7 +38,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Of what all ranks hold together."""
+    """The digest of what all ranks hold together."""
 
     cells: Mapping[tuple[str, str], int]
     """(unit, kind) -> 64 bits."""
@@ -47,7 +47,7 @@ class Digest:
         return _text(sum(self.cells.values()))
 
     def by_unit(self) -> dict[str, str]:
-        """Every unit of the plan by name, in its order."""
+        """Return digests of every unit of the plan by name, in its order."""
         return self._added(0)
 
     def by_kind(self) -> dict[str, str]:
@@ -61,7 +61,7 @@ class Digest:
 
 
 def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) -> Digest:
-    """Weights and moments. Every rank calls it; raises on all where copies differ."""
+    """Digest weights and moments. Every rank calls it; raises on all where copies differ."""
     sums = _Sums(plan, comm.mesh.device)
     copies = [_Copy(), _Copy()]
     for piece in pieces:
@@ -78,7 +78,7 @@ def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) 
 def gradient_digest(
     plan: Plan, parts: Iterable[tuple[Sequence[Span], torch.Tensor]], comm: Collectives
 ) -> Digest:
-    """Reduced gradients: `parts` are this rank's, each element on one rank. Every rank calls it."""
+    """Digest reduced gradients: `parts` are this rank's, each element on one rank. Every rank calls it."""
     sums = _Sums(plan, comm.mesh.device)
     for spans, flat in parts:
         sums.add(GRADIENTS, "", flat, spans)
@@ -86,7 +86,7 @@ def gradient_digest(
 
 
 def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind, torch's name of a moment, values) of what a rank holds of a segment."""
+    """Yield (kind, torch's name of a moment, values) of what a rank holds of a segment."""
     yield WEIGHTS, "", piece.weights()
     stored = piece.stored()
     if stored.dtype is not piece.dtype:
@@ -96,7 +96,8 @@ def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 class _Sums:
-    """Of this rank, by unit and kind. What is in no block is one unit, on all stages of a pipeline."""
+    """The sums of this rank, by unit and kind. Rows outside of blocks are one unit, on all stages of a
+    pipeline."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._units = list(dict.fromkeys(unit.name for unit in plan.units))
@@ -129,7 +130,7 @@ def _digest_of(kind: str, what: str, flat: torch.Tensor, span: Span) -> torch.Te
 
 
 def tensor_digest(name: str, value: torch.Tensor) -> str:
-    """Of one whole tensor under a name; another dtype of the same values has another."""
+    """Return the digest of one whole tensor under a name; it differs for another dtype of the same values."""
     flat = value.detach().contiguous().view(-1)
     sums = block_digests(flat)
     keys = block_keys(parameter_key(f"{value.dtype} {name}"), 0, len(sums), flat.device)
@@ -137,7 +138,7 @@ def tensor_digest(name: str, value: torch.Tensor) -> str:
 
 
 def computed_by(device: torch.device) -> dict[str, Any]:
-    """What bits depend on beside the plan, the model and the data."""
+    """Return what bits depend on beside the plan, the model and the data."""
     compiled = native.library() is not None
     found: dict[str, Any] = {
         "torch": torch.__version__,
@@ -155,7 +156,7 @@ def computed_by(device: torch.device) -> dict[str, Any]:
 
 
 class _Copy:
-    """What this rank holds and others hold too."""
+    """A part of the state that other ranks hold too."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, int, int]] = []

@@ -1,9 +1,9 @@
-"""The engine: a plan and whatever executes it, and the step as a recipe of a few lines.
+"""The engine: a plan, an executor, and the training loop's calls.
 
-It decides nothing: what is gathered, cast, reduced and updated in which dtype is in the plan's rows, how is
-the executor's (`executor.py`), what is counted and how a step ends is in `progress.py`. A micro-batch is
-`engine(...)` and `engine.backward(loss)`, and `engine.step()` ends it and, at the last one of a step,
-updates; or all of a step are given to `engine.train_batch`, which is how a pipeline trains.
+It decides nothing. The plan's rows say what is gathered, cast, reduced and updated in which dtype, the
+executor does it (`executor.py`), and `progress.py` counts. A micro-batch is `engine(...)` and
+`engine.backward(loss)`. `engine.step()` ends it and, at the last one of a step, updates (`step/recipe.py`).
+Or all micro-batches of a step are given to `engine.train_batch`, which is how a pipeline trains.
 
 Invariant: after an exception, in the model's forward or in a backward, the engine is as good as before. A
 forward that failed costs nothing else; a backward that failed costs the micro-batches of its step.
@@ -22,18 +22,21 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine import deterministic, steps
-from zerodrift.engine.batches import BatchResult, LossOf, OneByOne
-from zerodrift.engine.by_number import ByNumber
-from zerodrift.engine.deprecated import FullValues
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
-from zerodrift.engine.executor import BatchRunner, Executor
-from zerodrift.engine.grads import BackwardCallbacks
-from zerodrift.engine.parameter import ParameterHandle, WholeValues, row_of
-from zerodrift.engine.progress import StepResult, TrainingProgress
-from zerodrift.engine.scale import Scaler
-from zerodrift.engine.seeds import seed_generators, seed_of
+from zerodrift.engine.executor import BatchResult, BatchRunner, Executor, LossOf, SequentialRunner
+from zerodrift.engine.habits.microbatch_state import (
+    MicrobatchState,
+    need_determinism,
+    nondeterministic_operation,
+    release_determinism,
+    seed_generators,
+    seed_of,
+)
+from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
+from zerodrift.engine.step.gradients import BackwardCallbacks
+from zerodrift.engine.step.recipe import run_step
+from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
 from zerodrift.optim.updater import OptimizerState
 from zerodrift.plan.dealing import dealt
@@ -42,7 +45,7 @@ from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
 
 
-class Engine(FullValues):
+class Engine:
     """Trains a model as a plan says, on every backend, with or without a pipeline. Made by
     `zerodrift.initialize`."""
 
@@ -54,32 +57,31 @@ class Engine(FullValues):
         schedule: Any = None,
         loss_of: LossOf | None = None,
     ) -> None:
-        """`execute` makes the executor, when the ranks have agreed on the plan. `loss_of` is how
-        `train_batch` runs a micro-batch; None for a model that takes its items and returns a loss."""
+        """`execute` makes the executor when the ranks have agreed on the plan. `loss_of` runs a micro-batch
+        in `train_batch`; None for a model that takes its items and returns a loss."""
         self.plan = plan
         self.mesh = mesh
         self.comm = Collectives(mesh)
-        self.comm.agree(plan.digest, lambda: steps.texts(plan))
+        self.comm.agree(plan.digest, lambda: _describe(plan))
         self.executor = execute(self.comm)
-        """What differs between backends; a user has no need of it."""
+        """The part that differs between backends; not for users."""
         self._loss_of = loss_of
         self.before_update: Callable[[], None] | None = None
         """Called in every `step` that is complete, when gradients are reduced and nothing is updated yet."""
         self.seed: int = self.comm.broadcast_object(torch.initial_seed(), 0)
-        """What `seed_micro_batch` starts from: torch's on rank 0 when the engine was made; may be set."""
+        """Start of `seed_micro_batch`: torch's seed on rank 0 when the engine was made; may be set."""
         self.group_of = self._groups_of_all()
-        """Row name -> its parameter group, of the rows that the optimizer was given, on every stage."""
-        given = steps.schedule(plan, self.optimizer, schedule)
-        self.progress = TrainingProgress(plan, self.updater, given, shows=mesh.rank() == 0)
-        """Micro-batches and steps so far, the loss scale, the schedule."""
+        """Row name -> parameter group, for the rows that the optimizer was given, on every stage."""
+        made = _make_schedule(plan, self.optimizer, schedule)
+        self.progress = TrainingProgress(plan, self.updater, made, shows=mesh.rank() == 0)
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
-        asker = object()
-        self._release = weakref.finalize(self, deterministic.release, asker)
-        self._by_number: ByNumber | None = None
+        user = object()
+        self._release = weakref.finalize(self, release_determinism, user)
+        self._state: MicrobatchState | None = None
         if plan.policy.tree:
-            deterministic.ask(asker, mesh.device)
-            self._by_number = ByNumber(self.module, mesh.device)
+            need_determinism(user, mesh.device)
+            self._state = MicrobatchState(self.module, mesh.device)
 
     def _groups_of_all(self) -> Mapping[str, int]:
         mine = {} if self.updater is None else dict(self.updater.group_of)
@@ -96,7 +98,7 @@ class Engine(FullValues):
         precision = self.executor.precision
         with (
             self._recovering(self._recover),
-            contextlib.nullcontext() if self._by_number is None else self._by_number.forward(),
+            contextlib.nullcontext() if self._state is None else self._state.forward(),
             forward,
             precision.forward(),
             precision.cast((args, kwargs)) as (args, kwargs),
@@ -125,11 +127,11 @@ class Engine(FullValues):
         return dealt(self.plan, self.mesh.rank("data"), self.accumulation)
 
     def seed_micro_batch(self, number: int) -> None:
-        """Before the forward of micro-batch `number`: torch's generators, of the host and of this device,
-        draw what depends on `seed`, the step and that number, and not on the rank."""
+        """Seed torch's generators, of the host and of this device, before the forward of micro-batch
+        `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
         seed_generators(self._seed_of(number), self.mesh.device)
-        if self._by_number is not None:
-            self._by_number.seeded()
+        if self._state is not None:
+            self._state.mark_seeded()
 
     def _seed_of(self, number: int) -> int:
         return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
@@ -146,36 +148,36 @@ class Engine(FullValues):
             raise  # there is nobody to finish with what is under way
         except BaseException as error:
             recover()
-            refused = deterministic.refused(error) if self.plan.policy.tree else None
+            refused = nondeterministic_operation(error) if self.plan.policy.tree else None
             if refused is not None:
                 raise refused from error
             raise
 
     def _backward_ended(self) -> None:
-        if self._by_number is not None:
-            self._by_number.ended()
+        if self._state is not None:
+            self._state.end_micro_batch()
         if not self.progress.end_backward():
             self._backward_failed()
-            raise steps.unscaled(self.plan)
+            raise refusal("loss not scaled", mode=self.plan.policy.mode)
 
     def _backward_failed(self) -> None:
-        """Part of a micro-batch was added to the others and cannot be taken out: the step starts anew."""
+        """Begin the step anew: a part of the micro-batch was added to the others and cannot be taken out."""
         self._recover()
         self.zero_grad()
 
     def _recover(self) -> None:
-        """Something was raised in the middle: nothing may be under way or half gathered afterwards."""
+        """End what is under way after an exception."""
         self.executor.recover()
         self.progress.unwind()
 
     def require_open(self) -> None:
-        """Raise if it was destroyed, or ended by another rank."""
+        """Raise if the engine was destroyed, or ended by another rank."""
         self.progress.require_open()
         self.executor.require_peers()
 
     def _require_alone(self, what: str) -> None:
         if self.executor.runner is not None:
-            raise steps.is_driven(what)
+            raise refusal("pipeline", what=what)
 
     # --- all micro-batches of a step --------------------------------------------------------------------
 
@@ -204,7 +206,7 @@ class Engine(FullValues):
         """The loss of each micro-batch, without gradients."""
         self.require_open()
         runner = self._runner
-        batches, _ = runner.taken(micro_batches, (), None)
+        batches, _ = runner.prepare(micro_batches, (), None)
         return runner.losses(batches)
 
     def _begin_batch(
@@ -212,8 +214,8 @@ class Engine(FullValues):
     ) -> tuple[list[Any], tuple[float, ...]]:
         self.require_open()
         if self.progress.micro_batches:
-            raise steps.unfinished()
-        return self._runner.taken(micro_batches, weights, self.accumulation)
+            raise refusal("step under way")
+        return self._runner.prepare(micro_batches, weights, self.accumulation)
 
     def _accumulate(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
@@ -229,19 +231,19 @@ class Engine(FullValues):
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
-        """Of the pieces of a pipeline; elsewhere every forward is looked at."""
-        looks = self._by_number is not None and self.executor.runner is not None
-        before = self._by_number.buffers() if looks and self._by_number is not None else None
+        """Refuse writes to the buffers of a pipeline's pieces; elsewhere every forward is watched."""
+        state = self._state if self.executor.runner is not None else None
+        before = None if state is None else state.copy_buffers()
         yield
-        if before is not None and self._by_number is not None:
+        if state is not None and before is not None:
             with raise_on_all_ranks(self.comm):
-                self._by_number.require_kept(before)
+                state.require_unchanged(before)
 
     @property
     def _runner(self) -> BatchRunner:
-        # Made anew: one that was kept would hold the engine, and the engine it, until Python looks for
-        # cycles, and their memory with them.
-        return self.executor.runner or OneByOne(self, self.comm, self._loss_of)
+        # Made anew: a kept one and the engine would hold each other, and their memory, until Python looks for
+        # cycles.
+        return self.executor.runner or SequentialRunner(self, self.comm, self._loss_of)
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -253,19 +255,14 @@ class Engine(FullValues):
         `schedule_arguments` are passed to the schedule. With `error_if_nonfinite`, a gradient that is not
         finite raises instead of skipping the step.
         """
-        before = self.progress.now()
-        with self.executor.step():
-            if not self.progress.begin_step():
-                return before
-            with torch.no_grad():
-                norm = self.executor.norm()
-                if self.before_update is not None:
-                    self.before_update()
-                bad = [] if norm.finite else self.executor.bad()
-                if norm.finite:
-                    self.executor.update(self.progress.multiplier(norm))
-            self.zero_grad()
-            return self.progress.end_step(before, norm, bad, schedule_arguments, error_if_nonfinite)
+        return run_step(
+            self.executor,
+            self.progress,
+            self.zero_grad,
+            self.before_update,
+            error_if_nonfinite,
+            schedule_arguments,
+        )
 
     def zero_grad(self) -> None:
         """Forget the gradients of this step."""
@@ -354,19 +351,17 @@ class Engine(FullValues):
         return explain(self.plan, name)
 
     def update_statistics(self) -> UpdateReport:
-        """What became of the last update, per parameter: shares lost to rounding, sizes, underflow.
-
-        Needs `precision.statistics: true` in the config. Every rank calls it.
-        """
+        """Report the last update per parameter: shares lost to rounding, sizes, underflow. Needs
+        `precision.statistics: true` in the config. Every rank calls it."""
         return self.executor.update_statistics()
 
     def digest(self) -> Digest:
-        """Of all weights, masters and moments: equal where every bit is, on any number of ranks and at any
-        stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
+        """Digest all weights, masters and moments: equal where every bit is, on any number of ranks and at
+        any stage. Every rank calls it, between steps; raises on all where ranks that hold the same differ."""
         return state_digest(self.plan, self.pieces(), self.comm)
 
     def gradient_digest(self) -> Digest:
-        """Of the gradients of a step, in `before_update`. Every rank calls it."""
+        """Digest the gradients of a step, in `before_update`. Every rank calls it."""
         return gradient_digest(self.plan, self.executor.reduced(), self.comm)
 
     # --- values -----------------------------------------------------------------------------------------
@@ -392,17 +387,17 @@ class Engine(FullValues):
         return self.executor.values
 
     def pieces(self) -> Iterator[SegmentShard]:
-        """What this rank owns: for `Shards`."""
+        """Yield what this rank owns, for `Shards`."""
         return self.executor.pieces()
 
     def sync_storage(self) -> None:
-        """After pieces were filled: for `Shards`."""
+        """Show what was filled into pieces, for `Shards`."""
         self.executor.sync_storage()
 
     # --- the end ----------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise steps.copied()
+        raise refusal("copied")
 
     def destroy(self) -> None:
         """Remove the hooks and leave the process groups, after a save that is under way.
@@ -423,3 +418,25 @@ class Engine(FullValues):
             self._release()
             self.executor.leave()
             self.mesh.stop()
+
+
+def _make_schedule(plan: Plan, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
+    """Return the caller's schedule, or make it if it is a function of an optimizer; else the config's."""
+    from zerodrift.optim.schedules import make_schedule
+
+    if given is not None or optimizer is None or plan.policy.schedule is None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    return make_schedule(plan.policy.schedule, optimizer)
+
+
+def _describe(plan: Plan) -> list[str]:
+    """Return one line per row, for ranks that disagree about the plan."""
+    lines = [f"mesh {plan.mesh}, mode {plan.policy.mode}, stage {plan.policy.sharding.stage}"]
+    lines += [f"{decision.key} = {decision.value}" for decision in plan.policy.decisions]
+    for row in plan.rows:
+        shown = row.columns.cells() | row.columns.options()
+        cells = " ".join(f"{column}={text}" for column, text in shown.items())
+        lines.append(f"{row.name} {list(row.shape)} {cells} segment {row.segment} at {row.offset}")
+    for boundary in plan.boundaries:
+        lines.append(f"{boundary.path} computes in {boundary.dtype}, returns {boundary.output}")
+    return lines

@@ -1,123 +1,310 @@
-"""What executes a plan, as `Engine` asks for it: the few verbs in which backends and pipelines differ.
+"""What executes a plan, as `Engine` asks for it, and what runs the micro-batches of a step.
 
-Invariant: an executor counts nothing and decides nothing about a step; `Engine` does, for all of them.
+Backends and pipelines differ behind `Executor`. A pipeline runs micro-batches in an order of its own
+(`pipeline/run.py`); `SequentialRunner` runs them one by one, so that a script for a pipeline trains without
+one.
+
+Invariants: an executor counts nothing and decides nothing about a step. What is wrong with the micro-batches
+of one rank is an error on all, before any of them is run; and a micro-batch is never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import copy
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from zerodrift.engine.compute import ForwardPrecision
-from zerodrift.engine.grads import BackwardCallbacks
-from zerodrift.engine.parameter import WholeValues
-from zerodrift.engine.progress import TrainingProgress
-from zerodrift.engine.scale import Norm
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.habits.microbatch_state import generators_kept, seed_generators
+from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.shards import SegmentShard, Span
+from zerodrift.engine.step.compute import ForwardPrecision
+from zerodrift.engine.step.gradients import BackwardCallbacks
+from zerodrift.engine.step.norm import Norm
+from zerodrift.engine.values import WholeValues
+from zerodrift.errors import ModelError, Problem
 from zerodrift.optim.updater import OptimizerState
 from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
 
 
 class BatchRunner(Protocol):
-    """What runs all micro-batches of a step."""
+    """Runs all micro-batches of a step."""
 
-    def taken(
+    def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
-        """Micro-batches on this device and their weights, `count` of them where one is asked for; what is
-        wrong with them is one error on every rank."""
+        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
+        number than `count`, is one error on every rank."""
 
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
     ) -> tuple[float, ...]:
-        """Forwards and backwards; the losses, without weights. Random numbers of a micro-batch begin with its
-        seed, where there are any."""
+        """Run forwards and backwards; return the losses, without weights. Random numbers of a micro-batch
+        begin with its seed, where there are seeds."""
 
     def losses(self, batches: list[Any]) -> tuple[float, ...]:
-        """Forwards alone."""
+        """Run forwards alone."""
 
 
 class Executor(Protocol):
-    """One rank's part of a plan, over one model."""
+    """Executes one rank's part of a plan over one model."""
 
     part: Plan
-    """What this rank executes of the plan: all of it, but for a pipeline."""
+    """The part of the plan that this rank executes: all of it, except in a pipeline."""
     module: nn.Module
-    """The model; of a pipeline, the tree that was cut."""
+    """The model; in a pipeline, the tree that was cut."""
     whole: nn.Module
-    """All of the model; of a pipeline, without values for what is elsewhere."""
+    """All of the model; in a pipeline, without values for what is on other ranks."""
     forwards: Sequence[nn.Module]
     """The modules whose forwards are the model's: itself, or this rank's pieces."""
     precision: ForwardPrecision
 
     @property
     def runner(self) -> BatchRunner | None:
-        """What runs micro-batches in an order of its own; None where a caller runs each by itself."""
+        """Runs micro-batches in an order of its own; None where a caller runs each by itself."""
 
     @property
     def updater(self) -> OptimizerState | None:
         """None where nothing is trained, or no optimizer was given."""
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
-        """Training may begin; backwards that the engine does not call are told to `callbacks`."""
+        """Begin training; `callbacks` hear of backwards that the engine does not call."""
 
     def require_peers(self) -> None:
         """Raise if another rank is known to have ended all of them."""
 
-    # --- a micro-batch ----------------------------------------------------------------------------------
-
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """To be around a forward. Raises at once where the model is not what it was."""
+        """Return a context for a forward. Raises at once where the model is not what it was."""
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """To be around the backward of a loss, which counts as a micro-batch."""
+        """Return a context for the backward of a loss, which counts as a micro-batch."""
 
     def recover(self) -> None:
-        """Something was raised in the middle: nothing may be under way or half gathered afterwards. What
-        whole micro-batches have summed stays."""
-
-    # --- the step ---------------------------------------------------------------------------------------
+        """End what is under way after an exception; gradients of whole micro-batches stay."""
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """To be around a call of `step`. Raises where parameters cannot be updated."""
+        """Return a context for a step. Raises at once where the model is not what it was."""
 
     def norm(self) -> Norm:
-        """Of all gradients of a step, which are reduced when this returns."""
+        """Reduce all gradients of a step, and return their norm."""
 
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
-        """Between `norm` and `update`, this rank's share of the gradients: each element is on one rank."""
+        """Yield this rank's share of the gradients, between `norm` and `update`: each element is on one
+        rank."""
 
     def bad(self) -> list[str]:
-        """The first parameters whose gradient is not finite."""
+        """Return the first parameters whose gradient is not finite."""
 
     def update(self, multiplier: float) -> None:
         """Update with the gradients times `multiplier`, and show the new values."""
 
     def forget(self) -> None:
-        """There are no gradients of this step."""
-
-    # --- values -----------------------------------------------------------------------------------------
+        """Drop the gradients of this step."""
 
     @property
-    def values(self) -> WholeValues:
-        """Whole values out and in."""
+    def values(self) -> WholeValues: ...
 
     def pieces(self) -> Iterator[SegmentShard]:
-        """What this rank owns, one per segment in the order of the plan."""
+        """Yield what this rank owns, one per segment in the order of the plan."""
 
     def drop(self) -> None:
-        """Give up what is gathered: values are about to change."""
+        """Free what is gathered, because values are about to change."""
 
     def sync_storage(self) -> None:
-        """Pieces were filled: what others show of them follows."""
+        """Show what was filled into pieces on every rank."""
 
     def update_statistics(self) -> UpdateReport:
         """See `Engine.update_statistics`."""
 
     def leave(self) -> None:
         """Take the hooks off; nothing is under way."""
+
+
+# --- micro-batches one by one -----------------------------------------------------------------------------
+
+LossOf: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
+"""(model, micro-batch) -> its loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The result of a step over all of its micro-batches."""
+
+    losses: tuple[float, ...]
+    """Loss of each micro-batch of this rank's data, without its weight and the loss scale."""
+    step: StepResult
+    """The same on every rank."""
+    weights: tuple[float, ...] = ()
+    """Factor of each loss; empty where all count 1."""
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean over micro-batches, whose gradient the step has used."""
+        weights = self.weights or (1.0,) * len(self.losses)
+        return sum(map(operator.mul, weights, self.losses)) / len(self.losses)
+
+
+class _MicroBatchEngine(Protocol):
+    @property
+    def module(self) -> nn.Module: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialRunner:
+    """Runs the micro-batches of a step one after the other."""
+
+    engine: _MicroBatchEngine
+    comm: Collectives
+    loss_of: LossOf | None
+    """None for a model that is called with a micro-batch's items and returns a loss."""
+
+    def prepare(
+        self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
+    ) -> tuple[list[Any], tuple[float, ...]]:
+        with raise_on_all_ranks(self.comm):
+            batches = list(micro_batches)
+            numbers, wrong = numbers_of(weights, len(batches))
+            unnamed = None if self.loss_of is not None else next(filter(None, map(_unnamed, batches)), None)
+            problem = wrong_number(len(batches), count) or unnamed or wrong
+            if problem is not None:
+                raise ModelError.of([problem])
+        device = self.comm.mesh.device
+        return [batch_on(batch, device, lambda tensor: tensor) for batch in batches], numbers
+
+    def train(
+        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
+    ) -> tuple[float, ...]:
+        losses, device = [], self.comm.mesh.device
+        with generators_kept(device) if seeds else contextlib.nullcontext():
+            for place, batch in enumerate(batches):
+                if seeds:
+                    seed_generators(seeds[place], device)
+                weight = weights[place] if weights else 1.0
+                with torch.enable_grad():
+                    loss = self._loss(batch)
+                    self.engine.backward(loss if weight == 1.0 else loss * weight)
+                losses.append(loss.detach().double())
+        return tuple(torch.stack(losses).tolist())
+
+    def losses(self, batches: list[Any]) -> tuple[float, ...]:
+        with torch.no_grad():
+            return tuple(torch.stack([self._loss(batch).double() for batch in batches]).tolist())
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        if self.loss_of is None:
+            return one_number(loss_in(self.engine(**batch)))
+        with _replaced_forward(self.engine.module, self.loss_of):
+            return one_number(self.engine(batch))
+
+
+@contextlib.contextmanager
+def _replaced_forward(model: nn.Module, forward: LossOf) -> Iterator[None]:
+    """Replace the model's forward inside the context, with all hooks that are around its own."""
+    before = model.__dict__.get("forward")
+    model.forward = lambda batch: forward(model, batch)
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+def _unnamed(batch: Any) -> Problem | None:
+    if isinstance(batch, Mapping):
+        return None
+    return Problem(
+        "micro_batches",
+        "must each be a dict of the model's keyword arguments",
+        got=type(batch).__name__,
+        do="Pass `parts=zerodrift.Parts(...)` to `initialize`, which says what is done with them.",
+    )
+
+
+def loss_in(output: Any) -> Any:
+    """Find a model's loss in what it returned: `.loss`, an item of that name, the first of several, or all of
+    it. The caller checks whether that is a loss."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    return output if loss is None else loss
+
+
+def one_number(loss: Any) -> torch.Tensor:
+    """Return a loss without dimensions."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ModelError("loss", "must be one number per micro-batch", got=got)
+    return loss if loss.dim() == 0 else loss.sum()  # no view: a schedule detaches it in place
+
+
+def wrong_number(count: int, wanted: int | None) -> Problem | None:
+    """Return what is wrong with the number of micro-batches."""
+    if wanted is not None and count != wanted:
+        must = f"must be {wanted}, as `gradient_accumulation_steps` or `pipeline.micro_batches` says"
+        return Problem("micro_batches", must, got=str(count))
+    return None if count else Problem("micro_batches", "must be at least one", got="none")
+
+
+def numbers_of(weights: Sequence[Any], count: int) -> tuple[tuple[float, ...], Problem | None]:
+    """Return weights as numbers, and what is wrong with them."""
+    numbers: tuple[float, ...] = ()
+    wrong = ""
+    try:
+        numbers = tuple(float(number) for number in weights)
+    except (TypeError, ValueError, RuntimeError):
+        wrong = repr(weights)
+    bad = next((number for number in numbers if not math.isfinite(number)), None)
+    if numbers and len(numbers) != count:
+        wrong = str(len(numbers))
+    elif bad is not None:
+        wrong = repr(bad)
+    if not wrong:
+        return numbers, None
+    must = f"must be {count} finite numbers, one for each micro-batch, or none"
+    return (), Problem("weights", must, got=wrong)
+
+
+def batch_on(batch: Any, device: torch.device, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a micro-batch with its tensors changed and moved; its containers are copies of their classes."""
+
+    def moved(value: Any) -> Any:
+        return batch_on(value, device, change)
+
+    if isinstance(batch, torch.Tensor):
+        return change(batch.to(device))
+    if isinstance(batch, Mapping):
+        items = {key: moved(value) for key, value in batch.items()}
+        if type(batch) is dict or not hasattr(batch, "__setitem__"):
+            return items
+        copied: Any = copy.copy(batch)
+        if (data := getattr(batch, "data", None)) is not None:
+            copied.data = dict(data)  # a copied UserDict has the original's
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if isinstance(batch, tuple):
+        values = map(moved, batch)
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, list):
+        return [moved(value) for value in batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        copied = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(copied, field.name, moved(getattr(batch, field.name)))
+        return copied
+    return batch

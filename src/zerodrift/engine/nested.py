@@ -1,11 +1,11 @@
-"""Tensors inside of what people hand to a model and get from it: containers of any depth and class.
+"""Find and replace tensors inside containers of any depth and class, and record the inputs of a forward.
 
-Tuples, lists, mappings, sets, dataclasses and plain objects are looked into; modules, classes and functions
-are not, and objects that hang in objects no deeper than `DEPTH`.
+Tuples, lists, mappings, sets, dataclasses and plain objects are searched. Modules, classes and functions are
+not, nor objects that hang in objects deeper than `DEPTH`.
 
-Invariant: what can be written to keeps its identity. A tensor in it is replaced in its place, and `undo` puts
-the caller's own back, wherever it has been moved to meanwhile; only what cannot change, such as a tuple, is
-built anew.
+Invariant: a container that can be written to keeps its identity. A tensor in it is replaced in its place, and
+`undo` puts the caller's own back, wherever it has been moved to meanwhile. Only a container that cannot
+change, such as a tuple, is built anew.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch import nn
 from zerodrift.errors import ModelError
 
 DEPTH = 3
-"""Plain objects are followed into plain objects so many times: a logger or a trainer leads everywhere."""
+"""Depth to which plain objects are followed into plain objects: a logger or a trainer leads everywhere."""
 
 _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, nn.Module, enum.Enum),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
-"""What holds no tensors of a caller's."""
+"""Types that hold no tensors of a caller."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor, each once."""
+    """Return every tensor, each once."""
     if type(value) is torch.Tensor:
         return [value]
     found = []
     seen: dict[int, Any] = {}
-    """By id; held, so that no id comes again."""
+    """Visited items by id, which are held so that no id comes again."""
     queue = deque([(value, 0)])
     while queue:
         item, depth = queue.popleft()
@@ -59,22 +59,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Replacement:
-    """Tensors that stand in for a caller's own, until `undo`."""
+    """Replaces the tensors of a caller's containers until `undo`."""
 
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._change = change
         self._seen: dict[int, tuple[Any, Any]] = {}
-        """id -> what was there and what has come for it, which are held so that no id comes again."""
+        """id -> (old, new), which are held so that no id comes again."""
         self._changed: list[Any] = []
-        """Containers in which something stands in."""
+        """Containers with a replaced tensor."""
 
     def apply(self, value: Any) -> Any:
-        """The value with every tensor changed; the same object where it can be written to, or nothing was."""
+        """Return the value with every tensor changed: the same object unless it cannot be written to."""
         return self._visit(value, 0)
 
     @property
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor that was changed, and what stands in for it."""
+        """Each tensor that was changed, with its replacement."""
         for old, new in self._seen.values():
             if isinstance(old, torch.Tensor) and new is not old:
                 yield old, new
@@ -117,17 +117,17 @@ class Replacement:
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether it is an object of a class of its own, with attributes."""
+    """Return whether an item is an object with attributes and no container."""
     return not isinstance(item, (tuple, list, deque, set, frozenset, Mapping))
 
 
 def _leads_anywhere(item: Any) -> bool:
-    """Whether it may hold more than data: a dataclass says what it holds."""
+    """Return whether an item may hold more than data: a dataclass says what it holds."""
     return _is_plain(item) and not dataclasses.is_dataclass(item)
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
-    """(key, what is there): the key is what `_put` takes."""
+    """Return (key, child) pairs; `_put` takes the key."""
     if isinstance(item, (tuple, list, deque)):
         return list(enumerate(item))
     if isinstance(item, Mapping):
@@ -180,3 +180,78 @@ def _built(item: Any, parts: list[tuple[Any, Any]]) -> Any:
     if hasattr(item, "__dict__"):
         vars(built).update(vars(item))
     return built
+
+
+# --- the inputs of a forward, and where autograd is -------------------------------------------------------
+
+BEFORE_ALL = -1
+"""Lower than the sequence number of any autograd node."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """The inputs of a forward, before it runs. They are only read; a hook on one goes with its graph."""
+
+    inputs: tuple[tuple[torch.Tensor, int], ...]
+    """Each tensor with its version: what a module changes in place, it returns."""
+    newest: int
+    """Highest sequence number of the nodes behind the inputs; the forward adds nodes with higher ones."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
+        given = (*args, *kwargs.values())
+        inputs = [tensor for tensor in tensors_in(given) if not tensor.is_inference()]
+        numbers = [_number(tensor) for tensor in inputs]
+        return cls(tuple((tensor, tensor._version) for tensor in inputs), max(numbers, default=BEFORE_ALL))
+
+    def changed(self) -> Iterator[torch.Tensor]:
+        """Yield the inputs that were changed in place."""
+        return (tensor for tensor, version in self.inputs if tensor._version != version)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Return whether the forward has added the node behind a tensor."""
+        return _number(tensor) > self.newest
+
+    def when_backward_ends(self, over: Callable[[], None], inside: bool) -> None:
+        """Call `over` when a gradient is about to go on from the newest input. autograd runs newer nodes
+        first, so all that the forward added has run by then.
+
+        `inside` means a forward in a backward, of reentrant checkpointing, whose inputs may be leaves. Leaves
+        are as new to autograd as the weights, so the end of that backward calls `over` instead. Elsewhere a
+        leaf gets no hook: it would keep the hook for ever.
+        """
+        for tensor, _ in self.inputs:
+            if not tensor.requires_grad or _number(tensor) != self.newest:
+                continue
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: over())
+            elif inside:
+                tensor.register_hook(lambda grad: at_the_end(over))
+            return
+
+
+def at_the_end(then: Callable[[], None]) -> None:
+    """Call `then` when the running backward has run all its nodes. FSDP2 and DDP use the same callback."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Return the sequence number of the node behind a tensor. Private in torch (2.13 to 2.15)."""
+    return BEFORE_ALL if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def current_backward() -> int:
+    """Return the number of the backward that runs on this thread, or -1. Private in torch (2.13 to 2.15);
+    its own checkpointing asks the same way."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Return whether `torch.func` or `torch.vmap` transforms the running code. Private in torch (2.13 to
+    2.15)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

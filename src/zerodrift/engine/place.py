@@ -26,11 +26,11 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
-from zerodrift.engine.attached import left_by_others
-from zerodrift.engine.buffers import GradientBuffers
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import TrainedSegment, make
-from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.habits.parameter_guard import find_other_engines
+from zerodrift.engine.step.accumulation import GradientBuffers
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment, make_segment
+from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import resting
 from zerodrift.model import recipe
@@ -56,18 +56,18 @@ class ValueSource(Protocol):
     """Values of parameters or buffers by name, a run of elements at a time."""
 
     def exact(self, name: str) -> torch.dtype:
-        """A dtype that all values of a name are exact in."""
+        """Return a dtype that holds all values of a name exactly."""
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        """The elements from `start` on of the row-major flattening, into flat `out`, cast to its dtype."""
+        """Write the elements from `start` on of the row-major flattening into flat `out`, cast to its
+        dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueSources:
-    """Where values come from that the model itself does not hold."""
+    """Sources of values that the model itself does not hold, by the first name of a parameter."""
 
     rows: Mapping[str, ValueSource] = field(default_factory=dict)
-    """By the first name of a parameter."""
     buffers: Mapping[str, ValueSource] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ def place(
     pools: GradientBuffers,
     sources: ValueSources | None = None,
 ) -> tuple[list[FlatSegment], list[LiveUnit], Masters]:
-    """The segments and units of a plan, filled, and the first values of the masters."""
+    """Make the segments and units of a plan, filled, and the first values of the masters."""
     sources = sources or ValueSources()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
@@ -87,7 +87,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = make(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
+        segment = make_segment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
         filler = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
@@ -117,9 +117,9 @@ def place(
 def check(
     plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], sources: ValueSources
 ) -> None:
-    """The model must be the one that was planned, and every value must come from somewhere."""
+    """Refuse a model that is not the planned one, or a value without a source."""
     problems = Problems()
-    alive, gone = left_by_others(model)
+    alive, gone = find_other_engines(model)
     if alive:
         problems.add("model", "must not have another engine", got="one that is still alive", do=_DESTROY)
     for row in plan.rows:
@@ -156,7 +156,7 @@ _BUILD = "Build the model on a real device, or inside `zerodrift.empty()`."
 
 
 def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-    """Names that the model declares to be one parameter become one, where they are not yet."""
+    """Make names that the model declares to be one parameter one, where they are not yet."""
     for row in plan.rows:
         for name in row.names[1:]:
             if parameters.get(name) is not parameters[row.name]:
@@ -168,7 +168,7 @@ def tie(plan: Plan, model: nn.Module, parameters: dict[str, nn.Parameter]) -> No
 
 
 class SegmentFiller:
-    """Where the first values of one segment come to rest: storage, and the master in its scheme's form."""
+    """Puts the first values of one segment where they rest: storage, and the master in its scheme's form."""
 
     def __init__(self, segment: FlatSegment) -> None:
         self.segment = segment
@@ -189,7 +189,7 @@ class SegmentFiller:
                     self._of(flat, self._within(flat, low, high - low)).zero_()
 
     def give(self, offset: int, values: torch.Tensor) -> None:
-        """Values from an element of the segment on, of which this keeps what rests on this rank."""
+        """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
         where = self._within(self.storage, offset, values.numel())
         self._of(self.storage, where).copy_(self._rounded(values[where.start - offset : where.stop - offset]))
         if self.master is None:
@@ -199,7 +199,7 @@ class SegmentFiller:
         self._of(self.master, where).copy_(split(mine.float())[1] if self._split else mine)
 
     def fill(self, row: Row, source: ValueSource) -> None:
-        """The elements of a row that are in this rank's share, out of a source."""
+        """Read the elements of a row in this rank's share from a source."""
         share = share_of(self.segment, self.segment.rank)
         low, high = max(share.start, row.offset), min(share.stop, row.offset + row.numel)
         if low >= high:
@@ -221,21 +221,21 @@ class SegmentFiller:
                 self.give(low + first, values)
 
     def exchange(self, comm: Collectives) -> None:
-        """What rests whole gets the shares of the other ranks."""
+        """Gather the shares of other ranks into what rests whole."""
         for flat in (self.storage, self.master):
             if flat is not None:
                 exchange(self.segment, flat, comm)
 
     def initial(self) -> torch.Tensor:
-        """The master as its scheme keeps it: storage itself, fp32 values, or low halves."""
+        """Return the master as its scheme keeps it: storage itself, fp32 values, or low halves."""
         return self.segment.owned if self.master is None else self.master
 
     def _start(self, flat: torch.Tensor) -> int:
-        """Where in the segment a buffer begins that rests whole or in slices."""
+        """Return the element of the segment at which a buffer begins."""
         return 0 if flat.numel() == self.segment.spec.padded else self.segment.rank * flat.numel()
 
     def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:
-        """The part of a run of the segment that a buffer holds, as a slice of the segment."""
+        """Return the part of a run that a buffer holds, as a slice of the segment."""
         start = self._start(flat)
         low = max(start, offset)
         return slice(low, max(low, min(start + flat.numel(), offset + numel)))
@@ -249,7 +249,7 @@ class SegmentFiller:
 
 
 def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) of the elements between and after parameters."""
+    """Yield (first, one past the last) of the elements between and after parameters."""
     reached = 0
     for row in sorted(segment.rows, key=lambda row: row.offset):
         if row.offset > reached:
@@ -260,14 +260,14 @@ def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
 
 
 def share_of(segment: FlatSegment, rank: int) -> slice:
-    """The elements of a segment that a rank fills: an equal part, and what it owns where that is a part."""
+    """Return the elements that a rank fills: an equal part, which is what it owns where that is a part."""
     padded, ranks = segment.spec.padded, segment.ranks
     count = padded // ranks if padded % ranks == 0 else round_up(-(-padded // ranks), BLOCK)
     return slice(min(padded, rank * count), min(padded, (rank + 1) * count))
 
 
 def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
-    """A buffer of a segment that is whole on every rank gets the shares that the others filled."""
+    """Gather the shares that other ranks filled into a buffer that is whole on every rank."""
     if segment.ranks == 1 or flat.numel() != segment.spec.padded:
         return
     if flat.numel() % segment.ranks == 0:
@@ -279,14 +279,14 @@ def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> Non
 
 
 class ValueReceiver(Protocol):
-    """Who takes values of a parameter."""
+    """Takes values of a parameter."""
 
     def give(self, offset: int, values: torch.Tensor) -> None:
-        """Values from an element of the segment on."""
+        """Take values from an element of the segment on."""
 
 
 def give(row: Row, parameter: nn.Parameter, rest: ValueReceiver, comm: Collectives) -> None:
-    """Rank 0's values of a parameter to everybody, in its own dtype."""
+    """Broadcast rank 0's values of a parameter, in its own dtype."""
     elsewhere = getattr(parameter, ELSEWHERE, None)
     if elsewhere is not None:
         delattr(parameter, ELSEWHERE)
@@ -302,7 +302,7 @@ def give(row: Row, parameter: nn.Parameter, rest: ValueReceiver, comm: Collectiv
 
 
 def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: ValueReceiver, comm: Collectives) -> None:
-    """Rank 0's values of many parameters to everybody; small ones of one dtype travel together."""
+    """Broadcast rank 0's values of many parameters; small ones of one dtype travel together."""
     batch: list[tuple[Row, nn.Parameter]] = []
 
     def send() -> None:
@@ -328,10 +328,8 @@ def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: ValueReceiver, comm: 
 
 
 def let_go(parameter: nn.Parameter) -> None:
-    """Free what a parameter holds; one on the meta device comes to this one, as the same object.
-
-    torch refuses `.data` between devices, and an optimizer knows the object.
-    """
+    """Free a parameter's memory; one on the meta device comes to this one, as the same object. torch refuses
+    `.data` between devices, and an optimizer knows the object."""
     if not parameter.is_meta:
         parameter.data = parameter.data.new_empty(0)
         return
@@ -345,7 +343,7 @@ def let_go(parameter: nn.Parameter) -> None:
 
 
 def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[str, torch.Tensor]:
-    """On rank 0 the values of the buffers that come from a source."""
+    """Read the buffers that come from a source, on rank 0."""
     values = {}
     for row in plan.buffers:
         source = sources.buffers.get(row.name)
@@ -356,7 +354,7 @@ def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[s
 
 
 def place_buffers(plan: Plan, model: nn.Module, comm: Collectives, read: Mapping[str, torch.Tensor]) -> None:
-    """Buffers go to the device, in the dtype of their row, with rank 0's values."""
+    """Put buffers on the device, in the dtype of their row, with rank 0's values."""
     rows = {row.name: row for row in plan.buffers}
     for path, module, name, buffer in _buffers(model):
         row = rows.get(path)
@@ -374,7 +372,7 @@ def place_buffers(plan: Plan, model: nn.Module, comm: Collectives, read: Mapping
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """(full name, module, its name there, the buffer)."""
+    """Yield (full name, module, name there, buffer)."""
     for path, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             yield f"{path}.{name}" if path else name, module, name, buffer

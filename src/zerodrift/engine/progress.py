@@ -1,10 +1,10 @@
-"""The course of training: which micro-batch of which step, at which loss scale, and how a step ends.
+"""Count micro-batches and steps, keep the loss scale, and end a step. Every backend shares this file.
 
-What every engine shares, whoever executes the plan. An engine says when a backward has ended and what norm
-the gradients of a step have; here it is counted, it is decided whether a step is complete and whether it is
-skipped, and the loss scale and the schedule go on. Gradients and parameters are the engine's.
+An engine reports the end of each backward and the norm of a step's gradients. This file decides whether the
+step is complete, whether it is skipped, and moves the loss scale and the schedule on. Gradients and
+parameters belong to the engine.
 
-Invariant: nothing here looks at the data of one rank, so ranks that are told the same decide the same.
+Invariant: nothing here reads the data of one rank, so ranks that report the same decide the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerodrift.engine import steps
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.scale import Norm, Scaler
-from zerodrift.engine.unit import in_backward
+from zerodrift.engine.nested import in_backward, tensors_in
+from zerodrift.engine.step.norm import Norm
+from zerodrift.errors import NonFiniteError, UnsupportedError
 from zerodrift.plan.dealing import makes_the_tree
 from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +46,82 @@ class StepResult:
     """The first parameters whose gradient is not finite."""
 
 
+class Scaler:
+    """The loss scale, static or dynamic, by DeepSpeed's keys.
+
+    An overflow first spends `hysteresis`. Once that is spent, every overflow halves the scale, down to
+    `minimum`. After `window` steps that follow a good one the scale doubles and the hysteresis is refilled.
+    `consecutive` refills it after every good step.
+    """
+
+    def __init__(self, spec: LossScale | None) -> None:
+        self._spec = spec
+        self.scale = spec.initial if spec else 1.0
+        self._left = spec.hysteresis if spec else 0
+        self._good = 0
+
+    @property
+    def active(self) -> bool:
+        return self._spec is not None
+
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after a step, skipped or not."""
+        spec = self._spec
+        if spec is None or not spec.dynamic:
+            return
+        if overflow:
+            self._good = 0
+            if self._left > 1:
+                self._left -= 1
+                return
+            if self.scale <= spec.minimum:
+                raise NonFiniteError(
+                    "fp16.min_loss_scale",
+                    "must leave room for the loss scale to fall",
+                    got=f"gradients that overflow at the minimum, {spec.minimum:g}",
+                    do="Lower the learning rate, lower `fp16.min_loss_scale`, or use bf16.",
+                )
+            self.scale = max(self.scale / 2, spec.minimum)
+            return
+        self._good += 1
+        if spec.consecutive:
+            self._left = spec.hysteresis
+        stable = self._good - 1  # DeepSpeed counts from the first good step, not with it
+        if stable > 0 and stable % spec.window == 0:
+            self._left = spec.hysteresis
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "left": self._left, "good": self._good}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self.scale = float(state["scale"])
+        self._left, self._good = int(state["left"]), int(state["good"])
+
+
 class BackgroundWork(Protocol):
-    """Work that goes on beside training on every rank alike, such as a checkpoint being written."""
+    """Work beside training on every rank alike, such as a checkpoint being written."""
 
     def check(self) -> None:
-        """At the beginning of every step. May call collectives, and raise on all ranks what went wrong."""
+        """Look after it at the beginning of every step. May call collectives, and raise on all ranks."""
 
     def finish(self) -> None:
-        """Before the ranks part: end it, or raise."""
+        """End it before the ranks part, or raise."""
 
     def abandon(self) -> None:
-        """An exception is ending this rank: let go of it without a collective."""
+        """Drop it without a collective: an exception is ending this rank."""
 
 
-class Rates(Protocol):
-    """What is asked of an optimizer."""
-
+class LearningRates(Protocol):
     def learning_rates(self) -> tuple[float, ...]:
-        """Of each parameter group, now."""
-
-
-class _Forward:
-    """One forward, until a backward comes to it."""
-
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress: TrainingProgress | None = progress
-
-    def reached(self, gradient: torch.Tensor) -> None:
-        progress, self._progress = self._progress, None
-        if progress is not None:
-            progress.answered = True
-            progress.dropped = max(0, progress.dropped - 1)
+        """Return the current rate of each parameter group."""
 
 
 class TrainingProgress:
-    """Where one engine is in its training."""
+    """The counters of one engine's training."""
 
-    def __init__(self, plan: Plan, rates: Rates | None, schedule: Any, *, shows: bool) -> None:
-        """`rates` is None where nothing is trained; `shows` says whether this rank prints."""
+    def __init__(self, plan: Plan, rates: LearningRates | None, schedule: Any, *, shows: bool) -> None:
+        """`rates` is None where nothing is trained. `shows` says whether this rank prints."""
         self._plan = plan
         self._rates = rates
         self._shows = shows
@@ -92,38 +130,36 @@ class TrainingProgress:
         self.global_steps = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
-        """Of the last complete step, before clipping."""
         self.accumulation = plan.policy.batch.accumulation
         """Micro-batches per step, which gradients are divided by; may be changed between steps."""
         self.boundary: bool | None = None
-        """Whether the micro-batch that is under way ends its step; None where they are counted."""
+        """Whether the current micro-batch ends its step; None where micro-batches are counted."""
         self.micro_batches = 0
         """Backwards since the last step."""
         self.dropped = 0
         """Forwards in training since the last step that no backward has come back to."""
         self.answered = False
-        """Whether the micro-batch under way has come back to one."""
+        """Whether the backward of the current micro-batch has come back to a forward."""
         self._sync = True
         self._scaled = False
-        """Whether the loss of the backward that comes, or is under way, has been through `scale`."""
+        """Whether the loss of the current backward has been through `scale`."""
         self.closed = False
         self.background: BackgroundWork | None = None
-        """What else the ranks are doing; at most one thing at a time."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on: multiplied by the loss scale where there is one."""
+        """Return the loss to call `backward` on: multiplied by the loss scale where there is one."""
         self._scaled = True
         return loss.float() * self.scaler.scale if self.scaler.active else loss
 
     def is_last(self) -> bool:
-        """Whether the coming backward is the last micro-batch of its step."""
+        """Return whether the coming backward is the last micro-batch of its step."""
         counted = (self.micro_batches + 1) % self.accumulation == 0
         return (counted if self.boundary is None else self.boundary) and self._sync
 
     def end_backward(self) -> bool:
-        """Count a micro-batch. Returns whether its loss has the scale that the plan asks for."""
+        """Count a micro-batch. Returns whether its loss had the scale that the plan asks for."""
         self.micro_batches += 1
         if not self.answered:  # the loss of a batch may be a constant, on one rank only
             self.dropped = max(0, self.dropped - 1)
@@ -132,37 +168,44 @@ class TrainingProgress:
         return scaled or not self.scaler.active
 
     def end_backwards(self, count: int) -> None:
-        """All micro-batches of a step have ended, run by a schedule of its own."""
+        """Count all micro-batches of a step, which a schedule has run."""
         self.micro_batches = count
         self._scaled = False
 
     def unwind(self) -> None:
-        """Something was raised in a forward or a backward."""
+        """Recover from an exception in a forward or a backward."""
         self._scaled = False
 
     def restart(self) -> None:
-        """The step begins anew: there are no gradients."""
+        """Begin the step anew: there are no gradients."""
         self.micro_batches = 0
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Count the forwards that no backward comes back to; returns the handles of hooks. See
-        `scale.global_norm`."""
+        """Count the forwards that no backward comes back to, for `norm.global_norm`; returns hook handles."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if module is not model or not module.training or not torch.is_grad_enabled() or in_backward():
                 return
             outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if outputs:
-                self.dropped += 1
-                forward = _Forward(self)
-                for tensor in outputs:
-                    tensor.register_hook(forward.reached)
+            if not outputs:
+                return
+            self.dropped += 1
+            waiting = [self]
+
+            def reached(gradient: torch.Tensor) -> None:
+                while waiting:
+                    progress = waiting.pop()
+                    progress.answered = True
+                    progress.dropped = max(0, progress.dropped - 1)
+
+            for tensor in outputs:
+                tensor.register_hook(reached)
 
         return [model.register_forward_hook(after)]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of their step."""
+        """Treat backwards inside as not the last of their step."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -173,49 +216,48 @@ class TrainingProgress:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether a step would update now."""
         return self.micro_batches % self.accumulation == 0 if self.boundary is None else self.boundary
 
     def now(self) -> StepResult:
-        """What a step says that is not complete; the rates and the loss scale of one that will be."""
+        """Return the result of a step that is not complete, with its rates and its loss scale."""
         if self._rates is None:
-            raise steps.needs_optimizer()
+            raise refusal("no optimizer")
         self.require_open()
         rates = self._rates.learning_rates()
         return StepResult(False, False, None, self.scaler.scale, rates, self.global_steps)
 
     def begin_step(self) -> bool:
-        """Whether all micro-batches of a step are there. Then what goes on beside training is looked at."""
+        """Return whether all micro-batches of a step are there; then look after background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
         if self._plan.policy.tree and not makes_the_tree(self._plan, self.micro_batches):
-            raise steps.not_dealt(self.micro_batches, self._plan.mesh.data)
+            raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
             self.background.check()
         return True
 
     @property
     def unscale(self) -> float:
-        """From the sum that was accumulated to the gradient of the averaged, unscaled loss."""
+        """The factor from the accumulated sum to the gradient of the averaged, unscaled loss."""
         averaging = self._plan.policy.averaging
         ranks = self._plan.mesh.data / averaging.before if averaging.mean else 1.0
         # The micro-batches of all ranks first: a whole number, the same on any number of ranks.
         return 1.0 / (self.scaler.scale * (self.accumulation * ranks))
 
     def unscale_of(self, complete: bool) -> float:
-        """The same of a sum of all ranks, or of what one rank has."""
+        """Return that factor for a sum over all ranks (`complete`), or for the sum of one rank."""
         averaging = self._plan.policy.averaging
         return (
             self.unscale if complete or not averaging.mean else 1.0 / (self.scaler.scale * self.accumulation)
         )
 
     def require_whole_sum(self, name: str) -> None:
-        """Before somebody looks at a gradient: under the tree nothing is summed in the middle."""
+        """Refuse to show a gradient in the middle of a step under the tree, which has no sum then."""
         if self._plan.policy.tree and self.micro_batches and not self.is_boundary:
-            raise steps.not_yet(name)
+            raise refusal("sum not formed", name=name)
 
     def multiplier(self, norm: Norm) -> float:
-        """What the update multiplies the summed gradient by: average, loss scale and clip."""
+        """Return the factor of the summed gradient in the update: average, loss scale and clip."""
         return norm.multiplier(self.unscale, self._plan.policy.clip)
 
     def end_step(
@@ -226,8 +268,8 @@ class TrainingProgress:
         schedule_arguments: Mapping[str, Any] | None,
         error_if_nonfinite: bool,
     ) -> StepResult:
-        """A step has updated, or could not: `before` is what was there when it began, `bad` the parameters
-        that are in the way. Raises where a skipped step is an error."""
+        """Count a step that has updated or was skipped. `before` is what `now` returned when it began, `bad`
+        names the parameters that are not finite. Raises where a skipped step is an error."""
         self.dropped = 0
         skipped = not norm.finite
         self.grad_norm = norm.value
@@ -238,7 +280,12 @@ class TrainingProgress:
             self._count_step(schedule_arguments or {})
         may_skip = self._plan.policy.skip_nonfinite or self.scaler.active
         if skipped and (error_if_nonfinite or not may_skip):
-            raise steps.nonfinite(norm.value, bad)
+            raise NonFiniteError(
+                "gradient",
+                "must be finite",
+                got=f"{norm.value}, first in {', '.join(bad) or 'no parameter alone'}",
+                do="Nothing was updated. Look at the batch, lower the learning rate, or clip.",
+            )
         return replace(
             before,
             updated=not skipped,
@@ -254,23 +301,108 @@ class TrainingProgress:
             self.schedule.step(**schedule_arguments)
         every = self._plan.policy.print_every
         if self._shows and self._rates is not None and every and self.global_steps % every == 0:
-            rates = self._rates.learning_rates()
-            shown = steps.line(self.global_steps, self.grad_norm, rates, self.scaler, self.skipped_steps)
-            print(shown, flush=True)
+            print(self._line(self._rates.learning_rates()), flush=True)
+
+    def _line(self, rates: Sequence[float]) -> str:
+        """Return what `steps_per_print` shows."""
+        shown = ", ".join(f"{rate:.6g}" for rate in rates) if rates else "-"
+        text = f"step {self.global_steps}  grad norm {self.grad_norm:.6g}  lr {shown}"
+        if self.scaler.active:
+            text += f"  loss scale {self.scaler.scale:g}"
+        return text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else "")
 
     # --- the end ----------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise if the engine was destroyed."""
         if self.closed:
-            raise steps.closed()
+            raise refusal("closed")
 
     def finish_background(self) -> None:
-        """Before the ranks part: wait for what goes on beside training, unless an exception is on its way
-        through this rank."""
+        """Wait for background work before the ranks part, unless an exception is ending this rank."""
         if self.background is None:
             return
         if sys.exc_info()[0] is None:
             self.background.finish()
         else:
             self.background.abandon()
+
+
+def refusal(kind: str, **values: object) -> UnsupportedError:
+    """Return the error for a call that a step cannot serve: a row of `_REFUSALS`."""
+    where, must, got, do = (text.format(**values) for text in _REFUSALS[kind])
+    return UnsupportedError(where, must, got=got, do=do)
+
+
+_REFUSALS = {
+    "no optimizer": (
+        *("step", "must have an optimizer", "none"),
+        "Pass one to `initialize`, or write an `optimizer` block.",
+    ),
+    "closed": ("engine", "must not be used after `destroy`", "", "Make another one."),
+    "pipeline": (
+        *("{what}", "must not be called on a pipeline, whose stages run together", ""),
+        "Call `engine.train_batch` with all micro-batches of a step, or `engine.evaluate`.",
+    ),
+    "step under way": (
+        *("accumulate", "must be given all micro-batches of a step, at its beginning"),
+        "some that wait for their update",
+        "Call `step`, which updates with them, or `zero_grad`.",
+    ),
+    "loss not scaled": (
+        *("backward", "the loss must be scaled in mode {mode}", "a plain `loss.backward()`"),
+        "Call `engine.backward(loss)` or `engine.scale(loss).backward()`.",
+    ),
+    "gradient cleared": (
+        *("{name}", "its gradient must be cleared through the engine, which has collected it"),
+        "`param.grad` set to None or zero between `backward` and `step`, as by `zero_grad`",
+        "Call `engine.zero_grad()`, or for one parameter `engine.parameter(name).gradient = zeros`.",
+    ),
+    "gradient too late": (
+        *("{name}", "its gradient must come once in a backward under `reduce.order: tree`"),
+        "more of it after that of its unit was added to others",
+        "Call `checkpoint` with `use_reentrant=False`, or leave `order` out.",
+    ),
+    "backward too late": (
+        "backward",
+        "must not follow the last micro-batch of a step under `reduce.order: tree`, whose sum is complete",
+        "a gradient of {name}",
+        "Call `engine.step()`, or `engine.zero_grad()` to begin anew.",
+    ),
+    "gradient by hand": (
+        "{name}",
+        "its gradient must come from backwards under `reduce.order: tree`, which adds up micro-batches alone",
+        "one that was put into `param.grad` after the last of them",
+        "Add it to the loss, or assign `engine.parameter(name).gradient` before `engine.step()`.",
+    ),
+    "sum not formed": (
+        "{name}.gradient",
+        "must be read or assigned after the last micro-batch of a step under `reduce.order: tree`",
+        "a step that is not complete",
+        "Ask again before `engine.step()` of the last one.",
+    ),
+    "not seeded": (
+        "forward",
+        "must draw random numbers by the number of its micro-batch under `reduce.order: tree`",
+        "some from a generator that goes on from one micro-batch to the next",
+        "Call `engine.seed_micro_batch(number)` before it, or leave `order` out.",
+    ),
+    "buffer written": (
+        "{name}",
+        "must not be written by a forward in training under `reduce.order: tree`: it is of one rank's data",
+        "a buffer with other values than before",
+        "Use a layer without running statistics, or leave `order` out.",
+    ),
+    "no whole tree": (
+        "step",
+        "must have micro-batches that make whole nodes of the tree on every rank under `reduce.order: tree`",
+        "{count} on each of {ranks} ranks",
+        "Use as many as the config says, or leave `order` out.",
+    ),
+    "copied": (
+        "engine",
+        "must not be copied or pickled, for it is one of several ranks' and has their connections",
+        "",
+        "Copy `engine.module` inside `engine.gathered()`; save with `zerodrift.Checkpoints`.",
+    ),
+}
+"""(where, what must hold, what was found, what to do) of each refusal."""

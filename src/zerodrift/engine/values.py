@@ -1,8 +1,11 @@
-"""Whole values of parameters that lie in segments, out and in: see `parameter.py`.
+"""Read and write whole values by parameter name: values, masters, gradients, moments.
 
-What comes out is a copy, but for `gathered`, which shows the parameters themselves.
+For people, tests and tools; no step goes through here. Reading and writing are calls of all ranks, which ask
+for the same in the same order and write the same. What is read is a copy, except in `gathered`, which shows
+the parameters themselves.
 
-Invariant: reading changes nothing; writing goes to the master, and what is visible follows from it.
+Invariant: reading changes nothing. Writing goes to the master, and what is visible follows from it; what one
+rank cannot write, no rank writes.
 """
 
 from __future__ import annotations
@@ -10,18 +13,206 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.attached import READ, WRITE, AttachedParameters, settle
-from zerodrift.engine.grads import Gradients
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import TrainedSegment
-from zerodrift.errors import ModelError, Problems
+from zerodrift.engine.habits.parameter_guard import ParameterGuard
+from zerodrift.engine.habits.storage_writes import (
+    READ,
+    WRITE,
+    end_hold,
+    hold_full,
+    mark_storage_changed,
+    refresh_views,
+    rows_written_while_held,
+    take_over_writes,
+)
+from zerodrift.engine.progress import TrainingProgress
+from zerodrift.engine.step.gradients import Gradients
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.optim.updater import Updater
-from zerodrift.plan.table import Row
+from zerodrift.plan.table import Plan, Row
+
+
+class WholeValues(Protocol):
+    """Whole tensors of the plan's rows, out of an executor and in."""
+
+    def gathered(
+        self, rows: Mapping[str, Row], write: bool
+    ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
+        """See `Engine.gathered`; by the names that were asked for."""
+
+    def shape(self, row: Row) -> tuple[int, ...]: ...
+    def value(self, row: Row) -> torch.Tensor: ...
+    def set_value(self, row: Row, value: torch.Tensor) -> None: ...
+    def master(self, row: Row) -> torch.Tensor: ...
+    def set_master(self, row: Row, value: torch.Tensor) -> None: ...
+
+    def has_gradient(self, row: Row) -> bool:
+        """Return whether anything was accumulated in this step; what waits to be reduced is reduced."""
+
+    def gradient(self, row: Row, unscale: float) -> torch.Tensor:
+        """Return the sum, in fp32, times `unscale`. Only where there is one."""
+
+    def set_gradient(self, row: Row, value: torch.Tensor) -> None:
+        """Replace the accumulated sum. Only where there is one."""
+
+    def moment_names(self, row: Row) -> tuple[str, ...]: ...
+    def moments(self, row: Row) -> dict[str, torch.Tensor]: ...
+    def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None: ...
+
+
+class ParameterHandle:
+    """A parameter of an engine. Made by `Engine.parameter`.
+
+    `value`, `master`, `gradient` and the items of `state` are whole on every rank, whatever is sharded, and
+    may be assigned. Every rank reads and writes alike.
+    """
+
+    def __init__(
+        self, name: str, row: Row, values: WholeValues, progress: TrainingProgress, comm: Collectives
+    ) -> None:
+        self.name = name
+        self.row = row
+        """Its row of the plan."""
+        self._values = values
+        self._progress = progress
+        self._comm = comm
+
+    def __repr__(self) -> str:
+        return f"ParameterHandle({self.name!r}, {list(self.shape)})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self._values.shape(self.row)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What the model computes with, in the compute dtype."""
+        return self._values.value(self.row)
+
+    @value.setter
+    def value(self, value: torch.Tensor) -> None:
+        """The master follows; an element that stays the same keeps every bit of its master."""
+        with raise_on_all_ranks(self._comm):
+            self._check(f"{self.name}.value", value, self.row.columns.compute.torch)
+        self._values.set_value(self.row, value)
+
+    @property
+    def master(self) -> torch.Tensor:
+        """What the optimizer updates, in fp32."""
+        return self._values.master(self.row)
+
+    @master.setter
+    def master(self, value: torch.Tensor) -> None:
+        """What the model computes with follows."""
+        with raise_on_all_ranks(self._comm):
+            self._check(f"{self.name}.master", value)
+        self._values.set_master(self.row, value)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient accumulated so far in this step, averaged and unscaled, in fp32; zero where there is
+        none."""
+        self._require_trained()
+        self._progress.require_whole_sum(self.name)
+        if not self._values.has_gradient(self.row):
+            return torch.zeros(self.shape, device=self._comm.mesh.device)
+        return self._values.gradient(self.row, self._progress.unscale)
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor) -> None:
+        self._require_trained()
+        self._progress.require_whole_sum(self.name)
+        there = self._values.has_gradient(self.row)
+        with raise_on_all_ranks(self._comm):
+            self._check(f"{self.name}.gradient", value)
+            if not there:
+                raise UnsupportedError(
+                    self.name,
+                    "must have a gradient to replace",
+                    got="none in this step",
+                    do="Assign it after a backward and before `engine.step`.",
+                )
+        self._values.set_gradient(self.row, value / self._progress.unscale)
+
+    @property
+    def state(self) -> Moments:
+        """The optimizer's moments in fp32, by torch's names for them; none before the first step. Assigning
+        to one of them replaces the optimizer's."""
+        self._require_trained()
+        return Moments(self, self._values.moments(self.row))
+
+    def set_moment(self, key: str, value: torch.Tensor) -> None:
+        """Replace a moment as `state[key] = value` does, without reading the moments."""
+        self._require_trained()
+        known = self._values.moment_names(self.row)
+        with raise_on_all_ranks(self._comm):
+            if key not in known:
+                raise ModelError(
+                    self.name,
+                    f"must have optimizer state {key!r}",
+                    got=", ".join(known) or "none yet",
+                    do="State is there after the first step.",
+                )
+            self._check(f"{self.name}.state[{key!r}]", value)
+        self._values.set_moment(self.row, key, value)
+
+    def _require_trained(self) -> None:
+        if not self.row.trained:
+            must = "must be trained to have a gradient or optimizer state"
+            raise ModelError(self.name, must, got="a frozen parameter")
+
+    def _check(self, what: str, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+        """Require a whole tensor of a dtype that `dtype` holds exactly."""
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(what, "must be a tensor", got=type(value).__name__)
+        if tuple(value.shape) != self.shape:
+            must = f"must have the shape of the whole parameter, {list(self.shape)}"
+            raise ModelError(what, must, got=list(value.shape))
+        if not value.is_floating_point() or torch.promote_types(value.dtype, dtype) is not dtype:
+            word, other = (str(each).removeprefix("torch.") for each in (dtype, value.dtype))
+            must = f"must be {word} or a floating dtype that it holds exactly"
+            raise ModelError(what, must, got=other, do=f"Write `value.to(torch.{word})`.")
+
+
+class Moments(Mapping[str, torch.Tensor]):
+    """Moments as they were when they were read; an assignment replaces the optimizer's at once."""
+
+    def __init__(self, parameter: ParameterHandle, read: dict[str, torch.Tensor]) -> None:
+        self._parameter, self._read = parameter, read
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._read[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self._parameter.set_moment(key, value)
+        self._read = dict(self._parameter.state)  # as it is kept, which may be rounded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def __repr__(self) -> str:
+        return f"Moments of {self._parameter.name}: {', '.join(self._read) or 'none yet'}"
+
+
+def row_of(plan: Plan, name: str) -> Row:
+    """Return the row of a parameter, by any of its names."""
+    row = plan.row(name)
+    if row is None:
+        known = [name for row in plan.rows for name in row.names]
+        todo = did_you_mean(name, known)
+        raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,113 +222,102 @@ class SegmentValues:
     segments: Sequence[FlatSegment]
     updater: Updater | None
     gradients: Gradients
-    attached: AttachedParameters
+    guard: ParameterGuard
     comm: Collectives
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """With `write`, where any rank raises inside, nobody's values change. Of experts that are spread over
-        ranks, these are a rank's own, and the first rank's that has the same."""
+        """Show whole values; with `write`, an exception of any rank inside leaves all as they were. A stack
+        of experts that is spread over ranks shows a rank's own, and the first rank's with the same ones are
+        kept."""
         segments = {row.segment: self._of(row) for row in rows.values()}
-        self._settle(segments.values(), cure=write)
+        self._take_over_writes(segments.values(), accept_all=write)
         kept = {number for number, segment in segments.items() if segment.is_full}
-        with self._lent(segments, kept):
+        for segment in segments.values():
+            segment.start_gather()
+        for segment in segments.values():
+            hold_full(segment)
+        try:
             shown = {name: self._of(row).view(self._of(row).full, row) for name, row in rows.items()}
             if write:
                 with self._writing(segments.values(), list(rows.values())):
                     yield shown
-                return
-            yield shown
-            self._require_unwritten(segments.values())
-
-    @contextlib.contextmanager
-    def _lent(self, segments: dict[int, FlatSegment], kept: set[int]) -> Iterator[None]:
-        for segment in segments.values():
-            segment.start_gather()
-        for segment in segments.values():
-            segment.lend()
-        try:
-            yield
+            else:
+                yield shown
+                self._require_unwritten(segments.values())
         finally:
             for number, segment in segments.items():
-                segment.take_back(keep=number in kept)
+                end_hold(segment, keep=number in kept)
 
     def _require_unwritten(self, segments: Iterable[FlatSegment]) -> None:
-        attached, problems = self.attached, Problems()
+        problems = Problems()
         for segment in segments:
-            if attached.is_open(segment):
-                continue
-            for row in segment.written_while_lent():
-                segment.drop_writes()
-                problems.add(row.name, WRITE, got=READ, do=_LOST)
+            for row in () if self.guard.is_open(segment) else rows_written_while_held(segment):
+                segment.is_stale = True
+                problems.add(row.name, WRITE, got=READ, do=_DROPPED)
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
     def _writing(self, segments: Iterable[FlatSegment], rows: list[Row]) -> Iterator[None]:
-        """What is written inside is taken over where the outermost context ends, if no rank has raised."""
-        attached = self.attached
-        segments = list(segments)
-        outermost = not attached.opened
+        """Take over what is written inside where the outermost context ends, if no rank has raised."""
+        guard, segments = self.guard, list(segments)
+        outermost = not guard.opened
         before = [] if outermost else [(segment, segment.full.clone()) for segment in segments]
-        attached.open(segments, rows)
+        guard.open(segments, rows)
         try:
             with raise_on_all_ranks(self.comm, "data"):
                 yield
         except BaseException:
-            attached.put_back(segments)
+            guard.restore_parameters(segments)
             with torch.no_grad():
                 for segment, full in before:
                     segment.full.copy_(full)
             if outermost:
                 self._end_writing(commit=False)
             raise
-        attached.take_over(segments)
+        guard.take_over_assigned(segments)
         if outermost:
             self._end_writing(commit=True)
 
     def _end_writing(self, *, commit: bool) -> None:
-        held = self.attached.close()
+        held = self.guard.close()
         try:
-            if commit:
-                for segment, rows in held:
-                    self._write_back(segment, rows)
+            for segment, rows in held if commit else ():
+                self._write_back(segment, rows)
         finally:
             for segment, _ in held:
-                segment.drop_writes()
-                segment.take_back()
-        if commit:
-            for segment, _ in held:
-                segment.renew()
+                segment.is_stale = True
+                end_hold(segment)
+        for segment, _ in held if commit else ():
+            refresh_views(segment)
 
     def _write_back(self, segment: FlatSegment, rows: list[Row]) -> None:
-        """The rows as they stand on rank 0 into master and storage. An element that was not changed keeps
-        every bit; a row that was loaded or assigned is taken as it stands."""
+        """Write rank 0's rows into master and storage. An element that was not changed keeps every bit; a row
+        that was loaded or assigned is taken as it is."""
         whole = self._whole_master(segment)
         with torch.no_grad():
             for row in rows:
                 shown = segment.view(segment.full, row).clone()
                 if row.parts == 1:
                     self.comm.broadcast(shown.view(-1), 0, "data")
-                else:  # of the first rank that has the same experts
+                else:  # from the first rank that has the same experts
                     self.comm.broadcast(shown.view(-1), 0, segment.axis)
                     self.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
                 kept = segment.at_rest(place).to(shown.dtype) == shown
-                if row.name in self.attached.replaced:
+                if row.name in self.guard.replaced:
                     kept.fill_(False)
-                if kept.all():
-                    continue
-                place.copy_(torch.where(kept, place, shown.to(place.dtype)))
+                if not kept.all():
+                    place.copy_(torch.where(kept, place, shown.to(place.dtype)))
         self._set_whole_master(segment, whole)
 
-    def _settle(self, segments: Iterable[FlatSegment], *, cure: bool = False) -> None:
-        """Take over what was written to storage by others than the engine, or raise; a call of all ranks.
-        With `cure`, what cannot be told apart is taken as it stands: somebody is about to say what holds."""
-        apart = [segment for segment in segments if segment.apart]
-        if apart:
+    def _take_over_writes(self, segments: Iterable[FlatSegment], *, accept_all: bool = False) -> None:
+        """Make writes of user code the masters', or raise; a call of all ranks. See `take_over_writes`."""
+        separate = [segment for segment in segments if segment.has_separate_master]
+        if separate:
             with raise_on_all_ranks(self.comm, "data"):
-                for segment in apart:
-                    settle(segment, self.updater, cure=cure)
+                for segment in separate:
+                    take_over_writes(segment, self.updater, accept_all=accept_all)
 
     # --- values and masters -----------------------------------------------------------------------------
 
@@ -157,34 +337,31 @@ class SegmentValues:
         return self._all_of(row, segment.view(self._whole_master(segment), row))
 
     def set_master(self, row: Row, value: torch.Tensor) -> None:
-        self.attached.require_closed(f"engine.parameter({row.name!r}).master")
+        self.guard.require_closed(f"engine.parameter({row.name!r}).master")
         segment = self._of(row)
         whole = self._whole_master(segment)
         with torch.no_grad():
             segment.view(whole, row).copy_(self._part_of(row, value))
         segment.drop()
         self._set_whole_master(segment, whole)
-        segment.renew()
+        refresh_views(segment)
 
     def _whole_master(self, segment: FlatSegment) -> torch.Tensor:
-        self._settle([segment])
-        return self._whole(segment, self._owned_master(segment))
-
-    def _owned_master(self, segment: FlatSegment) -> torch.Tensor:
-        """A copy in fp32 of what this rank holds: storage, where there is no master."""
+        """Gather a copy of the masters in fp32; storage, where there is no master."""
+        self._take_over_writes([segment])
         if not isinstance(segment, TrainedSegment) or self.updater is None:
-            return segment.storage.to(torch.float32, copy=True)
-        return self.updater.master(segment.number)
+            return self._whole(segment, segment.storage.to(torch.float32, copy=True))
+        return self._whole(segment, self.updater.master(segment.number))
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
         with torch.no_grad():
             if not isinstance(segment, TrainedSegment) or self.updater is None:
                 segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
-                segment.changed()
+                mark_storage_changed(segment)
                 return
             self.updater.set_master(segment.number, segment.owned_of(whole))
         segment.sync_storage().wait()
-        segment.changed()
+        mark_storage_changed(segment)
 
     # --- gradients --------------------------------------------------------------------------------------
 
@@ -227,10 +404,9 @@ class SegmentValues:
 
     def moments(self, row: Row) -> dict[str, torch.Tensor]:
         segment = self._trained(row)
-        flats = self._states(segment)
         return {
             key: self._all_of(row, segment.view(self._whole(segment, flat), row))
-            for key, flat in flats.items()
+            for key, flat in self._states(segment).items()
         }
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
@@ -243,7 +419,8 @@ class SegmentValues:
         self.updater.set_state(segment.number, key, segment.owned_of(whole))
 
     def _states(self, segment: TrainedSegment) -> dict[str, torch.Tensor]:
-        """Owned moments with the same keys on every rank: one that owns padding only has none itself."""
+        """Return owned moments with the same keys on every rank: one that owns padding only has none
+        itself."""
         if self.updater is None:
             return {}
         mine = self.updater.states(segment.number)
@@ -263,7 +440,7 @@ class SegmentValues:
         return segment
 
     def _whole(self, segment: FlatSegment, owned: torch.Tensor) -> torch.Tensor:
-        """`[padded]` of what each rank holds a slice of, as a copy."""
+        """Gather a copy of what each rank holds a slice of. Shape [padded]."""
         if owned.numel() == segment.spec.padded:
             return owned.clone()
         whole = owned.new_empty(segment.spec.padded)
@@ -271,7 +448,7 @@ class SegmentValues:
         return whole
 
     def _all_of(self, row: Row, part: torch.Tensor) -> torch.Tensor:
-        """The whole parameter, as a copy: a stack of experts from all ranks that have some of them."""
+        """Return a copy of the whole parameter; a stack of experts comes from all ranks that have some."""
         if row.parts == 1:
             return part.clone()
         whole = part.new_empty(row.whole_shape)
@@ -279,11 +456,11 @@ class SegmentValues:
         return whole
 
     def _part_of(self, row: Row, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a whole value."""
+        """Return what this rank has of a whole value."""
         if row.parts == 1:
             return value
         first = self._of(row).first_of(row)
         return value.reshape(-1)[first : first + row.numel].view(row.shape)
 
 
-_LOST = "Nobody else would have seen it, and it is dropped."
+_DROPPED = "Nobody else would have seen it, and it is dropped."

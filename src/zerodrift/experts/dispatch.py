@@ -74,7 +74,7 @@ class ExchangeHandle:
 
 
 class Exchange:
-    """What a module's forward is replaced by."""
+    """Replaces a module's forward."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class Exchange:
         return going.combine(back, weights).to(tokens.dtype)
 
     def _travel(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Of two computations in turns the other goes on meanwhile. Not so for the counts, which are small:
-        then each has as many turns in a forward as in a backward."""
+        """Exchange rows. Of two computations in turns the other goes on meanwhile. Counts are exchanged
+        without a turn: they are small, and so each has as many turns in a forward as in a backward."""
         with torch.profiler.record_function(f"exchange of {self._path}"):
             arrived, under_way = self._comm.start_all_to_all(rows, send, receive, "expert")
             self._turns.hand_over()
@@ -179,7 +179,7 @@ class Exchange:
 
 
 class TokenRouting:
-    """Where the tokens of one rank go: its (token, expert) pairs in the order of experts."""
+    """The way of one rank's tokens: its (token, expert) pairs in the order of experts."""
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:
         """`index` `[tokens, k]`; an expert that is not below `experts` is none."""

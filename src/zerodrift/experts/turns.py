@@ -37,7 +37,7 @@ class Abandoned(BaseException):
 
 
 class Turns:
-    """Of one engine."""
+    """The turns of one engine."""
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device, self._generators = device, tuple(generators)
@@ -65,11 +65,11 @@ class _Pair:
         self._computations = (first, second)
         self._generators = generators
         self._thread = threading.get_ident()
-        """Of the first."""
+        """Thread of the first computation."""
         self._turn = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [False, False]
         self._random = self._states()
-        """Where random numbers go on when both have ended."""
+        """States of the random generators when both have ended."""
         self._raised: BaseException | None = None
 
     def run(self, device: torch.device) -> None:

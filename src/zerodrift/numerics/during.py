@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.seeds import generators_kept
+from zerodrift.engine.habits.microbatch_state import generators_kept
 from zerodrift.errors import UnsupportedError
 from zerodrift.numerics import signals
 from zerodrift.numerics.measure import ThreePasses, ToTargets, estimate, gathered, signed

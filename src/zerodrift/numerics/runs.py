@@ -22,8 +22,8 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start, started
-from zerodrift.engine.batches import batch_on
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.executor import batch_on
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.io.initial import InitialValues

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.engine import compute, nested, pins
+from zerodrift.engine import nested
+from zerodrift.engine.habits import pins
+from zerodrift.engine.step import compute
 from zerodrift.plan.traced import CastBy
 
 

@@ -15,8 +15,8 @@ import torch
 from zerodrift.comm.collectives import Recorded
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import trained
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.observer.observed import Column, Observed, name
 from zerodrift.plan.schedule import collectives
 from zerodrift.plan.table import Plan
@@ -50,7 +50,7 @@ class Segments:
     def trained(self) -> Mapping[int, str]:
         return {
             id(parameter): self._names[row.name]
-            for segment in trained(self._executor.segments)
+            for segment in trained_of(self._executor.segments)
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
         }
 
@@ -91,7 +91,7 @@ class Segments:
                 seen.see(self._names[row.name], "storage", name(segment.storage.dtype))
         if updater is None:
             return
-        for segment in trained(self._executor.segments):
+        for segment in trained_of(self._executor.segments):
             master, moments = updater.resting(segment.number)
             for row in segment.rows:
                 seen.see(self._names[row.name], "master", _master(master, segment.storage.dtype))

@@ -1,12 +1,12 @@
 """One forward and backward of a model under a plan, on tensors without values.
 
-    traced = trace(plan, model, Inputs((), {"input_ids": ids, "labels": ids}, "..."))
+traced = trace(plan, model, Inputs((), {"input_ids": ids, "labels": ids}, "..."))
 
 Parameters have the dtype of their `compute` column, buffers that of their row, and what casts is what casts
-in an engine: the hooks of `engine/compute.py` at the plan's boundaries, the classes of `engine/pins.py`, the
-contexts of `ForwardPrecision`. There are no weights, no ranks and no process group; what is gathered and sent
-has no part in what operations compute in. Every operation is written down where autograd and autocast have
-done their work.
+in an engine: the hooks of `engine/step/compute.py` at the plan's boundaries, the classes of
+`engine/habits/pins.py`, the contexts of `ForwardPrecision`. There are no weights, no ranks and no process
+group; what is gathered and sent has no part in what operations compute in. Every operation is written down
+where autograd and autocast have done their work.
 
 Invariant: nothing is computed from weights. Numbers that do not depend on them keep their values where they
 are whole or single (token ids, positions, masks, a constant), so that code may look at them; whoever looks at
@@ -33,9 +33,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zerodrift.engine import compute, pins
+from zerodrift.engine.habits import pins
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.place import tie
+from zerodrift.engine.step import compute
 from zerodrift.errors import ModelError, said
 from zerodrift.model.inputs import Inputs
 from zerodrift.observer.places import ModulePaths, line_of

@@ -1,6 +1,6 @@
 """The step of a slice by the fastest way there is: compiled code on a CPU, Triton on a GPU, or the reference.
 
-`engine/update_function.py` decides for all ranks of a run whether to come here. `updates` defines the
+`engine/step/update.py` decides for all ranks of a run whether to come here. `updates` defines the
 arithmetic, which `kernels/native.cpp` and `kernels/programs.py` repeat; `kernels/device.py` launches the
 latter. This file checks what compiled code cannot, and passes tensors and numbers to it. With statistics,
 Triton's programs leave the wanted change, which `account` counts some blocks at a time.

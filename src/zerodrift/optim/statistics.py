@@ -1,7 +1,7 @@
 """Update statistics: which part of an update was kept, lost or not seen, per block of 256 elements.
 
 Off by default: a step without a `Statistics` pays nothing. A step with one fills six numbers per block, on
-the way through memory that it makes anyway. `engine/statistics.py` adds the blocks of a parameter.
+the way through memory that it makes anyway. `engine/step/update.py` adds the blocks of a parameter.
 
 Invariant: a block's numbers depend on that block alone, and equal the reference's bit for bit.
 """

@@ -18,25 +18,25 @@ from typing import Any
 
 import torch
 
-from zerodrift.engine.batches import numbers_of, wrong_number
+from zerodrift.engine.executor import numbers_of, wrong_number
 from zerodrift.engine.nested import tensors_in
 from zerodrift.errors import Problem
 
 Signature = tuple[Any, ...]
-"""Shapes and dtypes of everything in a micro-batch."""
+"""Shapes and dtypes of all tensors in a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one rank was given."""
+    """The micro-batches of one rank."""
 
     problem: Problem | None
-    """What is wrong with it by itself."""
+    """A problem of this rank's alone."""
     shapes: tuple[Signature, ...]
-    """Of the first micro-batch, like which all others are; none without one."""
+    """Signature of the first micro-batch, like which all others are; empty without one."""
     weights: tuple[float, ...]
     checksums: tuple[int, ...]
-    """Of each micro-batch."""
+    """Checksum of each micro-batch."""
 
 
 def signature(batch: Any) -> Signature:
@@ -49,7 +49,8 @@ def given(
     wanted: int | None,
     problem_of: Callable[[Any], Problem | None],
 ) -> Given:
-    """`wanted` is how many a step has, None for any number; `problem_of` what no piece can do."""
+    """Describe the micro-batches. `wanted` is how many a step has, None for any number; `problem_of` returns
+    what no piece can do."""
     shapes = [signature(batch) for batch in batches]
     numbers, wrong = numbers_of(weights, len(batches))
     problem = wrong_number(len(batches), wanted) or _unlike(shapes)
@@ -70,7 +71,7 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
 
 
 def difference(given_by_rank: Mapping[int, Given]) -> Problem | None:
-    """What ranks of one pipeline were given that is not the same. World rank -> what."""
+    """Return the first difference between the micro-batches of ranks, given by world rank."""
     (first, mine), *others = given_by_rank.items()
     for rank, other in others:
         where, pair = "micro_batches", ("", "")
@@ -95,7 +96,7 @@ def difference(given_by_rank: Mapping[int, Given]) -> Problem | None:
 
 
 def checksum(batch: Any) -> int:
-    """Of all values in it, and where they are; the order of keys is none."""
+    """Return a checksum of all values and their places; the order of keys does not count."""
     total = 0
     for path, leaf in _leaves(batch, ""):
         if isinstance(leaf, torch.Tensor):
@@ -111,7 +112,7 @@ def checksum(batch: Any) -> int:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(where, what) of everything that is no container."""
+    """Yield (place, value) of everything that is no container."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(value[key], f"{path}[{key!r}]")

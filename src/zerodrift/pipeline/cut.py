@@ -33,16 +33,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerodrift.engine.seeds import generators
+from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
-"""What travels from piece to piece."""
+"""Tensors that travel from piece to piece."""
 
 
 class Cut(Protocol):
-    """How a model is cut, and how its pieces run."""
+    """Cuts a model, and runs its pieces."""
 
     @property
     def layers(self) -> str:
@@ -50,29 +50,26 @@ class Cut(Protocol):
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Paths of other modules that a piece without them passes by."""
+        """Paths of other modules that a piece without them skips."""
 
     def first(self, piece: nn.Module, batch: Any) -> Hidden:
-        """From a micro-batch to what leaves the first piece."""
+        """Compute what leaves the first piece."""
 
     def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
-        """From what came to what goes on."""
+        """Compute what leaves a middle piece."""
 
     def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
-        """From what came to the loss of the micro-batch."""
+        """Compute the loss of the micro-batch in the last piece."""
 
     def problem(self, batch: Any) -> Problem | None:
-        """What of a micro-batch no piece can do."""
+        """Return what no piece can do of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How to cut a model of your own that has a list of layers: what comes before, in and after them.
-
-    All are called with a micro-batch as it was given, floating tensors in the dtype of the mode. What
-    `before` uses must come before the layers in the order of the model's parameters, what `after` uses
-    behind them.
-    """
+    """Cuts a model of your own that has a list of layers, by what comes before, in and after them. All are
+    called with a micro-batch as it was given, floating tensors in the dtype of the mode. What `before` uses
+    must come before the layers in the order of the model's parameters, what `after` uses behind them."""
 
     layers: str
     """Path of the module whose children are the layers; `""` is the model itself, an `nn.Sequential`."""
@@ -111,7 +108,7 @@ class Parts:
         return self.after(piece, self.middle(piece, hidden, batch), batch)
 
     def whole(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss of a model that is not cut."""
+        """Return the loss of a model that is not cut."""
         return self.last(model, self.before(model, batch), batch)
 
     def problem(self, batch: Any) -> Problem | None:
@@ -119,7 +116,7 @@ class Parts:
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    """How many arguments it takes by position; 4 for one that takes any number."""
+    """Count the arguments by position; 4 for a function that takes any number."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 4
@@ -133,7 +130,7 @@ ROUTED = "output_router_logits"
 """The keyword, and the key of a config, by which a loss asks for the router logits of all layers."""
 
 ELSEWHERE = ("output_hidden_states", "output_attentions")
-"""What a model returns of all its layers, which no rank of a pipeline has."""
+"""Outputs of all layers, which no rank of a pipeline has."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class Causal:
 
     @staticmethod
     def of(model: nn.Module) -> Causal:
-        """For a model that is one of CAUSAL; the others are refused by name."""
+        """Return the cut of a model type in CAUSAL; the others are refused by name."""
         config = getattr(model, "config", None)
         kind = getattr(config, "model_type", None)
         known = CAUSAL.get(kind) if isinstance(kind, str) else None
@@ -216,7 +213,8 @@ class Causal:
                 handle.remove()
 
     def _base(self, piece: nn.Module, arguments: dict[str, Any], came: tuple[torch.Tensor, ...]) -> Hidden:
-        """What leaves the base model, with the router logits that came and its own, where there are any."""
+        """Run the base model; return what leaves it, with the router logits that came and its own, where
+        there are any."""
         if self._routes(piece, arguments):
             arguments = {**arguments, ROUTED: True}
         output = piece.get_submodule(self.base)(**arguments)
@@ -227,14 +225,15 @@ class Causal:
 
     @staticmethod
     def _rest(batch: Any, *wanted: str) -> dict[str, Any]:
-        """The keyword arguments for every piece, with those `wanted` that belong to one piece alone."""
+        """Return the keyword arguments for every piece, and those `wanted` that belong to one piece alone."""
         own = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "token_type_ids"} - set(wanted)
         rest = {key: value for key, value in batch.items() if key not in own}
         return {**rest, "use_cache": False, "return_dict": True}
 
     @staticmethod
     def _routes(piece: nn.Module, batch: Mapping[str, Any]) -> bool:
-        """Whether the loss asks for router logits; that of some models never does, whatever they are told."""
+        """Return whether the loss asks for router logits; that of some models never does, whatever they are
+        passed."""
         if ROUTED not in inspect.signature(type(piece).forward).parameters:
             return False
         asked = batch.get(ROUTED)
@@ -276,12 +275,12 @@ TESTED_SINCE = "5.20"
 OLDER = (
     "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Of those, the ones that are tested with `transformers` 4.57 and 5.0 too. Layers of others return more than
-a tensor there, or the model looks into its first layer."""
+"""Model types that are tested with `transformers` 4.57 and 5.0 too. Layers of others return more than a
+tensor there, or the model looks into its first layer."""
 
 
 def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
-    """A forward of one's own may use what only the whole model has, and nobody would see it."""
+    """Refuse a forward of the user's own, which may use what only the whole model has, without an error."""
     parts = {"": model, **{path: model.get_submodule(path) for path in (cut.base, cut.layers) if path}}
     for path, part in parts.items():
         forward = part.__dict__.get("forward", type(part).forward)
@@ -311,18 +310,18 @@ def _require_the_librarys(model: nn.Module, cut: Causal) -> None:
 
 
 class PassThrough(nn.Module):
-    """Stands for a layer of another piece: what comes goes on as it is. What would look something up, an
-    embedding, finds nothing. What a model asks of a layer before it calls it, as its kind of attention, is
-    answered as by the layer."""
+    """Replaces a layer of another piece: its input goes on as it is. A lookup, an embedding, finds nothing.
+    Attributes of a layer that a model reads before it calls it, such as its kind of attention, are the
+    layer's."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         own = {key: value for key, value in vars(layer).items() if not key.startswith("_")}
         self.__dict__ |= {key: value for key, value in own.items() if isinstance(value, str | int | float)}
         self.came: torch.Tensor | None = None
-        """What goes on instead; see [Note: entering]."""
+        """Passed on instead of the input; see [Note: entering]."""
         self.stood: list[tuple[torch.Generator, torch.Tensor]] = []
-        """Where generators stood when it came."""
+        """States of the random generators when it came."""
 
     def forward(self, hidden: Any, *rest: Any, **named: Any) -> Any:
         if self.came is not None:
@@ -334,7 +333,7 @@ class PassThrough(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module of another piece that nothing here may run."""
+    """Replaces a module of another piece that nothing here may run."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -353,7 +352,7 @@ class Elsewhere(nn.Module):
 
 
 def prune(model: nn.Module, names: frozenset[str], cut: Cut) -> nn.Module:
-    """The model's tree with the parameters of these names and no others."""
+    """Return the model's tree with the parameters of these names and no others."""
     return _pruned(model, "", _PieceParts(names, cut.passes, cut.layers, _without(model, names, cut)))
 
 
@@ -363,14 +362,15 @@ class _PieceParts:
     passes: tuple[str, ...]
     layers: str
     absent: frozenset[str]
-    """Layers without parameters that follow one of another piece, and what is as bare behind them."""
+    """Layers without parameters that follow a layer of another piece, and equally bare modules behind
+    them."""
 
     def passed(self, path: str) -> bool:
         return path in self.passes or path.rpartition(".")[0] == self.layers
 
 
 def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str]:
-    """A layer without parameters is where the layer before it is."""
+    """Find the layers without parameters that are elsewhere: each is where the layer before it is."""
     try:
         layers = model.get_submodule(cut.layers)
     except AttributeError:
@@ -408,8 +408,8 @@ def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """The same module over the same parts, with registers of its own: a hook on one is not on the other. A
-    method that was put on it is the clone's, so it sees what the clone has."""
+    """Copy a module over the same parts, with its own registers: a hook on one is not on the other. A method
+    that was put on it is bound to the clone, so it sees what the clone has."""
     clone = module.__class__.__new__(module.__class__)
     clone.__dict__ = {
         key: value.copy() if isinstance(value, dict) and key.startswith("_") else value
@@ -422,7 +422,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def check_names(piece: nn.Module, names: frozenset[str]) -> None:
-    """What the plan gives to a piece must be what the cut left in it."""
+    """Check that the cut left what the plan gives to a piece."""
     there = {name for name, _ in piece.named_parameters(remove_duplicate=False)}
     if there != names:
         raise AssertionError(f"a piece has {sorted(there ^ names)[:4]} that the plan has elsewhere")

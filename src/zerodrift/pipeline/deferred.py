@@ -1,20 +1,19 @@
-"""Weight gradients that are formed later: a queue that a stage owns, filled by backwards, drained by it.
+"""Form weight gradients later: a queue that a stage owns, which backwards fill and the stage drains.
 
-A backward needs the gradient of its input at once, for the stage before it is waiting, and that of its
-weights only by the end of the step. `defer_weight_grads` makes the products of a module leave the second
-half in a `WeightQueue`: input and output gradient are kept, the weight's product is formed by `drain`,
-micro-batch by micro-batch, in the dtype that the gradient is accumulated in.
+A backward needs the gradient of its input at once, because the stage before it is waiting, and that of its
+weights only by the end of the step. `defer_weight_grads` makes the products of a module leave the second half
+in a `WeightQueue`: input and output gradient are kept, and `drain` forms the weight's product, micro-batch by
+micro-batch, in the dtype that the gradient is accumulated in. `products.py` recognises products. The engine
+reduces `param.grad`, whenever it was written.
 
-How it is recognised which calls are products is in `products.py`. What reduces a late gradient is the
-engine, which takes `param.grad` for what it is, whenever it was written.
+Invariant: every gradient in the queue is added to `param.grad` exactly once, or dropped by `clear`. A
+gradient that is already there is added to, never replaced, and its factors are as they were when it was
+queued.
 
-Invariant: what was put is added to `param.grad` exactly once, or dropped by `clear`; a gradient that is
-already there is added to, never replaced; and what it is formed from is what it was when it was put.
-
-[Note: hooks] A hook on a weight, or on a view of it, is somebody who looks at its gradient or changes it.
-The gradient of such a weight is autograd's, at once, whenever before its backward the hook was put on:
-`recognise` looks in the forward, the product's backward looks again. A view inside of a forward tells of its
-hooks as they are put on. Hooks on nodes of the graph are not seen.
+[Note: hooks] User code with a hook on a weight, or on a view of it, reads or changes its gradient. The
+gradient of such a weight is autograd's, at once, whenever before its backward the hook was put on:
+`recognise` looks in the forward, the product's backward looks again. Hooks on a view inside of a forward are
+noticed as they are put on. Hooks on nodes of the graph are not noticed.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ from zerodrift.pipeline.products import (
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
-    from zerodrift.engine.grads import Gradients
-    from zerodrift.engine.ledger import GradientCounts
+    from zerodrift.engine.step.gradients import Gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,13 @@ class DeferredGradient:
 
     parameter: nn.Parameter
     place: StridedView | None
-    """Where in the parameter; None for all of it."""
+    """Place in the parameter; None for all of it."""
     form: Callable[[torch.dtype], torch.Tensor]
     """dtype -> the gradient."""
     holds: tuple[tuple[torch.Tensor, int], ...]
-    """What it is formed from, and how often that had been written to when it was put."""
+    """(factor, its version when it was queued)."""
     held: int
     """Bytes that are kept alive for it."""
-    micro_batch: int
-    """Whose it is, counted from 0 in a step."""
 
 
 class WeightQueue:
@@ -82,37 +78,25 @@ class WeightQueue:
         self.formed = 0
         """Weight gradients formed so far."""
         self._open: list[DeferredGradient] = []
-        """Of the micro-batch that is under way."""
+        """Gradients of the current micro-batch."""
         self._closed: deque[list[DeferredGradient]] = deque()
-        """Of whole micro-batches."""
-        self._ended = 0
+        """Gradients of each micro-batch that has ended."""
+        self.ended = 0
         """Micro-batches of this step that have ended."""
         self._gradients: Gradients | None = None
-        """Of the engine that the module belongs to: it counts what arrives."""
+        """Gradients of the engine that the module belongs to."""
         self._scheduled = False
         """Whether a schedule's backwards end micro-batches; else the engine does, where there is one."""
         self._handles: list[Any] = []
         self._names: dict[torch.Tensor, str] = {}
-        """Of the parameters of the module, where there is one."""
+        """Names of the module's parameters."""
 
     def __len__(self) -> int:
-        """Weight gradients that wait."""
+        """Return the number of weight gradients that wait."""
         return len(self._open) + sum(map(len, self._closed))
 
     def __bool__(self) -> bool:
-        """A queue is one, also when nothing waits."""
         return True
-
-    @property
-    def ended(self) -> int:
-        """Micro-batches of this step that have ended."""
-        return self._ended
-
-    def arrivals(self) -> list[dict[str, GradientCounts]]:
-        """Of the engine's parameters: per micro-batch of this step that has ended, by name, how often a
-        gradient came at once and how often late."""
-        ledger = None if self._gradients is None else self._gradients.ledger
-        return [] if ledger is None else ledger.arrivals()
 
     def put(
         self,
@@ -121,14 +105,12 @@ class WeightQueue:
         holds: tuple[torch.Tensor, ...] = (),
         place: StridedView | None = None,
     ) -> None:
-        """For autograd functions of your own: called in their backward, which then returns None for the
-        weight. `form(dtype)` gives the gradient later, in that dtype; `holds` is what it is formed from, for
-        the bound, and so that it is noticed when that is written to before."""
+        """Queue a gradient in the backward of an autograd function of your own, which then returns None for
+        the weight. `form(dtype)` returns the gradient later, in that dtype. `holds` are its factors, which
+        count for the bound and must not be written to before."""
         self._require_known(parameter, form)
         kept = tuple((tensor, tensor._version) for tensor in holds)
-        late = DeferredGradient(
-            parameter, place, form, kept, sum(tensor.nbytes for tensor in holds), self._ended
-        )
+        late = DeferredGradient(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds))
         if self.limit is not None:
             while self.held + late.held > self.limit and (waiting := self._oldest()):
                 self._form(waiting.pop(0))
@@ -137,7 +119,6 @@ class WeightQueue:
         self.peak = max(self.peak, self.held)
 
     def _require_known(self, parameter: nn.Parameter, form: Any) -> None:
-        """What nobody would take, or would ask for, is said where it is put."""
         if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
             got = type(parameter).__name__
             if isinstance(parameter, torch.Tensor):
@@ -163,18 +144,18 @@ class WeightQueue:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
 
     def _oldest(self) -> list[DeferredGradient]:
-        """The list with the gradient that has waited longest; empty where none waits."""
+        """Return the list with the gradient that has waited longest; empty where none waits."""
         return next((waiting for waiting in self._closed if waiting), self._open)
 
     def end_micro_batch(self) -> None:
-        """What was put since the last call belongs to one micro-batch. An engine calls it itself."""
+        """End a micro-batch: the gradients queued since the last call are its own. An engine calls this."""
         self._closed.append(self._open)
         self._open = []
-        self._ended += 1
+        self.ended += 1
 
     def drain(self, micro_batches: int | None = None) -> int:
-        """Form what waits, oldest first: of so many micro-batches that have ended, or everything. Returns
-        how many gradients that were."""
+        """Form what waits, oldest first: everything, or the gradients of so many micro-batches that have
+        ended. Returns the number of gradients."""
         before = self.formed
         for _ in range(len(self._closed) if micro_batches is None else min(micro_batches, len(self._closed))):
             self._form_all(self._closed.popleft())
@@ -183,22 +164,22 @@ class WeightQueue:
         return self.formed - before
 
     def clear(self) -> int:
-        """Drop what waits: a step that failed, or a backward that was only run to learn shapes."""
+        """Drop what waits, of a step that failed or a backward that was only run to learn shapes."""
         dropped = len(self)
-        self._open, self.held, self._ended = [], 0, 0
+        self._open, self.held, self.ended = [], 0, 0
         self._closed.clear()
         return dropped
 
     def dw_builder(self) -> Callable[[], None]:
-        """What `torch.distributed.pipelining` takes as a stage's `dw_builder`: called when a micro-batch's
-        backward is over, returns what its W action calls."""
+        """End a micro-batch's backward, and return what its W action calls: the `dw_builder` of a stage of
+        `torch.distributed.pipelining`."""
         if self._gradients is None or self._scheduled:
             self.end_micro_batch()
         mine = self._closed[-1] if self._closed else []
         return lambda: self._form_all(mine)
 
     def detach(self) -> None:
-        """Weight gradients of the module come with its backwards again. What waits is formed first."""
+        """Form what waits, and let the module's backwards form weight gradients again."""
         self.drain()
         for handle in self._handles:
             handle.remove()
@@ -216,9 +197,8 @@ class WeightQueue:
     def _form(self, late: DeferredGradient) -> None:
         with torch.no_grad():
             self._add(late)
-        ledger = None if self._gradients is None else self._gradients.ledger
-        if ledger is not None:
-            ledger.late(late.parameter, late.micro_batch)
+        if self._gradients is not None:
+            self._gradients.arrive_late(late.parameter)
 
     def _add(self, late: DeferredGradient) -> None:
         parameter = late.parameter
@@ -240,7 +220,7 @@ class WeightQueue:
         home.add_(value)
 
     def _require_unwritten(self, late: DeferredGradient) -> None:
-        """As autograd would, which looks in the backward and not behind it."""
+        """Refuse changed factors, as autograd does in a backward."""
         for tensor, version in late.holds:
             if tensor._version != version:
                 raise ModelError(
@@ -274,14 +254,14 @@ class WeightQueue:
 
 
 def _laid_out(value: torch.Tensor, place: StridedView, parameter: nn.Parameter) -> torch.Tensor:
-    """A value in the layout of its place, as the contiguous whole; the place is all of the parameter."""
+    """Return a value in the layout of its place, which is all of the parameter, as a contiguous tensor."""
     whole = torch.empty(parameter.shape, dtype=value.dtype, device=value.device)
     place.of(whole).copy_(value)
     return whole
 
 
 def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> WeightQueue:
-    """Weight gradients of the matrix products in `what` wait in the queue that is returned.
+    """Make weight gradients of the matrix products in `what` wait in the queue that is returned.
 
     `what` is a module, or an engine: an engine's `step` then drains what is left, its `zero_grad` drops it,
     and gradients are reduced once, in the step. Values do not change: a product's weight gradient is added to
@@ -309,7 +289,7 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
 
 
 def defer_in_piece(piece: nn.Module, gradients: Gradients, limit: int | None = None) -> WeightQueue:
-    """The queue of a piece of a pipeline, whose schedule forms what waits; `gradients` counts it."""
+    """Return the queue of a piece of a pipeline, whose schedule forms what waits."""
     queue = defer_weight_grads(piece, limit)
     queue._gradients, queue._scheduled = gradients, True
     return queue
@@ -319,7 +299,7 @@ _MARK = "_zerodrift_weight_queue"
 
 
 class _Mark:
-    """Takes the mark off a module that a queue has left."""
+    """Marks a module that has a queue, until `remove`."""
 
     def __init__(self, module: nn.Module, queue: WeightQueue) -> None:
         self._module = module
@@ -350,13 +330,13 @@ def _attach(owner: nn.Module, queue: WeightQueue) -> list[Any]:
 
 
 class _Deferring(TorchFunctionMode):
-    """While it is on, products leave their weight gradient in a queue."""
+    """Makes products leave their weight gradient in a queue while it is on."""
 
     def __init__(self, queue: WeightQueue) -> None:
         super().__init__()
         self._queue = queue
         self._watched: set[torch.Tensor] = set()
-        """Parameters of whose views somebody looks at the gradient."""
+        """Parameters with a hook on one of their views."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -367,20 +347,20 @@ class _Deferring(TorchFunctionMode):
         call = recognise(func, args, kwargs)
         if call is None or call.parameter in self._watched:
             return func(*args, **kwargs)
-        how = _How(self._queue, call, self._watched)
+        how = _ProductContext(self._queue, call, self._watched)
         return _Product.apply(how, call.x, call.weight, call.bias, call.offsets)
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """What a product's backward has to know beside its tensors."""
+class _ProductContext:
+    """The context of a product's backward beside its tensors."""
 
     queue: WeightQueue
     call: MatrixProduct
     watched: set[torch.Tensor]
 
     def asked(self) -> Asked:
-        """What the backward under way wants of the weight: see [Note: hooks]."""
+        """Return what the running backward wants of the weight: see [Note: hooks]."""
         parameter, weight = self.call.parameter, self.call.weight
         when = asked(parameter, weight)
         watched = hooked(parameter) or hooked(weight) or parameter in self.watched
@@ -393,7 +373,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: _How,
+        how: _ProductContext,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -408,7 +388,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
-        how: _How = ctx.how
+        how: _ProductContext = ctx.how
         kind = how.call.kind
 
         def form(dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,7 @@ from zerodrift.policy.pipelining import SPLIT
 def pipeline_engine(
     plan: Plan, model: nn.Module, mesh: Mesh, sources: ValueSources, cut: Cut | None, schedule: Any = None
 ) -> Engine:
-    """The engine of a plan that has a pipeline; `sources` are of the whole plan."""
+    """Make the engine of a plan that has a pipeline; `sources` are of the whole plan."""
     how = Causal.of(model) if cut is None else cut
     rank = mesh.rank("pipeline")
     mine = part(plan, rank)
@@ -56,7 +56,7 @@ def pipeline_engine(
 
 
 def _require_trained(plan: Plan) -> None:
-    """Every rank needs an optimizer, and something to travel back."""
+    """Refuse a stage without an optimizer, or without anything to send back."""
     for rank in range(plan.mesh.pipeline):
         if all(not row.trained for row in part(plan, rank).rows):
             raise UnsupportedError(
@@ -75,8 +75,8 @@ def _require_trained(plan: Plan) -> None:
 
 
 def _require_eager(plan: Plan, model: nn.Module) -> None:
-    """A backward in two parts goes through the graph twice, or looks at products as they are called; what
-    was compiled lets neither happen. Where `Module.compile` leaves its mark is private in torch (2.13 to
+    """Refuse compiled modules under schedules that split backwards: these go through the graph twice, or look
+    at products as they are called. Where `Module.compile` leaves its mark is private in torch (2.13 to
     2.15)."""
     pipeline = plan.policy.pipeline
     if pipeline is None or pipeline.schedule not in SPLIT:
@@ -93,7 +93,7 @@ def _require_eager(plan: Plan, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Named:
-    """Values of a parameter that this rank knows by another of its names."""
+    """The values of a parameter that this rank knows by another of its names."""
 
     source: ValueSource
     name: str
@@ -106,7 +106,7 @@ class _Named:
 
 
 def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
-    """The sources of this rank's part, by the names that it has there."""
+    """Return the sources of this rank's part, by the names that it has there."""
     known: dict[str, ValueSource] = {}
     for row in mine.rows:
         whole = plan.row(row.name)

@@ -21,16 +21,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.ledger import Ledger
-
 Kind = Literal["linear", "matmul", "batched", "grouped"]
-"""How input `x` and weight `w` meet: x w^T with w `[out, in]`; x w with w `[in, out]`; the same for each of a
-batch; rows of x in groups, each with its own w."""
+"""Forms of a product of input `x` and weight `w`: x w^T with w [out, in]; x w with w [in, out]; the same for
+each of a batch; rows of x in groups, each with its own w."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """Where in its parameter a weight lies: what `as_strided` takes, counted from the parameter's start."""
+    """The place of a weight in its parameter: what `as_strided` takes, counted from the parameter's start."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,15 +47,15 @@ class MatrixProduct:
     weight: torch.Tensor
     bias: torch.Tensor | None
     offsets: torch.Tensor | None
-    """Grouped: where each group of rows ends."""
+    """End of each group of rows, in a grouped product."""
     parameter: nn.Parameter
     place: StridedView
     run: Callable[..., torch.Tensor]
-    """(x, weight, bias) -> what torch would have returned."""
+    """(x, weight, bias) -> the result of torch's own call."""
 
 
 def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatrixProduct | None:
-    """The product that a call of torch is, if its weight gradient can be formed later."""
+    """Return the product that a call of torch is, if its weight gradient can be formed later."""
     parse = _PARSERS.get(function)
     parsed = parse(*args, **kwargs) if parse is not None else None
     if parsed is None:
@@ -85,8 +83,8 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that a weight is, or is a plain view of: one whose gradient is that of the whole, there.
-    A view that an autograd function of one's own made has the gradient that the function says."""
+    """Return the parameter that a weight is, or is a plain view of: one whose gradient is that of the whole,
+    there. A view that an autograd function of one's own made has the gradient that the function returns."""
     if isinstance(weight, nn.Parameter) and weight.is_leaf:
         return weight
     whole, node = weight._base, weight.grad_fn
@@ -108,8 +106,8 @@ VIEWS = frozenset(
 
 
 def _overlaps(weight: torch.Tensor) -> bool:
-    """Whether an element of memory may be several of the weight's, as after `expand`: the gradients of all
-    of them belong to the one."""
+    """Return whether an element of memory may be several of the weight's, as after `expand`: the gradients of
+    all of them belong to the one."""
     reach = 1
     for stride, size in sorted(zip(weight.stride(), weight.shape, strict=True)):
         if size > 1 and stride < reach:
@@ -119,14 +117,9 @@ def _overlaps(weight: torch.Tensor) -> bool:
 
 
 def hooked(tensor: torch.Tensor) -> bool:
-    """Whether somebody waits for its gradient: a hook on the tensor, or one for when the gradient was added.
-    The ledger's count, and would miss nothing."""
-    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    return (
-        bool(tensor._backward_hooks)
-        or tensor.retains_grad
-        or any(not isinstance(getattr(hook, "__self__", None), Ledger) for hook in after.values())
-    )
+    """Return whether a hook waits for a tensor's gradient, or for when the gradient was added."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or tensor.retains_grad or bool(after)
 
 
 def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -140,19 +133,19 @@ def _fits(kind: Kind, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_found(parameter: torch.Tensor) -> bool:
-    """Whether torch finds the node that adds to its gradient, for which it looks behind a view: one that a
+    """Return whether torch finds the node that adds to a parameter's gradient, behind a view: one that a
     class of the caller's makes with several operations hides it."""
     return getattr(get_gradient_edge(parameter).node, "variable", None) is parameter
 
 
 Asked = Literal["late", "now", "no"]
-"""What a backward wants of a weight's gradient: that it is added to `param.grad`; that it is handed out, as
-`torch.autograd.grad` does; nothing."""
+"""Use of a weight's gradient in a backward: it is added to `param.grad`; it is returned, as
+`torch.autograd.grad` does; it is not formed."""
 
 
 def asked(parameter: nn.Parameter, weight: torch.Tensor) -> Asked:
-    """What the backward that is under way wants. Private in torch (2.13): `_will_engine_execute_node`, which
-    refuses to say of a leaf whose gradient is handed out."""
+    """Return what the running backward wants. Private in torch (2.13): `_will_engine_execute_node`, which
+    refuses to say of a leaf whose gradient is returned."""
     will = torch._C._will_engine_execute_node
     try:
         with torch._C.DisableTorchFunctionSubclass():  # `get_gradient_edge` goes through a view
@@ -193,13 +186,13 @@ def _grouped(*pair: Any, offs: Any = None, bias: Any = None, **rest: Any) -> Par
 
 
 def _grouped_of_torch() -> tuple[Any, ...]:
-    """Public since torch 2.10, private before; both exist in 2.13 to 2.15."""
+    """Return torch's grouped products: public since 2.10, private before; both exist in 2.13 to 2.15."""
     functions = (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
     return tuple(function for function in functions if function is not None)
 
 
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows of `x` `[rows, in]` in groups that end at `offsets`, each times its own `weight[group]`."""
+    """Multiply rows of `x` [rows, in], in groups that end at `offsets`, each with its own `weight[group]`."""
     result: torch.Tensor = _grouped_of_torch()[0](x, weight, offs=offsets)
     return result
 
@@ -225,7 +218,7 @@ _PARSERS: dict[Any, Callable[..., Parsed]] = {
 def input_gradient(
     kind: Kind, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of `x`, as autograd would form it."""
+    """Form the gradient of `x`, as autograd would."""
     if kind == "linear":
         return grad.matmul(weight)
     if kind == "grouped":
@@ -238,7 +231,8 @@ def input_gradient(
 def weight_gradient(
     kind: Kind, x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of the weight, in the weight's layout, in `dtype`: nothing is rounded to a narrower one on the way."""
+    """Form the gradient of the weight, in the weight's layout, in `dtype`: nothing is rounded to a narrower
+    one on the way."""
     if kind == "linear":
         return _transposed_product(_rows(grad), _rows(x), dtype)
     if kind == "matmul":
@@ -260,7 +254,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left^T right."""
+    """Return left^T right."""
     if left.dtype is dtype:
         return left.t().mm(right)
     if left.is_cuda:

@@ -24,19 +24,18 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.errors import missing
 from zerodrift.comm.shared_errors import Alarm
-from zerodrift.engine import compute
-from zerodrift.engine.batches import batch_on
-from zerodrift.engine.executor import BatchRunner
+from zerodrift.engine.executor import BatchRunner, batch_on
 from zerodrift.engine.native import NativeExecutor
-from zerodrift.engine.parameter import WholeValues
 from zerodrift.engine.place import ValueSources
-from zerodrift.engine.scheduled import ScheduledUnits
+from zerodrift.engine.step import compute
+from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.batches import Signature, difference, given, signature
 from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Draws, Piece, Shared, Stage
+from zerodrift.pipeline.stage_units import ScheduledUnits
 from zerodrift.pipeline.values import StagedValues
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.stages import beside, pieces_of, rank_of
@@ -47,20 +46,20 @@ from zerodrift.policy.pipelining import queues
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """A schedule of torch, and what it has learnt the shapes of."""
+    """A schedule of torch, and the shapes that it has learnt."""
 
     shapes: tuple[Signature, ...]
     micro_batches: int
     schedule: Any
     draws: bool | None = None
-    """Whether a forward of any stage draws random numbers; None before its first run."""
+    """Whether a forward of any stage draws random numbers; None before the first run."""
 
 
 class PipelineExecutor(NativeExecutor):
     """Runs this rank's pieces of a model that is cut over the ranks of a pipeline."""
 
     def __init__(self, plan: Plan, tree: nn.Module, comm: Collectives, sources: ValueSources) -> None:
-        """`tree` has the modules of this rank's pieces; `cut_into` says which these are."""
+        """`tree` has the modules of this rank's pieces, which `cut_into` separates."""
         pipeline = plan.policy.pipeline
         if pipeline is None:
             raise AssertionError("a plan without a pipeline")
@@ -74,22 +73,22 @@ class PipelineExecutor(NativeExecutor):
         self._cut: Cut
         self._pieces: tuple[Piece, ...] = ()
         self._learnt: dict[bool, _Learnt] = {}
-        """By whether it trains."""
+        """Schedules for training (True) and for forwards alone (False)."""
         self._begun = False
         self._weights: tuple[float, ...] = ()
-        """Of the micro-batches under way; empty where all count 1."""
+        """Weights of the running micro-batches; empty where all count 1."""
         self._before: list[dict[str, torch.Tensor]] = []
-        """Buffers of each piece: see [Note: learning shapes] of `stage.py`."""
+        """Buffers of each piece, for [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
-        """What this rank has done in the last step, in order."""
+        """Actions of this rank in the last step, in order."""
 
     def _attach(self) -> list[Any]:
-        """No hooks: whoever runs a schedule says what is gathered when."""
+        """Put no hooks: the schedule says what is gathered when."""
         self._units = ScheduledUnits(self.part, self.units, self.gradients)
         return []
 
     def cut_into(self, parts: Sequence[nn.Module], cut: Cut) -> None:
-        """`parts` are the pieces of this rank, in the order of the model, over the modules of the tree."""
+        """Run these pieces, in the order of the model, over the modules of the tree."""
         self._cut = cut
         tied = {
             row.name: parameter
@@ -107,7 +106,7 @@ class PipelineExecutor(NativeExecutor):
             self._handles += compute.attach(piece.module, of_piece(self.plan, piece.number))
             if self._late:
                 piece.queue = defer_in_piece(piece.module, self.gradients)
-        self.gradients.count()
+        self.gradients.is_scheduled = True
 
     # --- what differs from a rank that has the whole model ----------------------------------------------
 
@@ -135,19 +134,18 @@ class PipelineExecutor(NativeExecutor):
             if piece.queue is not None:
                 piece.queue.clear()
                 piece.queue.detach()
-        self.gradients.expect(None)
         self._learnt.clear()
         self._alarm.stop()
         super().leave()
 
     # --- all micro-batches of a step --------------------------------------------------------------------
 
-    def taken(
+    def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
-        """The micro-batches as pieces take them; the same problem on every rank, if there is one."""
+        """Return the micro-batches as pieces take them. A problem is the same on every rank."""
         with self._alarm.explain_failure():
-            return self._taken(list(micro_batches), weights, count)
+            return self._prepare(list(micro_batches), weights, count)
 
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
@@ -192,7 +190,8 @@ class PipelineExecutor(NativeExecutor):
             self._end_of_draws(training)
 
     def _scheduled_run(self, schedule: Any, count: int) -> BaseException | None:
-        """Runs it; what ended it, if anything did: see [Note: whose error] of `stage.py`."""
+        """Run the schedule; return the exception that ended it, if any: see [Note: whose error] of
+        `stage.py`."""
         # Numbers alone: what they mean, every rank has. The target is what a schedule hands to the loss.
         numbers = torch.arange(count)
         try:
@@ -221,7 +220,7 @@ class PipelineExecutor(NativeExecutor):
         return None
 
     def _end_of_draws(self, training: bool) -> None:
-        """The generator of every stage goes on if any stage has drawn, so that seeds stay alike."""
+        """Advance the generator of every stage if any stage has drawn, so that seeds stay alike."""
         known = self._learnt[training]
         if known.draws is None:
             draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
@@ -230,7 +229,7 @@ class PipelineExecutor(NativeExecutor):
             self._draws.advance()
 
     def _begin(self) -> None:
-        """Before the first action of a step: see [Note: learning shapes]."""
+        """Begin a step before its first action: see [Note: learning shapes]."""
         if self._begun:
             return
         self._begun = True
@@ -253,7 +252,7 @@ class PipelineExecutor(NativeExecutor):
         return self._progress.scale(output if weight == 1.0 else output * weight)
 
     def _losses_of_all(self, count: int) -> tuple[float, ...]:
-        """From the last stage to all."""
+        """Broadcast the losses from the last stage."""
         losses = torch.zeros(count, dtype=torch.float64)
         for number, loss in self._pieces[-1].losses.items():
             losses[number] = loss.double()
@@ -263,7 +262,7 @@ class PipelineExecutor(NativeExecutor):
 
     # --- micro-batches and schedules --------------------------------------------------------------------
 
-    def _taken(
+    def _prepare(
         self, batches: list[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
         training, mesh = count is not None, self.comm.mesh
@@ -283,7 +282,7 @@ class PipelineExecutor(NativeExecutor):
         return [batch_on(batch, mesh.device, self.precision.of) for batch in batches], mine.weights
 
     def _scheduled(self, batches: list[Any], training: bool) -> Any:
-        """The schedule for micro-batches of these shapes; a new one has to learn what travels."""
+        """Return the schedule for micro-batches of these shapes; a new one has to learn what travels."""
         known = self._learnt.get(training)
         if known is not None:
             return known.schedule
@@ -305,7 +304,8 @@ class PipelineExecutor(NativeExecutor):
 
 
 def _is_reentrant(error: BaseException | None) -> bool:
-    """Whether it began with activation checkpointing of the kind that runs a backward inside of another."""
+    """Return whether activation checkpointing caused it, of the kind that runs a backward inside of
+    another."""
     while error is not None:
         if "use_reentrant=True" in str(error):
             return True

@@ -35,11 +35,11 @@ CLASSES: dict[Schedule, str] = {
 }
 
 MOST_DRAWN = 5_000
-"""Pieces times micro-batches of which an order is worked out for a report."""
+"""Largest number of pieces times micro-batches whose order is worked out for a report."""
 
 
 def _torch() -> Any:
-    """torch's module of schedules. Imported where there is a pipeline: it brings the compiler with it."""
+    """Import torch's module of schedules, where there is a pipeline: it brings the compiler with it."""
     from torch.distributed.pipelining import schedules
 
     return schedules
@@ -48,13 +48,13 @@ def _torch() -> Any:
 def training(
     name: Schedule, stages: Sequence[Any], micro_batches: int, loss: Callable[..., torch.Tensor] | None
 ) -> Any:
-    """The schedule of a step over the stages of this rank; gradients stay sums."""
+    """Make the schedule of a step over the stages of this rank; gradients stay sums."""
     given = stages[0] if name in SINGLE else list(stages)
     return getattr(_torch(), CLASSES[name])(given, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
-    """A schedule of forwards alone over the same stages."""
+    """Make a schedule of forwards alone over the same stages."""
     if name in SINGLE:
         return _torch().ScheduleGPipe(stages[0], micro_batches)
     if name not in V_SHAPED:
@@ -72,8 +72,8 @@ def forwards(name: Schedule, stages: Sequence[Any], micro_batches: int) -> Any:
 def run_pairs(
     schedule: Any, run: Callable[[Callable[[], None], Callable[[], None]], None], when: Callable[..., bool]
 ) -> None:
-    """Where the schedule pairs a forward with a backward, and `when(piece, piece)` says so, let `run` execute
-    both; else one after the other, as torch does."""
+    """Let `run` execute each pair of a forward and a backward for which `when(piece, piece)` is true; others
+    run one after the other, as in torch."""
 
     def pair(action: Any, given: Any) -> None:
         first, second = action.sub_actions
@@ -111,14 +111,14 @@ def _backward(schedule: Any, action: Any) -> None:
 
 
 def _at(schedule: Any, action: Any) -> tuple[dict[int, Any], int, int, Any]:
-    """The pieces of this rank, and the piece, the micro-batch and the stage of an action."""
+    """Return the stages of this rank by piece, and the piece, the micro-batch and the stage of an action."""
     stages = {stage.stage_index: stage for stage in schedule._stages}
     return stages, action.stage_index, action.microbatch_index, stages[action.stage_index]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the whole order of the schedule on the terminal, which torch logs for what is raised in it."""
+    """Keep the whole order of the schedule off the terminal, which torch logs for what is raised in it."""
     logger = logging.getLogger(_torch().__name__)
 
     def unless_raised(record: logging.LogRecord) -> bool:
@@ -132,8 +132,8 @@ def quiet() -> Iterator[None]:
 
 
 def timeline(plan: Plan) -> Timeline | None:
-    """What each rank of the pipeline does in a step, in order; None without a pipeline, and where that is
-    more than anybody reads."""
+    """Return what each rank of the pipeline does in a step, in order; None without a pipeline, and where that
+    is more than anybody reads."""
     pipeline, count = plan.policy.pipeline, plan.policy.batch.accumulation
     if pipeline is None:
         return None
@@ -160,7 +160,7 @@ def timeline(plan: Plan) -> Timeline | None:
 
 
 def _one_piece(rank: int, count: int, warm: int) -> Iterator[Action]:
-    """So many forwards first, then backwards and forwards in turn, then the backwards that are left."""
+    """Yield `warm` forwards, then backwards and forwards in turn, then the backwards that are left."""
     yield from (Action("F", rank, micro) for micro in range(warm))
     for micro in range(count):
         yield Action("B", rank, micro)
@@ -173,7 +173,7 @@ def _no_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _actions(entry: Any) -> list[Action]:
-    """One action of torch as ours; of a pair, the forward and the backward."""
+    """Convert an action of torch; a pair is its forward and its backward."""
     if entry.sub_actions:
         return [action for sub_action in entry.sub_actions for action in _actions(sub_action)]
     kind = entry.computation_type.value

@@ -43,23 +43,23 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.batches import one_number
-from zerodrift.engine.compute import ForwardPrecision
-from zerodrift.engine.grads import Gradients
-from zerodrift.engine.scheduled import ScheduledUnits
-from zerodrift.engine.seeds import generators
+from zerodrift.engine.executor import one_number
+from zerodrift.engine.habits.microbatch_state import generators
+from zerodrift.engine.step.compute import ForwardPrecision
+from zerodrift.engine.step.gradients import Gradients
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.experts.turns import Abandoned
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found
+from zerodrift.pipeline.stage_units import ScheduledUnits
 
 Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype and whether a gradient comes back, of each tensor that leaves a piece."""
+"""Shape, dtype, and whether a gradient comes back, of each tensor that leaves a piece."""
 
 
 class Draws:
-    """The random numbers of one rank's forwards: see [Note: random numbers]."""
+    """Random numbers of one rank's forwards: see [Note: random numbers]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class Draws:
         """Whether any forward has drawn a number since `begin`."""
 
     def begin(self, seeds: tuple[int, ...]) -> None:
-        """A run begins: its numbers follow from seeds of its micro-batches, or where there are none from the
+        """Begin a run. Its numbers follow from seeds of its micro-batches, or where there are none from the
         state of the generator of the CPU."""
         self._key = hashlib.sha256(self._generators[0].get_state().numpy().tobytes()).digest()
         self._seeds = seeds
@@ -78,12 +78,12 @@ class Draws:
 
     @property
     def travel(self) -> bool:
-        """Whether a piece begins where the one before it has ended."""
+        """Whether a piece begins with the state in which the one before it has ended."""
         return bool(self._seeds)
 
     @contextlib.contextmanager
     def of(self, piece: int, micro_batch: int, came: torch.Tensor | None = None) -> Iterator[None]:
-        """Around a forward. `came` is what `state` was where the piece before has ended, if that travels."""
+        """Seed a forward. `came` is `state` at the end of the piece before, if that travels."""
         before = [generator.get_state() for generator in self._generators]
         if came is None:
             for generator in self._generators:
@@ -107,17 +107,17 @@ class Draws:
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") >> 1
 
     def state(self) -> torch.Tensor:
-        """Where the generators stand, as bytes on the device."""
+        """Return the states of the generators, as bytes on the device."""
         return torch.cat([generator.get_state() for generator in self._generators]).to(self._device)
 
     def advance(self) -> None:
-        """The next run draws others."""
+        """Advance, so that the next run draws others."""
         torch.rand((), generator=self._generators[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the pieces of a rank have in common."""
+    """Objects that all pieces of a rank use."""
 
     scheduled: ScheduledUnits
     precision: ForwardPrecision
@@ -125,11 +125,11 @@ class Shared:
     draws: Draws
     mesh: Mesh
     tied: Mapping[str, torch.Tensor]
-    """By name, parameters of which the first piece and the last have one sum by the tree."""
+    """Parameters, by name, of which the first piece and the last have one sum by the tree."""
 
 
 class Piece(nn.Module):
-    """One piece of the model, and what it does with a micro-batch."""
+    """A piece of the model."""
 
     def __init__(self, number: int, count: int, module: nn.Module, cut: Cut, shared: Shared) -> None:
         super().__init__()
@@ -138,21 +138,20 @@ class Piece(nn.Module):
         self._cut = cut
         self.shared = shared
         self.queue: WeightQueue | None = None
-        """Of the weight gradients that the schedule puts off; None where autograd keeps them."""
+        """Queue of the weight gradients that the schedule defers; None where autograd keeps them."""
         self.batches: list[Any] = []
-        """The micro-batches of the step, as the cut takes them."""
+        """Micro-batches of the step, as the cut takes them."""
         self.losses: dict[int, torch.Tensor] = {}
-        """Of the last piece: micro-batch -> its loss."""
+        """Micro-batch -> its loss, in the last piece."""
         self.learning = False
-        """Whether torch is about to learn shapes: parameters stay full for a backward that nobody tells
-        of."""
+        """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
         self.failed: BaseException | None = None
-        """What a forward or a backward here has raised: see [Note: whose error]."""
+        """Exception of a forward or a backward here: see [Note: whose error]."""
         self._agreed: dict[bool, Kinds] = {}
-        """What leaves, as torch has learnt it, by whether gradients come back."""
+        """Kinds of what leaves, as torch has learnt them, by whether gradients come back."""
 
     def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Hidden:
-        """What leaves the piece for micro-batch `number`; of the last piece, the loss."""
+        """Return what leaves the piece for micro-batch `number`; in the last piece, the loss."""
         precision, draws = self.shared.precision, self.shared.draws
         try:
             micro_batch = int(number)
@@ -189,7 +188,7 @@ class Piece(nn.Module):
         return loss
 
     def _leaving(self, output: Any, came: tuple[torch.Tensor, ...], micro_batch: int) -> Hidden:
-        """What is sent, which must be what memory was laid out for on the rank that it goes to."""
+        """Check what is sent, for which memory was laid out on the rank that it goes to."""
         leaves = tuple(output) if isinstance(output, tuple | list) else (output,)
         other = next((tensor for tensor in leaves if not isinstance(tensor, torch.Tensor)), None)
         if not leaves or other is not None:
@@ -228,7 +227,7 @@ class Piece(nn.Module):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Its parameters are full inside."""
+        """Keep its parameters full inside the context."""
         self.shared.scheduled.gather(self.number)
         try:
             yield
@@ -238,22 +237,12 @@ class Piece(nn.Module):
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
-        """Around a backward of a micro-batch, or the first part of one."""
-        ledger = self.shared.gradients.ledger
-        if ledger is not None:
-            ledger.turn_to(micro_batch)
+        """Run a backward of a micro-batch, or the first part of one, inside the context."""
         if self.queue is not None and self.queue.ended != micro_batch:
             raise AssertionError(f"backward {micro_batch} after {self.queue.ended} others")
         scheduled = self.shared.scheduled
         with self.gathered(), self.shared.precision.backward(), scheduled.backward(self.number, micro_batch):
             yield
-
-    def arrived(self, late: list[torch.Tensor]) -> None:
-        """Autograd's second pass has added weight gradients."""
-        ledger = self.shared.gradients.ledger
-        if ledger is not None:
-            for parameter in dict.fromkeys(late):
-                ledger.late(parameter, ledger.now)
 
     def buffers_now(self) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -265,7 +254,7 @@ class Piece(nn.Module):
 
 
 def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch.Tensor]) -> None:
-    """See [Note: tied by the tree]."""
+    """Refuse other uses of a tied parameter; see [Note: tied by the tree]."""
     end = torch.autograd.graph.get_gradient_edge(parameter).node
     found = [node.name() for node in _nodes(left) for after, _ in node.next_functions if after is end]
     if found != ["EmbeddingBackward0"]:
@@ -279,7 +268,7 @@ def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """Of the graph that tensors come from, each once."""
+    """Yield the nodes of the graph that tensors come from, each once."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -301,7 +290,7 @@ class Stage(PipelineStage):
         self, piece: Piece, begin: Callable[[], None], record: Callable[[str, int, int], None]
     ) -> None:
         """`begin` is called before the first action of a step, `record` with (kind, piece, micro-batch)
-        before each."""
+        before each action."""
         mesh = piece.shared.mesh
         queue = piece.queue
         super().__init__(
@@ -354,9 +343,9 @@ class Stage(PipelineStage):
         self.piece.shared.scheduled.ended(self.piece.number, bwd_chunk_id)
 
     def _leaves_weights(self, micro_batch: int) -> bool:
-        """Whether torch's second pass may not form weight gradients: it runs no hook of a parameter, or once
-        for each group, and leaves out a parameter whose node it does not find. The first stage has no such
-        pass: there the second half is a whole backward."""
+        """Return whether torch's second pass may not form weight gradients: it runs no hook of a parameter,
+        or once for each group, and leaves out a parameter whose node it does not find. The first stage has no
+        such pass: there the second half is a whole backward."""
         if self.dw_builder is not None or self.is_first:
             return False
         leaves = any(
@@ -369,7 +358,7 @@ class Stage(PipelineStage):
 
     @contextlib.contextmanager
     def _raising(self) -> Iterator[None]:
-        """See [Note: whose error]."""
+        """Keep what is raised; see [Note: whose error]."""
         try:
             yield
         except Abandoned:
@@ -379,16 +368,5 @@ class Stage(PipelineStage):
             self.piece.failed = (error.__cause__ if told_by_torch else None) or error
             raise
 
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False
-    ) -> Any:
-        late: list[torch.Tensor] = []
-        if backward_type == "weight":
-            groups = bwd_kwargs["param_groups"]
-            late = [node.variable for group in groups for node in group["params"]]
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        self.piece.arrived(late)
-        return result
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The engine's step reduces, and takes the average."""
+        """Do nothing: the engine's step reduces, and takes the average."""

@@ -16,7 +16,8 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.trained import TrainedSegment
+from zerodrift.engine.habits.storage_writes import mark_storage_changed
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import SegmentValues
 from zerodrift.plan.stages import pieces, rank_of, shared_with_another
 from zerodrift.plan.table import Plan, Row
@@ -28,13 +29,14 @@ class StagedValues:
 
     plan: Plan
     part: Plan
-    """What this rank executes of it."""
+    """The part of the plan that this rank executes."""
     own: SegmentValues
     comm: Collectives
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Those that this rank has. Of what is tied across the pipeline, the first end's are everybody's."""
+        """Show the values that this rank has. The first end's are kept of what is tied across the
+        pipeline."""
         here = {name: mine for name, row in rows.items() if (mine := self._here(row)) is not None}
         with (
             self.own.gathered(here, write) as shown,
@@ -69,7 +71,7 @@ class StagedValues:
         return bool(self.comm.broadcast_object(there, self._home(row), "pipeline"))
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
-        """One that is tied across the pipeline is the sum of both ends."""
+        """Return the gradient; of a parameter that is tied across the pipeline, the sum of both ends."""
 
         def read(mine: Row) -> torch.Tensor:
             return self.own.gradient(mine, unscale)
@@ -107,11 +109,11 @@ class StagedValues:
     # --- whose it is ------------------------------------------------------------------------------------
 
     def _here(self, row: Row) -> Row | None:
-        """This rank's own row, which may have another of its names."""
+        """Return this rank's own row, which may have another of its names."""
         return next((mine for name in row.names if (mine := self.part.row(name)) is not None), None)
 
     def _home(self, row: Row) -> int:
-        """The pipeline rank whose copy counts."""
+        """Return the pipeline rank whose copy counts."""
         return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
 
     @property
@@ -131,7 +133,7 @@ class StagedValues:
     def _from(
         self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        """What is read on one rank of the pipeline, on all."""
+        """Return on all ranks of the pipeline what is read on one."""
         mine, mesh = self._here(row), self.comm.mesh
         if mine is not None and rank == mesh.rank("pipeline"):
             value = read(mine).contiguous()
@@ -142,7 +144,7 @@ class StagedValues:
 
 
 def make_equal(part: Plan, own: SegmentValues) -> None:
-    """What is tied across the pipeline gets the values of the first end."""
+    """Give what is tied across the pipeline the values of the first end."""
     comm, updater = own.comm, own.updater
     for segment in own.segments:
         if not shared_with_another(part, segment.spec):
@@ -153,4 +155,4 @@ def make_equal(part: Plan, own: SegmentValues) -> None:
             comm.broadcast(master, 0, "ends")
             if not segment.spec.lead:
                 updater.set_master(segment.number, master)
-        segment.changed()
+        mark_storage_changed(segment)

@@ -6,7 +6,7 @@ rest of its unit (a pinned router, a norm under autocast) is a group of its own,
 where that cannot be, because parameters of two kinds hang in one module, the plan is refused.
 
 Pure: from names alone. A container without a forward (`ModuleList`) cannot be told from names;
-`backends/placing.py` goes down to its children.
+`backends/placement.py` goes down to its children.
 
 Invariant: every row is in exactly one group, and all rows of a group fit its policy.
 """

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.executor import loss_in
 from zerodrift.engine.progress import StepResult
-from zerodrift.engine.unit import loss_in
 from zerodrift.train.feed import MicroBatch
 
 

@@ -1,9 +1,9 @@
 """Parameters that are in pieces before there is an engine: what `zero.Init` leaves.
 
 Each rank holds an equal part of a parameter, in the dtype in which the model made it, and the parameter has
-its shape and no values; see `engine/ungathered.py`. Whoever needs the values puts the parts together
-(`GatheredParameters`, or the engine when it takes them over, one at a time). While a model is being made they
-are lent to whoever asks for them.
+its shape and no values; see `engine/habits/absent_parameter.py`. Whoever needs the values puts the parts
+together (`GatheredParameters`, or the engine when it takes them over, one at a time). While a model is being
+made they are lent to whoever asks for them.
 
 Invariant: the parts together are rank 0's values, bit for bit, until a `GatheredParameters` with a
 `modifier_rank` replaces them.
@@ -23,15 +23,15 @@ from torch import nn
 from zerodrift.deepspeed import comm
 from zerodrift.deepspeed.parameters import mark, unmark
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.absent_parameter import (
+    STAYS,
+    AbsentParameter,
+    absent_class,
+    mark_absent,
+    mark_gathered,
+)
 from zerodrift.engine.native import native
 from zerodrift.engine.place import ELSEWHERE
-from zerodrift.engine.ungathered import (
-    STAYS,
-    UngatheredParameter,
-    mark_gathered,
-    mark_ungathered,
-    ungathered_class,
-)
 from zerodrift.errors import ModelError
 
 SLICE = "_zerodrift_slice"
@@ -65,7 +65,7 @@ class ParameterSlice:
     shape: torch.Size
     flat: torch.Tensor
     """`[ceil(numel / ranks)]`; the last ones are padded."""
-    absent: type[UngatheredParameter]
+    absent: type[AbsentParameter]
     """The class of the parameter while it is in pieces, which says so."""
     spans: Spans | None = None
     """What ranks hold where that is not an equal part."""
@@ -166,7 +166,7 @@ def take_apart(
     values = values.contiguous()
     comm.broadcast(values, 0)
     count = -(-values.numel() // comm.get_world_size())
-    absent = ungathered_class(path, lend, BEFORE)
+    absent = absent_class(path, lend, BEFORE)
     part = ParameterSlice(number, values.shape, values.new_empty(count), absent)
     part.replace(values)
     setattr(parameter, SLICE, part)
@@ -182,7 +182,7 @@ def hide(parameter: nn.Parameter, part: ParameterSlice) -> None:
     part.absent.cast = staticmethod(part.cast)
     mark_gathered([parameter])
     parameter.data = part.shown.expand(part.shape)
-    mark_ungathered([parameter], [part.absent])
+    mark_absent([parameter], [part.absent])
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -245,13 +245,13 @@ def leave_in_pieces(engine: Engine) -> Callable[[], None]:
             first = row.offset + mine.start - segment.rank * count
             flat = segment.storage[first : first + mine.stop - mine.start] if mine.stop > mine.start else None
             flat = segment.storage[:0] if flat is None else flat
-            absent = ungathered_class(row.name, lambda: False, IN_PIECES)
+            absent = absent_class(row.name, lambda: False, IN_PIECES)
             part = ParameterSlice(len(pieces), parameter.shape, flat, absent, spans)
             pieces.append((parameter, part))
 
     def leave() -> None:
         for parameter, part in pieces:
-            if not isinstance(parameter, UngatheredParameter):
+            if not isinstance(parameter, AbsentParameter):
                 continue  # it was gathered, and is an ordinary one now
             setattr(parameter, SLICE, part)
             setattr(parameter, ELSEWHERE, functools.partial(_taken, weakref.ref(parameter), part))

@@ -1,33 +1,33 @@
-"""One module group's life: SHARDED -> GATHERING -> FULL -> REDUCING -> SHARDED.
+"""Gather and release one unit by hooks: SHARDED -> GATHERING -> FULL -> REDUCING -> SHARDED.
 
-A unit is gathered when its module's forward begins, released when it ends, gathered again when the
-gradient of its output arrives, and handed to `grads.py` when its backward is over. Hooks on modules and
-tensors do all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`.
+A unit is gathered when its module's forward begins, released when it ends, gathered again when the gradient
+of its output arrives, and handed to `gradients.py` when its backward is over. Hooks on modules and tensors do
+all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`.
 
 Invariant: hooks never change a value, nor which tensors and containers a module gets and returns. They only
-say when: a unit that is released early is gathered again where autograd asks for what it saved (`saved.py`),
-and a gradient that comes after its unit was reduced is reduced at the end of the backward. Which collectives
-this leads to is for `traversal.py` to say of gathers and for `grads.py` of reductions.
+say when. A unit that is released early is gathered again where autograd asks for what it saved
+(`habits/saved_views.py`), and a gradient that comes after its unit was reduced is reduced at the end of the
+backward. `traversal.py` decides which gathers this leads to, `gradients.py` which reductions.
 
 [Note: end of a backward] A unit's backward is over when a gradient is about to reach what came before its
-forward. Of the inputs, the newest tells: autograd runs what is newer first, so by then all that the unit
+forward. The newest of the inputs shows it: autograd runs what is newer first, so by then all that the unit
 added to the graph has run, weight gradients included. Where no input has a graph behind it, the unit that the
-backward comes to next tells, for the same reason; where none comes, or a unit was not used at all, the end of
-the whole backward, by a callback of the engine of autograd.
+backward comes to next shows it, for the same reason. Where none comes, or a unit was not used at all, it is
+the end of the whole backward, by a callback of the autograd engine.
 
 [Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
 use and does not release the unit, which its own backward needs at once: no third gather. Reentrant
-checkpointing builds a graph of its own there, whose newest input tells as well; the other kind discards what
-it builds, and nothing there ever tells.
+checkpointing builds a graph of its own there, whose newest input shows the end as well. The other kind
+discards what it builds, and has no end of its own.
 
 [Note: transforms] What `torch.func` and `torch.vmap` run is differentiated, batched or both by torch. A unit
 is gathered and released around a forward in there, and that is all: no hook of ours is on a tensor that is
 not there outside of the transform, and a graph that has saved a buffer holds it.
 
-[Note: parts] A script calls what is inside of a block and never the block, or `block.forward`, or uses a
-weight of one block in another. A part that is called while its unit is not under way counts as a forward of
-the unit. A parameter that is asked for in a forward elsewhere is gathered with its unit, on the spot and on
-every rank, and let go where that forward ends, or asks for one of another unit.
+[Note: parts] A script may call a part of a block and never the block, or `block.forward`, or use a weight of
+one block in another. A part that is called while its unit is not running counts as a forward of the unit. A
+parameter that is used in a forward elsewhere is gathered with its unit, on the spot and on every rank, and
+released where that forward ends, or uses one of another unit.
 
 [Note: copies] A deep copy of a module carries its hooks along, and they are ours. A hook that is called for
 another module than the unit's does nothing: a copy is a plain module.
@@ -48,32 +48,13 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from zerodrift.engine import saved
-from zerodrift.engine.forward_inputs import BEFORE_ALL, ForwardInputs
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.trained import trained
-from zerodrift.engine.traversal import Backward, Traversal, will_be_recomputed
+from zerodrift.engine.habits import saved_views
+from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, in_backward, in_transform, tensors_in
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import trained_of
+from zerodrift.engine.step.traversal import Backward, Traversal, will_be_recomputed
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Unit
-
-
-def current_backward() -> int:
-    """The number of the backward that autograd is running on this thread; -1 where there is none.
-
-    Private in torch (2.13 to 2.15); its own checkpointing asks the same way.
-    """
-    return torch._C._current_graph_task_id()
-
-
-def in_transform() -> bool:
-    """Whether `torch.func` or `torch.vmap` is transforming what runs now. Private in torch (2.13 to 2.15)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class LiveUnit:
@@ -103,82 +84,79 @@ class LiveUnit:
         self.recomputed = False
         """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
-        """The way through all units that this one is on."""
+        """The way through all units of the engine."""
         self._parts: list[tuple[Any, int]] = []
-        """Hooks on what is inside of it: where each is, and its number there."""
-        self._taken_off: list[tuple[Any, int, Any]] = []
-        """Those that are not there while the unit is under way, which would do nothing."""
+        """(hook dict, hook number) of the hooks on parts of the unit."""
+        self._paused_parts: list[tuple[Any, int, Any]] = []
+        """Hooks on parts that are taken off while the unit runs, when they would do nothing."""
         self._calls: list[ForwardInputs] = []
-        """Forwards under way, the innermost last."""
-        self._packing = saved.Packing()
+        """Running forwards, the innermost last."""
+        self._packing = saved_views.Packing()
         self._borrowed: list[LiveUnit] = []
         """Units whose parameters its forward uses."""
         self._first, self._last = -1, [-1]
         self._backward: Backward
         self._before_backward: Any = None
-        """Hooks of the module, by number."""
+        """Handle of the backward pre-hook of the module."""
         self._begins: Callable[[], None]
-        self._gathers = any(segment.gathers for segment in segments)
-        self.trained = trained(segments)
+        self.gathering = [segment for segment in segments if segment.gathers]
+        """Segments whose full form is not their storage."""
+        self.trained = trained_of(segments)
         for segment in segments:
             segment.lender = weakref.WeakMethod(self.borrow)
 
     def __repr__(self) -> str:
         return f"LiveUnit({self.spec.name or 'root'})"
 
-    # --- gathering ------------------------------------------------------------------------------------
+    # --- gathering --------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        # A list, because every segment is to start, whatever the first one says.
-        if any([segment.start_gather() for segment in self.segments]):
+        # A list, because every segment is to start, whatever the first one returns.
+        if any([segment.start_gather() for segment in self.gathering]):
             self.traversal.gathered(self)
 
     def gather(self) -> None:
-        """Full when this returns."""
-        if not self._gathers:
+        """Gather all segments, and wait for them."""
+        if not self.gathering:
             return
         self.start_gather()
-        for segment in self.segments:
+        for segment in self.gathering:
             segment.finish_gather()
 
     def release(self) -> None:
-        if self._gathers:
-            for segment in self.segments:
-                segment.release()
+        for segment in self.gathering:
+            segment.release()
 
     def drop(self) -> None:
-        """Release, because values are about to change."""
-        if self._gathers:
-            for segment in self.segments:
-                segment.drop()
+        """Release because values are about to change."""
+        for segment in self.gathering:
+            segment.drop()
 
     @property
     def is_full(self) -> bool:
         return all(segment.is_full for segment in self.segments)
 
     def leave(self) -> None:
-        """A forward has ended that no backward will come back to."""
+        """Release after a forward that no backward will come back to."""
         if not self._keep_after_forward:
             self.release()
 
     def rest(self) -> None:
-        """A whole backward has ended: only what is kept for the next micro-batch stays full."""
+        """Release at the end of a whole backward, unless the unit is kept for the next micro-batch."""
         if not self._keep_after_backward:
             self.release()
 
     def forget(self) -> None:
-        """What was under way is not: an exception ended it."""
+        """Recover from an exception in a forward or a backward."""
         self.uses = 0
         self._calls.clear()
-        self._put_back_hooks()
+        self._resume_part_hooks()
         self._borrowed.clear()
         self.traversal.under_way.clear()
         self.release()
 
-    # --- what a backward reaches --------------------------------------------------------------------------
-
     def is_reached(self) -> bool:
-        """Whether the backward that is running will add to a gradient of this unit.
+        """Return whether the running backward will add to a gradient of this unit.
 
         Private in torch (2.13 to 2.15). Under `torch.autograd.grad` it is an error to ask for a leaf that is
         differentiated by, and nothing is added to that one.
@@ -191,7 +169,7 @@ class LiveUnit:
                 continue
         return False
 
-    # --- hooks ----------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------------
 
     def attach(self, backward: Backward) -> list[Any]:
         """Put the hooks on the module; returns their handles."""
@@ -200,7 +178,7 @@ class LiveUnit:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not self.module:
                 return  # see [Note: copies]
-            self.take_places()
+            self.order_hooks()
             self._enter(args, kwargs, whole=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -221,8 +199,8 @@ class LiveUnit:
         return handles
 
     def attach_part(self, part: nn.Module) -> Any:
-        """The same for what is inside of it and has parameters, where that is called and the unit is not;
-        returns a handle. See [Note: parts]."""
+        """Put a hook on a part with parameters, for calls of it outside of the unit; returns a handle. See
+        [Note: parts]."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not part or self._in_its_backward():
@@ -243,11 +221,11 @@ class LiveUnit:
         return attached
 
     def _in_its_backward(self) -> bool:
-        """Whether what runs now is computed again for a backward of the unit that is under way."""
+        """Return whether the running forward is recomputed for a running backward of the unit."""
         return in_backward() and self.uses > 0 and self.is_full and self.traversal.has_come(self)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool) -> None:
-        """A forward of the unit begins, or of a part of it alone."""
+        """Begin a forward of the unit, or of a part of it alone."""
         backward = self._backward
         if in_transform():
             self._begin(ForwardInputs((), BEFORE_ALL))
@@ -267,10 +245,10 @@ class LiveUnit:
         self._begin(ForwardInputs.of(args, kwargs))
         discarded = inside and will_be_recomputed()  # see [Note: recomputation]
         if torch.is_grad_enabled() and not discarded:
-            self._calls[-1].tell(lambda: self.backward_is_over(backward), inside=inside)
+            self._calls[-1].when_backward_ends(lambda: self.backward_is_over(backward), inside=inside)
 
     def _exit(self, output: Any, *, whole: bool) -> None:
-        """It has returned this."""
+        """End a forward that has returned `output`."""
         if in_backward():
             return
         if in_transform():
@@ -288,76 +266,67 @@ class LiveUnit:
         left = [tensor for tensor in (*tensors_in(output), *call.changed()) if call.made(tensor)]
         nodes = {tensor.grad_fn for tensor in left if tensor.grad_fn is not None}
         for other in self._borrowed if nodes else ():
-            saved.Packing().pack(left, call.newest, other.gathering, other.gather)
+            saved_views.Packing().pack(left, call.newest, other.gathering, other.gather)
         if not nodes:
             self.release()
             return
-        nobody_tells = call.newest == BEFORE_ALL
+        has_no_end = call.newest == BEFORE_ALL
         for node in nodes:
-            # After all hooks of tensors: the unit that comes next tells by one of these that it is over.
-            node.register_prehook(lambda grads: self._backward_begins(backward, nobody_tells))
+            # After all hooks of tensors: one of these shows that the unit before this one is over.
+            node.register_prehook(lambda grads: self._backward_begins(backward, has_no_end))
         self.uses += 1
-        if self._gathers and not self._keep_after_forward:
+        if self.gathering and not self._keep_after_forward:
             self._packing.pack(left, call.newest, self.gathering, lambda: self._backward_begins(backward))
         self.leave()
 
     def _begin(self, call: ForwardInputs) -> None:
         if not self._calls:
             there = [(hooks, number) for hooks, number in self._parts if number in hooks]
-            self._taken_off = [(hooks, number, hooks.pop(number)) for hooks, number in there]
+            self._paused_parts = [(hooks, number, hooks.pop(number)) for hooks, number in there]
         self._calls.append(call)
         self.traversal.under_way.append(self)
 
     def _end(self) -> None:
-        """It is not under way any more, whatever came of it."""
+        """End a forward, whether it returned or raised."""
         under_way = self.traversal.under_way
         if self._calls:
             self._calls.pop()
             while under_way and under_way.pop() is not self:
-                pass  # one that nobody has told of its end
+                pass  # one whose end no hook has seen
         if not self._calls:
-            self._put_back_hooks()
-            self._give_back()
+            self._resume_part_hooks()
+            borrowed, self._borrowed = self._borrowed, []
+            for other in borrowed:
+                if not other._calls:
+                    other.leave()
 
-    def _put_back_hooks(self) -> None:
-        for hooks, number, hook in self._taken_off:
+    def _resume_part_hooks(self) -> None:
+        for hooks, number, hook in self._paused_parts:
             hooks[number] = hook
             hooks.move_to_end(number, last=False)
-        self._taken_off = []
-
-    # --- parameters that others use; see [Note: parts] ---------------------------------------------------
-
-    @property
-    def gathering(self) -> list[FlatSegment]:
-        """The segments whose full form is not their storage."""
-        return [segment for segment in self.segments if segment.gathers]
+        self._paused_parts = []
 
     def borrow(self) -> bool:
-        """Whether a forward may have this unit's values now, which is under way elsewhere: full, then."""
+        """Gather the unit for a forward elsewhere that uses its parameters. Returns False outside of
+        forwards. See [Note: parts]."""
         under_way = self.traversal.under_way
         if not under_way and not in_backward():
             return False
         with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
             if under_way:
-                under_way[-1].borrows(self)
+                under_way[-1].keep_borrowed(self)
             self.gather()
         return True
 
-    def borrows(self, other: LiveUnit) -> None:
-        """Until this forward ends, or has use for yet another one."""
+    def keep_borrowed(self, other: LiveUnit) -> None:
+        """Keep another unit until this forward ends, or uses yet another one."""
         if self._borrowed != [other]:
             self._borrowed = [*(unit for unit in self._borrowed if unit is not other), other]
             for unit in self._borrowed[:-1]:
                 unit.leave()
 
-    def _give_back(self) -> None:
-        borrowed, self._borrowed = self._borrowed, []
-        for other in borrowed:
-            if not other._calls:
-                other.leave()
-
-    def take_places(self) -> None:
-        """Ours first and last among the hooks of the module; see [Note: order of hooks]."""
+    def order_hooks(self) -> None:
+        """Put our hooks first and last among the hooks of the module; see [Note: order of hooks]."""
         # torch keeps hooks in ordered dicts, and declares dicts.
         hooks: Any = self.module._forward_pre_hooks
         if self._first in hooks and next(iter(hooks)) != self._first:
@@ -366,37 +335,36 @@ class LiveUnit:
         if self._last[-1] in hooks and next(reversed(hooks)) != self._last[-1]:
             for number in self._last:
                 hooks.move_to_end(number)
-        if self.module._backward_pre_hooks and self._gathers:
-            self._begin_first()
-
-    def _begin_first(self) -> None:
-        hooks: Any = self.module._backward_pre_hooks
-        if self._before_backward is None:
-            begins = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
-            self._before_backward = begins
-        hooks.move_to_end(self._before_backward.id, last=False)
+        if self.module._backward_pre_hooks and self.gathering:
+            hooks = self.module._backward_pre_hooks
+            if self._before_backward is None:
+                begins = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
+                self._before_backward = begins
+            hooks.move_to_end(self._before_backward.id, last=False)
 
     def detach(self) -> None:
-        """Take off what `attach` has not returned."""
+        """Take off the hook that `attach` has not returned."""
         if self._before_backward is not None:
             self._before_backward.remove()
 
-    def _backward_begins(self, backward: Backward, nobody_tells: bool = False) -> None:
+    # --- backward ---------------------------------------------------------------------------------------
+
+    def _backward_begins(self, backward: Backward, has_no_end: bool = False) -> None:
         if in_backward():
             backward.begin()
             self.traversal.backward(self, backward)
-            if nobody_tells:
+            if has_no_end:
                 self.traversal.ends_with_the_next(self)
             self._open_gradients(backward)
         else:
-            self.gather()  # somebody looks at what a node has saved
+            self.gather()  # user code reads what a node has saved
 
     def _open_gradients(self, backward: Backward) -> None:
         for segment in self.trained if backward.counts else ():
             segment.open_gradients()
 
     def backward_is_over(self, backward: Backward) -> None:
-        """A gradient is about to go on from the input of one of its forwards."""
+        """Count a gradient that is about to go on from the input of one of its forwards."""
         backward.begin()
         if not self.traversal.is_over(self, backward):
             return
@@ -432,7 +400,7 @@ def _refuse_unfinished(path: str, output: Any) -> None:
 
 
 def attach_parts(model: nn.Module, units: Iterable[LiveUnit]) -> list[Any]:
-    """Hooks on all modules that hold sharded parameters and are no units; returns the handles."""
+    """Put hooks on all modules that hold sharded parameters and are no units; returns the handles."""
     held: dict[nn.Module, dict[LiveUnit, None]] = {}
     of = {id(p): unit for unit in units for segment in unit.gathering for p in segment.parameters}
     for module in model.modules():
@@ -444,7 +412,7 @@ def attach_parts(model: nn.Module, units: Iterable[LiveUnit]) -> list[Any]:
 
 
 def refuse_wrapper(model: nn.Module) -> Any:
-    """`DistributedDataParallel` around the model would sum gradients, too; returns the handle of a hook."""
+    """Refuse `DistributedDataParallel` around the model, which would sum gradients too; returns a handle."""
 
     def refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
         # Set while its forward runs (torch 2.13 to 2.15). It may be another model's, which calls this one.
@@ -458,14 +426,3 @@ def refuse_wrapper(model: nn.Module) -> Any:
             )
 
     return model.register_forward_pre_hook(refuse)
-
-
-def loss_in(output: Any) -> Any:
-    """Where a model's loss is in what it returned: `.loss`, an item of that name, the first of several, or
-    all of it. Whether that is a loss is the caller's to say."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    return output if loss is None else loss

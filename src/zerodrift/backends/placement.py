@@ -1,4 +1,4 @@
-"""Moves a model under `fully_shard`, group by group, innermost first.
+"""Move a model under `fully_shard`, group by group, innermost first.
 
 A group's parameters get their values and their storage dtype, torch cuts them, and the whole ones are let
 go before the next group comes; rank 0's values are everybody's, as for the native engine. Then each group is
@@ -18,12 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends.backwards import Passes
-from zerodrift.backends.device_mesh import DTensorMesh
-from zerodrift.backends.dtensors import DTensorLayout, layout_of, local_part, require_neighbours
+from zerodrift.backends.dtensors import DTensorLayout, DTensorMesh, layout_of, local_part, require_tensor_axis
 from zerodrift.backends.fsdp_collectives import AllGather, ReduceScatter
-from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.backends.shard_range import shard_range
+from zerodrift.backends.group import Backwards, LiveGroup, Member, ShardRange
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import place as placing
@@ -34,19 +31,19 @@ from zerodrift.plan.groups import Group, groups
 from zerodrift.plan.table import Plan, Row
 
 Places = dict[str, tuple[tuple[nn.Module, str], ...]]
-"""Row name -> where the parameter hangs."""
+"""Row name -> (module, attribute) where the parameter is registered."""
 
 Layouts = Mapping[str, DTensorLayout | None]
-"""Row name -> how the parameter is a DTensor of the user's."""
+"""Row name -> layout of a DTensor of the user's, or None."""
 
 
 def make_groups(plan: Plan, model: nn.Module, comm: Collectives) -> list[LiveGroup]:
-    """The groups of a plan, in its order, with their modules."""
+    """Make the groups of a plan, in its order, with their modules."""
     problems = Problems()
     modules = dict(model.named_modules())
     groups = [
         LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, plan.policy.averaging.before)
-        for number, spec in enumerate(_with_forward(plan, modules, problems))
+        for number, spec in enumerate(_groups_with_forward(plan, modules, problems))
     ]
     problems.raise_as(ModelError, "backend fsdp2")
     return groups
@@ -58,14 +55,14 @@ def shard(
     live: Sequence[LiveGroup],
     comm: Collectives,
     dtensor_mesh: DTensorMesh,
-    passes: Passes,
+    backwards: Backwards,
     sources: ValueSources,
 ) -> list[Any]:
     """Put the model's parameters into the groups; returns the handles of our hooks."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     placing.check(plan, model, {name: local_part(held) for name, held in parameters.items()}, sources)
     placing.tie(plan, model, parameters)
-    require_neighbours(model, comm.mesh)
+    require_tensor_axis(model, comm.mesh)
     places = _places(plan, model)
     spreads = {row.name: layout_of(parameters[row.name]) for row in plan.rows}
     whole = {row.name: parameters[row.name] for row in plan.rows}  # what no group has yet
@@ -75,10 +72,10 @@ def shard(
         held = {row.name: whole.pop(row.name) for row in rows}
         values = _fill(rows, held, comm, sources)
         for row in rows:
-            _hang(held[row.name], values[row.name], spreads[row.name], places[row.name])
-        handles += group.watch(passes)
+            _set_values(held[row.name], values[row.name], spreads[row.name], places[row.name])
+        handles += group.attach_before(backwards)
         _apply(plan, group, whole.values(), dtensor_mesh)
-        handles += group.mark(passes)
+        handles += group.attach_after(backwards)
         for name, parameter in held.items():
             if spreads[name] is None:
                 placing.let_go(parameter)
@@ -94,14 +91,14 @@ def shard(
 # --- which modules ------------------------------------------------------------------------------------
 
 
-def _with_forward(plan: Plan, modules: Mapping[str, nn.Module], problems: Problems) -> Iterator[Group]:
-    """The plan's groups, those on a container of modules on its children instead: nobody calls a
-    `ModuleList`, so nothing would gather it."""
+def _groups_with_forward(plan: Plan, modules: Mapping[str, nn.Module], problems: Problems) -> Iterator[Group]:
+    """Yield the plan's groups; a group on a container of modules becomes groups on its children, because a
+    `ModuleList` is never called and nothing would gather it."""
     for group in groups(plan):
-        yield from _called(group, plan, modules, problems)
+        yield from _split_uncalled(group, plan, modules, problems)
 
 
-def _called(
+def _split_uncalled(
     group: Group, plan: Plan, modules: Mapping[str, nn.Module], problems: Problems
 ) -> Iterator[Group]:
     silent = [path for path in group.paths if not has_forward(modules[path])]
@@ -126,7 +123,7 @@ def _called(
     for child, rows in below.items():
         if rows:
             inner = dataclasses.replace(group, paths=(f"{path}.{child}".lstrip("."),), rows=rows)
-            yield from _called(inner, plan, modules, problems)
+            yield from _split_uncalled(inner, plan, modules, problems)
 
 
 def _holds(path: str, row: Row) -> bool:
@@ -134,7 +131,7 @@ def _holds(path: str, row: Row) -> bool:
 
 
 def _depth(group: LiveGroup) -> int:
-    """How deep a group's modules are; what is inside must be sharded before what holds it."""
+    """Return the depth of a group's modules; what is inside must be sharded before what holds it."""
     return max(len(path.split(".")) if path else 0 for path in group.spec.paths)
 
 
@@ -151,7 +148,7 @@ def _places(plan: Plan, model: nn.Module) -> Places:
 
 @dataclasses.dataclass(slots=True)
 class _Whole:
-    """A parameter on its way, in the storage dtype; what `engine/place.py` gives values to."""
+    """Receives the values of one parameter from `engine/place.py`, in the storage dtype."""
 
     row: Row
     values: torch.Tensor
@@ -165,8 +162,8 @@ class _Whole:
 def _fill(
     rows: Sequence[Row], held: Mapping[str, nn.Parameter], comm: Collectives, sources: ValueSources
 ) -> dict[str, torch.Tensor]:
-    """The values of a group's parameters, whole, in the storage dtype, on the device. Of one that comes
-    from a source a rank fills only what it will keep."""
+    """Return the values of a group's parameters, whole, in the storage dtype, on the device. A parameter that
+    comes from a source is filled only where this rank will keep it."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     wholes = {
         row.name: _Whole(
@@ -178,7 +175,7 @@ def _fill(
     if read:
         with raise_on_all_ranks(comm):
             for row in read:
-                mine = shard_range(row.shape, ranks, rank)
+                mine = ShardRange.of_rank(row.shape, ranks, rank)
                 out = mine.of(wholes[row.name].values)
                 if mine.numel:
                     sources.rows[row.name].fill(row.name, mine.start, out)
@@ -188,13 +185,13 @@ def _fill(
     return {name: whole.values for name, whole in wholes.items()}
 
 
-def _hang(
+def _set_values(
     parameter: nn.Parameter,
     values: torch.Tensor,
     layout: DTensorLayout | None,
     places: tuple[tuple[nn.Module, str], ...],
 ) -> None:
-    """Give a parameter its values; one that is a DTensor makes room for another object."""
+    """Give a parameter its values; a DTensor is replaced by another object."""
     if layout is None:
         placing.let_go(parameter)
         parameter.data = values
@@ -234,24 +231,24 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor
 
 
 def _gather_once(plan: Plan, group: LiveGroup, places: Places, layouts: Layouts, comm: Collectives) -> None:
-    """The parameters of a group in both forms. Without it torch would make the gathered ones in the first
+    """Gather a group to learn its parameters in both forms. torch would make the gathered ones in the first
     forward, and a rank that skips a group would not have them when it is reduced."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     rows = [plan.rows[row] for row in group.spec.rows]
-    sharded = [_hanging(places[row.name]) for row in rows]
+    sharded = [_registered(places[row.name]) for row in rows]
     group.modules[0].unshard()
     for row, parameter in zip(rows, sharded, strict=True):
         full, mine, layout = (
-            _hanging(places[row.name]),
-            shard_range(row.shape, ranks, rank),
+            _registered(places[row.name]),
+            ShardRange.of_rank(row.shape, ranks, rank),
             layouts[row.name],
         )
         group.members.append(Member(row, mine, places[row.name], parameter, full, layout))
-    group.name_dtypes()
+    group.set_gradient_dtypes()
     group.modules[0].reshard()
 
 
-def _hanging(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
+def _registered(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
     module, attribute = places[0]
     parameter = module._parameters[attribute]
     if parameter is None:
@@ -260,7 +257,7 @@ def _hanging(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
 
 
 def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
-    """torch leaves out a parameter that hangs only in modules of other groups: a tied one can."""
+    """Refuse a parameter that is registered only in modules of other groups, which torch leaves out."""
     problems = Problems()
     for group in live:
         for member in group.members:

@@ -1,8 +1,8 @@
-"""Whether the model's parameters still are what the engine was given, and how to load into them.
+"""Check that the model's parameters still are what the engine was given, and let loading reach them.
 
-The counterpart of `engine/attached.py`: torch swaps a parameter between its sharded and its gathered form,
-and any other object in its place would be trained by nobody. Loading is let in only where full values are
-shown, by name, as there.
+The counterpart of `engine/habits/parameter_guard.py`: torch swaps a parameter between its sharded and its
+gathered form, and any other object in its place would be trained by nobody. Loading is let in only where full
+values are shown, by name, as there.
 
 Invariant: a parameter that is neither form is named in an error before anything is computed with it, and so
 is one that is not gathered where a module computes with it.
@@ -20,21 +20,21 @@ import torch
 from torch import nn
 
 from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.engine.attached import LOAD
+from zerodrift.engine.habits.parameter_guard import LOAD
 from zerodrift.errors import ModelError, Problem, Problems
 
 
-class TensorsAttached:
-    """All places of a model."""
+class TensorGuard:
+    """All parameters of a model under `fully_shard`."""
 
     def __init__(self, groups: Iterable[LiveGroup], units: Mapping[str, str]) -> None:
         """`units`: the unit of each parameter, by row name."""
         self._groups, self._units = tuple(groups), units
         self._members = tuple(member for group in self._groups for member in group.members)
         self._shown: Mapping[str, nn.Parameter] = {}
-        """What hangs in the model where full values are shown, by row name."""
+        """Full parameters that are registered in the model inside `gathered`, by row name."""
         self._written: Mapping[str, nn.Parameter] = {}
-        """The same, of what can be written."""
+        """The shown parameters that may be written."""
 
     def check(self, *, stepping: bool = False) -> None:
         """Raise where a parameter has left its place; before a step, where one is not trained."""
@@ -51,7 +51,8 @@ class TensorsAttached:
 
     @contextlib.contextmanager
     def showing(self, shown: Mapping[str, nn.Parameter], *, write: bool) -> Iterator[None]:
-        """Inside, these full parameters hang in the model; with `write`, what is written to them is kept."""
+        """Show these full parameters in the model inside the context; with `write`, writes to them are
+        kept."""
         outer = self._shown, self._written
         self._shown = {**self._shown, **shown}
         self._written = {**self._written, **shown} if write else self._written
@@ -61,8 +62,8 @@ class TensorsAttached:
             self._shown, self._written = outer
 
     def attach(self) -> list[Any]:
-        """Hooks that refuse `load_state_dict` where its values would be lost, and forwards that torch would
-        run with other values or with slices; returns their handles."""
+        """Put hooks that refuse `load_state_dict` where its values would be lost, and forwards that torch
+        would run with other values or with slices; returns their handles."""
         held: dict[nn.Module, list[tuple[Member, str]]] = {}
         for member in self._members:
             for module, attribute in member.places:
@@ -71,14 +72,14 @@ class TensorsAttached:
         for group in self._groups:
             for module in group.modules:
                 # Before torch's own, which puts the gathered form wherever it was.
-                handles.append(module.register_forward_pre_hook(self._keeps(group), prepend=True))
+                handles.append(module.register_forward_pre_hook(self._require_unchanged(group), prepend=True))
         for module, places in held.items():
-            handles.append(module.register_forward_pre_hook(self._gathered(places)))
-            handles.append(module.register_load_state_dict_pre_hook(self._takes(places)))
-            handles.append(module.register_load_state_dict_post_hook(self._shows(places)))
+            handles.append(module.register_forward_pre_hook(self._require_gathered(places)))
+            handles.append(module.register_load_state_dict_pre_hook(self._before_load(places)))
+            handles.append(module.register_load_state_dict_post_hook(self._after_load(places)))
         return handles
 
-    def _keeps(self, group: LiveGroup) -> Any:
+    def _require_unchanged(self, group: LiveGroup) -> Any:
         def keep(module: nn.Module, args: Any) -> None:
             self._check(
                 (member for member in group.members if member.row.name not in self._shown), stepping=False
@@ -86,7 +87,7 @@ class TensorsAttached:
 
         return keep
 
-    def _gathered(self, places: list[tuple[Member, str]]) -> Any:
+    def _require_gathered(self, places: list[tuple[Member, str]]) -> Any:
         def require(module: nn.Module, args: Any) -> None:
             for member, attribute in places:
                 if module._parameters.get(attribute) is member.sharded:
@@ -95,7 +96,7 @@ class TensorsAttached:
 
         return require
 
-    def _takes(self, places: list[tuple[Member, str]]) -> Any:
+    def _before_load(self, places: list[tuple[Member, str]]) -> Any:
         @torch.no_grad()
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             for member, attribute in places:
@@ -119,7 +120,7 @@ class TensorsAttached:
 
         return take
 
-    def _shows(self, places: list[tuple[Member, str]]) -> Any:
+    def _after_load(self, places: list[tuple[Member, str]]) -> Any:
         def show(module: nn.Module, keys: Any) -> None:
             for member, attribute in places:
                 shown = self._written.get(member.row.name)
@@ -148,7 +149,7 @@ def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) ->
 
 
 def not_gathered(path: str, unit: str) -> ModelError:
-    """For a module of a unit that is called while the unit is not gathered."""
+    """Return the error for a module that is called while its unit is not gathered."""
     todo = "Call the model"
     if unit:
         todo = (
@@ -165,8 +166,8 @@ def not_gathered(path: str, unit: str) -> ModelError:
 
 
 def finer(unit: str, name: str) -> str:
-    """Globs for `sharding.units` that make units of the parts of a unit, down to what holds a parameter; as
-    they are written in a config."""
+    """Return globs for `sharding.units`, as in a config, that make units of the parts of a unit, down to what
+    holds a parameter."""
     depth = name.count(".") - unit.count(".") - 1 if unit else 0
     shape = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
     return json.dumps([shape + ".*" * deep for deep in range(1, max(1, depth) + 1)])

@@ -1,10 +1,11 @@
-"""What autograd saves of a gathered buffer: kept as where it is, so that the buffer's memory can go.
+"""Pack what autograd saves of a gathered buffer as its place there, so that the buffer's memory can go.
 
-After a unit's forward the graph behind its outputs is gone through, and each view of the unit's buffers that
-a node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
+After a unit's forward the graph behind its outputs is searched, and each view of the unit's buffers that a
+node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
 gathered, if it is not, and the view made anew. So a backward finds its weights however it comes to a node:
-through the unit's output, a feature that was captured inside, or a loss that was put aside. The places where
-the graph of the forward before had such views are looked at first: mostly they are there again, all of them.
+through the unit's output, a feature that was captured inside, or a loss that was put aside. Most forwards
+build the graph of the forward before again. So the places where views were found then are searched first, and
+everything only if something still holds the buffers.
 
 Invariant: only memory is at stake here, never a value. A view that is not found (a node that cannot be
 reached, or that keeps tensors its own way) holds the buffer's memory, and a segment never frees what is held.
@@ -19,12 +20,12 @@ import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerodrift.engine.segment import FlatSegment
+from zerodrift.engine.step.segment import FlatSegment
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -44,8 +45,8 @@ class SavedView:
     row: int
     """The parameter of the segment that it is a view of."""
 
-    def is_what(self, raw: Any) -> bool:
-        """Whether this view is what was saved, and nobody has packed it."""
+    def matches(self, raw: Any) -> bool:
+        """Return whether a node has saved this view, unpacked."""
         if raw.unpack_hook is not None:
             return False
         full = self.segment.full
@@ -60,15 +61,11 @@ class SavedView:
                 and not (full.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()))
             )
         except RuntimeError:
-            return False  # as in `_saved_view`
+            return False  # as in `_find_view`
 
 
 class Packing:
-    """Replaces what the graphs of one unit have saved of its full segments.
-
-    Most forwards build the graph of the one before again. So what was found there is looked for at the same
-    places first, and everywhere only where that was not all: then something else still holds the buffers.
-    """
+    """Packs what the graphs of one unit have saved of its full segments."""
 
     def __init__(self) -> None:
         self._route = _Route([], [])
@@ -80,7 +77,7 @@ class Packing:
         segments: Sequence[FlatSegment],
         gather: Callable[[], None],
     ) -> None:
-        """Of the nodes behind `outputs`; `after` is the newest node that was there before. `gather` makes the
+        """Pack views in the nodes behind `outputs` that are newer than node `after`. `gather` makes the
         segments full."""
         # Parameters may be of classes that would be asked for each of their attributes.
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,7 +87,7 @@ class Packing:
                 _replace(raw, view, unpack)
             if not any([segment.is_held for segment in segments]):
                 return
-            found = _saved_views(outputs, after, [_Buffer.of(segment) for segment in segments])
+            found = _find_views(outputs, after, [_Buffer.of(segment) for segment in segments])
             for saved in found:
                 _replace(saved.raw, saved.view, unpack)
             if found:  # where some were packed already, the next forward finds them all
@@ -104,7 +101,8 @@ def _replace(raw: Any, view: SavedView, unpack: Callable[[Any], torch.Tensor]) -
 
 
 def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.Tensor:
-    """The view, of a full form that is there then. It was saved with that version of its parameter."""
+    """Return the view of a full form. It was saved at a version of its parameter that must not have
+    changed."""
     view, version = packed
     segment = view.segment
     if not segment.is_full:
@@ -122,30 +120,26 @@ def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GraphNode:
-    """A node that was come to, and from where."""
+    """A node, the node before it on the way (None behind an output), and which edge or output led there."""
 
     node: Any
     before: _GraphNode | None
-    """None for that of an output."""
     edge: int
-    """Which of those that follow the one before; which of the outputs."""
 
 
 class _FoundView(NamedTuple):
-    """A view that a node has saved."""
+    """A view that a node has saved in attribute `name`, at `place` among several or -1."""
 
     at: _GraphNode
     name: str
-    """The attribute."""
     place: int
-    """Among several of that attribute; -1 where there is one."""
     raw: Any
     view: SavedView
 
 
-def _saved_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]) -> list[_FoundView]:
-    """Where newer nodes have saved a view that nobody has packed. Every tensor of every node comes by here,
-    so what is none is told by its address alone."""
+def _find_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]) -> list[_FoundView]:
+    """Find unpacked views that newer nodes have saved. Every tensor of every node comes by here, so most are
+    passed over by their address alone."""
     visited: set[Any] = set()
     nodes: list[_GraphNode] = []
     for number, output in enumerate(outputs):
@@ -158,10 +152,10 @@ def _saved_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[
         if node._sequence_nr() <= after:
             continue
         kind: Any = type(node)
-        for name in _names(kind):
+        for name in _saved_attributes(kind):
             saved = getattr(node, name)
             for place, raw in enumerate(saved) if type(saved) is tuple else ((-1, saved),):
-                view = None if raw is None else _saved_view(raw, buffers)
+                view = None if raw is None else _find_view(raw, buffers)
                 if view is not None:
                     found.append(_FoundView(at, name, place, raw, view))
         for edge, (following, _) in enumerate(node.next_functions):
@@ -172,8 +166,8 @@ def _saved_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[
     return found
 
 
-def _saved_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
-    """The view that was saved, if it is of a buffer and nobody has packed it."""
+def _find_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
+    """Return the view that was saved, if it is of a buffer and unpacked."""
     if raw.unpack_hook is not None:
         return None
     try:
@@ -189,17 +183,16 @@ def _saved_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
     return None
 
 
-_Read: TypeAlias = tuple[int, str, int, SavedView]
-
-
 class _Route:
-    """The way to what was found, through no other nodes than those between."""
+    """The way to found views, through no other nodes than those between."""
 
-    def __init__(self, steps: list[tuple[int, int, Any]], reads: list[_Read]) -> None:
+    def __init__(
+        self, steps: list[tuple[int, int, Any]], reads: list[tuple[int, str, int, SavedView]]
+    ) -> None:
         self._steps = steps
-        """Of each node: the step before it, -1 for an output's; which of those that follow; its class."""
+        """(step before or -1 for an output, edge or number of the output, class) of each node."""
         self._reads = reads
-        """Of each view: the step, the attribute, and its place there."""
+        """(step, attribute, place in it, view) of each view."""
 
     @classmethod
     def to(cls, found: Iterable[_FoundView]) -> _Route:
@@ -219,7 +212,7 @@ class _Route:
         return cls(steps, reads)
 
     def follow(self, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, SavedView]]:
-        """What is saved there in another graph, if that is the same up to there; else nothing."""
+        """Return what is saved there in another graph, or nothing if that differs on the way."""
         nodes: list[Any] = []
         found = []
         try:
@@ -231,7 +224,7 @@ class _Route:
             for step, name, place, view in self._reads:
                 saved = getattr(nodes[step], name)
                 raw = saved if place < 0 else saved[place]
-                if raw is None or not view.is_what(raw):
+                if raw is None or not view.matches(raw):
                     return []
                 found.append((raw, view))
         except IndexError:
@@ -240,20 +233,19 @@ class _Route:
 
 
 @functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    """The attributes in which a kind of node has what it saves."""
+def _saved_attributes(kind: Any) -> tuple[str, ...]:
+    """Return the attributes in which a kind of node keeps what it saves."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """Where the full form of a segment is."""
+class _Buffer(NamedTuple):
+    """Addresses of the full form of a segment."""
 
     segment: FlatSegment
     start: int
     end: int
     size: int
-    """Of an element."""
+    """Bytes of an element."""
     is_complex: bool
 
     @classmethod

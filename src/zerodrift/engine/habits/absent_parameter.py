@@ -1,20 +1,14 @@
-"""A parameter or a gradient whose values are not there: asking for them is an error that names it.
+"""Parameters and gradients whose values are not there: using their values is an error that names them.
 
-Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a
-tensor's class before anything is computed with it, so a parameter is of a class of its own while it is
-absent, and of its own while it is gathered: what runs in a forward is never asked. torch's own lazy
-parameters change their class in the same way.
+Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a tensor's
+class before anything is computed with it, so a parameter is of a class of its own while it is absent, and of
+its usual class while it is gathered: nothing that runs in a forward is asked. torch's lazy parameters change
+their class in the same way. `CollectedGradient` is the same for `param.grad` (`gradient_exposure.py`).
 
-After a backward the engine has the gradients, and `param.grad` would say that there are none: whoever clips
-or scales them by hand would do nothing, without a word. So until the step, or the next forward or backward,
-what is there is a `CollectedGradient`, which has a shape and no values either, unless the engine lets them
-be seen: then it becomes a plain tensor when it is asked for them. What is added to it is what the engine adds
-when it is set.
-
-Where a state dict may be taken while values are not there, as with DeepSpeed, it may be of no use to whoever
-takes it: ranks that save nothing copy, cast and cut their entries just as the rank does that saves them. So
-these are `UngatheredValue`s, which have no memory at all: one can be taken for no other, and given to no
-other tensor. So is `param.data` there, which torch lets become any tensor's without asking its class.
+Where a state dict may be taken while values are absent, as with DeepSpeed, ranks that save nothing copy, cast
+and cut their entries just as the rank does that saves them. So these entries are `AbsentValue`s without any
+memory: one can be taken for no other, and given to no other tensor. `param.data` is one too there, because
+torch lets it become any tensor's without asking its class.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -30,68 +24,72 @@ from torch import nn
 from zerodrift.errors import ModelError
 
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")
-"""Attributes that are made of values; the others can be asked for."""
+"""Attributes that are made of values; the others need none."""
 
 _SAME = ("detach", "data", "view_as")
-"""What gives the same tensor anew, absent, too; torch looks for a parameter's node with `view_as`."""
+"""Calls that return the same tensor anew, absent too; torch finds a parameter's node with `view_as`."""
 
 _CASTS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
 }  # fmt: skip
 
 _MOVES = ("cpu", "cuda", "to", "type", *_CASTS)
-"""To another device, where nothing is to be moved, or to a dtype."""
+"""Calls that move to another device, where nothing is to be moved, or to a dtype."""
 
 STAYS = "_zerodrift_stays"
 """The attribute of a parameter that `module.cpu()` passes by while it is absent."""
 
 _SUMS = ("add", "__add__", "__radd__", "__iadd__")
-"""Of what the engine has of a gradient and something else, which it adds when it is set."""
+"""Sums of a collected gradient and another, which the engine adds when the sum is assigned."""
 
-_ASKED = frozenset((
+_NEED_NO_VALUES = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device", "stride",
     "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_signed",
     "is_inference", "is_contiguous", "is_conj", "is_neg", "is_coalesced", "is_pinned", "is_shared",
     "__hash__", "has_names", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
     "grad", "backward", "_has_compatible_shallow_copy_type",
 ))  # fmt: skip
-"""Methods that need no values."""
 
-_GIVES = ("is_contiguous", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-"""What is asked by those who are about to read a value's memory, or write it, beside what torch names with an
-underscore at its end. Addresses are asked for to find out what is shared."""
+_NEED_MEMORY = ("is_contiguous", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+"""Calls before a value's memory is read or written, beside those that torch names with an underscore at their
+end. Addresses are read to find out what is shared."""
 
 
-class UngatheredParameter(nn.Parameter):
-    """What an ordinary parameter is while its values are elsewhere. Each has a class of its own, so that
-    coming and going sets nothing else."""
+class AbsentParameter(nn.Parameter):
+    """The class of a parameter while its values are elsewhere. Each parameter has a subclass of its own, so
+    that coming and going sets nothing else."""
 
     path: str
     kind: type = nn.Parameter
-    """The class that it is of while its values are there."""
+    """Its class while its values are there."""
     lost = False
+    """Whether the values went with their engine."""
     advice: str
-    """What to do about it."""
     borrow: Callable[[], bool]
     """Gathers it, where that is possible: in a forward. Returns whether it did."""
     cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
-    """Makes what stands for it in another dtype, where whoever holds its values will cast them if the
-    parameter becomes that, as `module.half()` makes it."""
+    """Returns a placeholder in another dtype, where the holder of its values will cast them if the parameter
+    becomes that, as `module.half()` makes it; else None."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, asks = _what(func)
-        if asks and not cls.lost and cls.borrow() and next(_of_class(cls, (args, kwargs)), None) is None:
-            return func(*args, **(kwargs or {}))  # none was detached while it was not there
-        # What torch's page on subclasses writes, and in `torch._C` for all that (2.13 to 2.15).
+        name, needs_values = _describe(func)
+        if (
+            needs_values
+            and not cls.lost
+            and cls.borrow()
+            and next(_instances(cls, (args, kwargs)), None) is None
+        ):
+            return func(*args, **(kwargs or {}))  # none was detached while it was absent
+        # torch's page on subclasses uses it, and it is in `torch._C` for all that (2.13 to 2.15).
         with torch._C.DisableTorchFunctionSubclass():
-            if not asks:
-                if name == "__set__" and isinstance(args[1], UngatheredValue):
-                    return args[1].stand_for(args[0], func)
+            if not needs_values:
+                if name == "__set__" and isinstance(args[1], AbsentValue):
+                    return args[1].assign_to(args[0], func)
                 return func(*args, **(kwargs or {}))
-            parameter = next(_of_class(cls, (args, kwargs)))
+            parameter = next(_instances(cls, (args, kwargs)))
             if name in ("detach", "data") and STAYS in vars(parameter):
-                return UngatheredValue.of(parameter, parameter.device)
+                return AbsentValue.of(parameter, parameter.device)
             if name in _SAME:
                 same = func(*args, **(kwargs or {}))
                 same.__class__ = type(parameter)  # and no node of a graph, as `as_subclass` would leave
@@ -111,38 +109,37 @@ class UngatheredParameter(nn.Parameter):
 
 
 class CollectedGradient(torch.Tensor):
-    """What the gradient of an ordinary parameter is while the engine has it."""
+    """The gradient of a parameter while the engine has it: a shape and no values."""
 
     path: str
     cleared: bool
-    """Whether somebody has set it to zero, or believes so."""
-    reveal: Callable[[], object] | None
-    """Makes this one, and those of its segment, plain tensors that hold the values; None where a rank has not
-    all of them."""
+    """Whether user code has set it to zero, without effect on the engine."""
+    materialize: Callable[[], object] | None
+    """Makes this one, and those of its segment, plain tensors with values; None where a rank has not all of
+    them."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, path: str) -> CollectedGradient:
-        """For a parameter of that name."""
         dtype = parameter.grad_dtype or parameter.dtype
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
         collected = nothing.expand(parameter.shape).as_subclass(cls)
-        collected.path, collected.cleared, collected.reveal = path, False, None
+        collected.path, collected.cleared, collected.materialize = path, False, None
         return collected
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, asks = _what(func)
+        name, needs_values = _describe(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if not asks:
+            if not needs_values:
                 return func(*args, **(kwargs or {}))
-            gradient = next(_of_class(cls, (args, kwargs)))
-            if gradient.reveal is None and name in _SAME:
+            gradient = next(_instances(cls, (args, kwargs)))
+            if gradient.materialize is None and name in _SAME:
                 return gradient
-        if gradient.reveal is not None:
-            gradient.reveal()
+        if gradient.materialize is not None:
+            gradient.materialize()
             return func(*args, **(kwargs or {}))
         if name in ("zero_", "_foreach_zero_"):
-            for cleared_gradient in _of_class(cls, args):
+            for cleared_gradient in _instances(cls, args):
                 cleared_gradient.cleared = True
             return gradient
         if name in _SUMS and len(args) == 2 and not kwargs:
@@ -157,8 +154,8 @@ class CollectedGradient(torch.Tensor):
             ),
         )
 
-    def shows(self, values: torch.Tensor) -> None:
-        """It is a plain tensor of these from now on."""
+    def become(self, values: torch.Tensor) -> None:
+        """Turn into a plain tensor of these values."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = values
             self.__class__ = torch.Tensor  # type: ignore[assignment]
@@ -170,19 +167,19 @@ class CollectedGradient(torch.Tensor):
         return f"Gradient({list(self.shape)}, {self.dtype}, collected: see `engine.parameter`)"
 
 
-class UngatheredValue(torch.Tensor):
+class AbsentValue(torch.Tensor):
     """A state dict's entry for an absent parameter, its `data`, and what is made of those: a tensor without
-    memory, with a shape, a dtype, a name, and a device for whoever asks. Whatever reads a number
-    out of it, or writes one into it, or into a tensor or a file from it, is an error."""
+    memory, with a shape, a dtype, a name and a device. Reading a number out of it, writing one into it, or
+    copying it into a tensor or a file is an error."""
 
-    absent: type[UngatheredParameter]
+    absent: type[AbsentParameter]
     """The parameter's class, which knows its name."""
     home: torch.device
-    """The device that it says: torch's own without memory, or the parameter's for `data`, which loops move
-    their inputs to. Who saves a state dict looks into the memory of what is elsewhere."""
+    """The device that it reports: torch's `meta`, or the parameter's for `data`, which loops move their
+    inputs to. Code that saves a state dict reads the memory of tensors on other devices."""
 
     @classmethod
-    def of(cls, parameter: UngatheredParameter, home: torch.device) -> UngatheredValue:
+    def of(cls, parameter: AbsentParameter, home: torch.device) -> AbsentValue:
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(cls)
         value.absent, value.home = type(parameter), home
         return value
@@ -190,10 +187,12 @@ class UngatheredValue(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = getattr(func, "__name__", str(func)), kwargs or {}
-        first = next(_of_class(cls, (args, given)))
+        first = next(_instances(cls, (args, given)))
         if name == "__deepcopy__":
             return first
-        if name in _GIVES or "out" in given or _writes(name) or _sends(func):
+        writes = name.endswith("_") and not name.endswith("__") and name not in _NEED_NO_VALUES
+        sends = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+        if name in _NEED_MEMORY or "out" in given or writes or sends:
             raise first.refusal(name)
         if name == "__get__" and func.__self__.__name__ in ("device", "is_cpu", "is_cuda", "is_meta"):
             asked = func.__self__.__name__
@@ -206,8 +205,9 @@ class UngatheredValue(torch.Tensor):
             except Exception as error:  # whatever torch raises where there are no numbers
                 raise first.refusal(name) from error
 
-    def stand_for(self, parameter: Any, setter: Callable[..., None]) -> None:
-        """`parameter.data = parameter.data.to(dtype)`: nothing, or a cast of its values where they are."""
+    def assign_to(self, parameter: Any, setter: Callable[..., None]) -> None:
+        """Serve `parameter.data = parameter.data.to(dtype)`: do nothing, or cast the values where they
+        are."""
         same = self.absent is type(parameter) and self.shape == parameter.shape
         cast = parameter if self.dtype is parameter.dtype else self.absent.cast(parameter, self.dtype)
         if not same or cast is None or setter.__self__.__name__ != "data":  # type: ignore[attr-defined]
@@ -230,18 +230,8 @@ class UngatheredValue(torch.Tensor):
         return f"Value({list(self.shape)}, {self.dtype}, of `{self.absent.path}`, not gathered)"
 
 
-def _writes(name: str) -> bool:
-    """Whether a function writes into its first argument, by torch's way to name those."""
-    return name.endswith("_") and not name.endswith("__") and name not in _ASKED
-
-
-def _sends(func: Any) -> bool:
-    """Whether a function is a collective, which would find nothing to send."""
-    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
-
-
 def _without_memory(value: Any) -> Any:
-    """Tensors in lists, tuples and dicts as those of no memory."""
+    """Replace tensors in lists, tuples and dicts by ones on the meta device."""
     if isinstance(value, torch.Tensor):
         return value.to("meta")
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
@@ -251,10 +241,10 @@ def _without_memory(value: Any) -> Any:
     return value
 
 
-def _like(first: UngatheredValue, made: Any) -> Any:
-    """What was made of a value is one, also in what holds several."""
+def _like(first: AbsentValue, made: Any) -> Any:
+    """Make results of an absent value absent values, also in what holds several."""
     if isinstance(made, torch.Tensor):
-        value = made.as_subclass(UngatheredValue)
+        value = made.as_subclass(AbsentValue)
         value.absent, value.home = first.absent, first.home
         return value
     if isinstance(made, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in made):
@@ -263,13 +253,13 @@ def _like(first: UngatheredValue, made: Any) -> Any:
 
 
 def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """What a move casts to."""
+    """Return the dtype that a move casts to."""
     wanted = (getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values()))
     return next((value for value in wanted if isinstance(value, torch.dtype)), None)
 
 
 def lost_error(path: str, asked: str = "") -> ModelError:
-    """For values that went with the engine that held them."""
+    """Return the error for values that went with the engine that held them."""
     asks = f", and `{asked}` asks for them" if asked else ""
     return ModelError(
         path,
@@ -282,7 +272,7 @@ def lost_error(path: str, asked: str = "") -> ModelError:
     )
 
 
-def _refusal(parameter: UngatheredParameter, what: str) -> ModelError:
+def _refusal(parameter: AbsentParameter, what: str) -> ModelError:
     if parameter.lost:
         return lost_error(parameter.path, what)
     return ModelError(
@@ -298,17 +288,15 @@ GATHER = (
 )
 
 
-def ungathered_class(
-    path: str, borrow: Callable[[], bool], advice: str = GATHER
-) -> type[UngatheredParameter]:
-    """The class of a parameter of that name while it is not there."""
+def absent_class(path: str, borrow: Callable[[], bool], advice: str = GATHER) -> type[AbsentParameter]:
+    """Make the class of a parameter while it is absent."""
     members = {"path": path, "advice": advice, "borrow": staticmethod(borrow)}
-    return type("UngatheredParameter", (UngatheredParameter,), members)
+    return type("AbsentParameter", (AbsentParameter,), members)
 
 
-def mark_ungathered(parameters: Iterable[Any], absences: Iterable[Any]) -> None:
-    """Their values are not there from now on; of each, the class that it is of meanwhile."""
-    for parameter, absent in zip(parameters, absences, strict=True):
+def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
+    """Give each parameter its class for absent values."""
+    for parameter, absent in zip(parameters, classes, strict=True):
         kind = type(parameter)
         if kind is not absent:
             if absent.kind is not kind:  # Python forgets what it knows of a class that is written to
@@ -317,49 +305,50 @@ def mark_ungathered(parameters: Iterable[Any], absences: Iterable[Any]) -> None:
 
 
 def mark_gathered(parameters: Iterable[Any]) -> None:
-    """Their values are there again."""
+    """Give each parameter its usual class."""
     for parameter in parameters:
         kind: Any = type(parameter)
-        if kind.__base__ is UngatheredParameter:
+        if kind.__base__ is AbsentParameter:
             parameter.__class__ = kind.kind
 
 
 def mark_lost(parameter: Any) -> None:
-    """Its values went with the engine that held them."""
+    """Record that absent values went with the engine that held them."""
     kind = type(parameter)
-    if issubclass(kind, UngatheredParameter):
+    if issubclass(kind, AbsentParameter):
         kind.lost = True
 
 
 def gathered_class(parameter: Any) -> type:
-    """The class that it is of while its values are there."""
+    """Return the class of a parameter while its values are there."""
     kind = type(parameter)
-    return kind.kind if issubclass(kind, UngatheredParameter) else kind
+    return kind.kind if issubclass(kind, AbsentParameter) else kind
 
 
 def set_gathered_class(parameter: Any, kind: type) -> None:
-    """Be of a class while its values are there."""
+    """Set the class of a parameter while its values are there."""
     current = type(parameter)
-    if issubclass(current, UngatheredParameter):
+    if issubclass(current, AbsentParameter):
         current.kind = kind
     else:
         parameter.__class__ = kind
 
 
-def _what(func: Any) -> tuple[str, bool]:
-    """The name of what is done with a tensor, and whether that takes its values."""
+def _describe(func: Any) -> tuple[str, bool]:
+    """Return the name of a call of torch, and whether it needs a tensor's values."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = func.__self__.__name__
         return name, name in (*_VALUES, *_SAME)
-    return name, name not in ("__set__", "__delete__") and name not in _ASKED
+    return name, name not in ("__set__", "__delete__") and name not in _NEED_NO_VALUES
 
 
-def _of_class(kind: type, value: Any) -> Iterator[Any]:
+def _instances(kind: type, value: Any) -> Iterator[Any]:
+    """Yield the instances of a class in lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _of_class(kind, item)
+            yield from _instances(kind, item)
     elif isinstance(value, dict):
-        yield from _of_class(kind, list(value.values()))
+        yield from _instances(kind, list(value.values()))

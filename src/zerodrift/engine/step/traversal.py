@@ -39,7 +39,7 @@ from zerodrift.plan.table import Unit
 
 
 class TraversedUnit(Protocol):
-    """A unit, as far as it has a turn: see `LiveUnit`."""
+    """A unit with a turn: see `LiveUnit`."""
 
     number: int
     spec: Unit
@@ -47,7 +47,7 @@ class TraversedUnit(Protocol):
     uses: int
     recomputed: bool
     gathered_bytes: int
-    """Of its full form."""
+    """Bytes of its full form."""
 
     @property
     def trained(self) -> Sequence[object]:
@@ -63,39 +63,39 @@ class TraversedUnit(Protocol):
 
 
 class Backward(Protocol):
-    """What units ask of the step that they are part of."""
+    """The step that units are part of."""
 
     @property
     def counts(self) -> bool:
-        """Whether the backward under way adds to gradients of parameters."""
+        """Whether the running backward adds to gradients of parameters."""
 
     def forward_begins(self) -> None:
-        """A forward begins outside of any backward."""
+        """Begin a forward outside of any backward."""
 
     def begin(self) -> None:
-        """A gradient has arrived at a unit's output; the first call of a backward arms its end."""
+        """Begin a backward when a gradient has arrived at a unit's output; the first call arms its end."""
 
     def over(self, unit: TraversedUnit) -> None:
-        """The unit's gradients have landed."""
+        """Reduce the unit's gradients, which have landed, in their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardReport:
-    """What a rank says of a forward; see [Note: learned order]."""
+    """A rank's report of a forward; see [Note: learned order]."""
 
     wants: int | None
-    """The number of a unit that it has come to out of turn; None where its forward ends."""
+    """Number of a unit that it has come to out of turn; None where its forward ends."""
     ran: tuple[int, ...] = ()
-    """At the end: the units that it has run, in their order."""
+    """The units that it has run, in their order; given at the end of a forward."""
 
 
 Meet: TypeAlias = Callable[[ForwardReport], Sequence[ForwardReport]]
-"""What this rank says to what all say."""
+"""Exchanges this rank's report for those of all ranks."""
 
 
 def in_order(numbers: Iterable[int], before: Iterable[tuple[int, int]]) -> list[int] | None:
-    """The numbers so that the first of each pair comes before the second, else as they are; None where no
-    order is of that kind."""
+    """Order numbers so that the first of each pair comes before the second, else as they are; None where no
+    order does."""
     places = {number: place for place, number in enumerate(numbers)}
     after: dict[int, list[int]] = {number: [] for number in places}
     waits = dict.fromkeys(places, 0)
@@ -115,58 +115,56 @@ def in_order(numbers: Iterable[int], before: Iterable[tuple[int, int]]) -> list[
 
 
 def will_be_recomputed() -> bool:
-    """Whether activation checkpointing is around a forward that is part of a training step.
-
-    The reentrant kind runs it without gradients, the other kind takes what autograd saves. Private in torch
-    (2.13 to 2.15).
-    """
+    """Return whether activation checkpointing is around a forward that is part of a training step. The
+    reentrant kind runs it without gradients, the other kind takes what autograd saves. Private in torch (2.13
+    to 2.15)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return not torch.is_grad_enabled() or hooks is not None
 
 
 class Traversal:
-    """Where a step is among the units of an engine."""
+    """The position of a step among the units of an engine."""
 
     def __init__(self, units: Sequence[TraversedUnit], meet: Meet | None = None, room: int = 0) -> None:
-        """`meet` is None where gathers need no other rank. `room` is what may be gathered at once, in bytes,
+        """`meet` is None where gathers need no other rank. `room` is how many bytes may be gathered at once,
         if that is more than a unit and the next."""
         self._room = room
         self.checksum = 0
-        """See [Note: order]; the engine clears it in every step."""
+        """Checksum of [Note: order]; the engine clears it in every step."""
         self._arrange([unit for unit in units if not unit.is_root])
         self.under_way: list[Any] = []
-        """Units whose forward is under way, the innermost last."""
+        """Running forwards' units, the innermost last."""
         self._meet = meet
-        """None as soon as the order is known; see [Note: learned order]."""
+        """None when the order is known; see [Note: learned order]."""
         self._before = {
             (outer.number, inner.number)
             for outer in self._forth
             for inner in self._forth
             if outer is not inner and holds(outer.spec, inner.spec)
         }
-        """Pairs of units: the first runs before the second."""
+        """Pairs of units of which the first runs before the second."""
         self._unseen = {unit.number for unit in self._forth}
-        """Units that have run on no rank."""
+        """Units that no rank has run yet."""
         self._ran: list[int] = []
-        """Units that have run in this forward, in their order."""
+        """Units that this forward has run, in their order."""
         self._walking = False
-        """Whether a forward of the root is under way, so that units have a next one."""
+        """Whether a forward of the root is running, so that units have a next one."""
         self._training = False
         self._went = 0
-        """How many of `_forth` this forward has come past."""
+        """Number of units in `_forth` that this forward has passed."""
         self._once: set[int] = set()
         """Units that this forward in training has come to."""
         self.repeats = False
         """Whether one of them came again under activation checkpointing: it may have several backwards."""
         self._came = 0
-        """How many of `_back` this backward has come past."""
+        """Number of units in `_back` that this backward has passed."""
         self._silent: dict[TraversedUnit, None] = {}
-        """Units that this backward has come to, and of which nothing tells when it is through."""
+        """Units that this backward has come to, without a hook at the end of their backward."""
         self._reached: frozenset[int] | None = None
         """Trained units whose gradients this backward adds to; None where it adds to none."""
 
     def _arrange(self, forth: list[TraversedUnit]) -> None:
-        """From now on units come in this order."""
+        """Set the order of units."""
         self._forth = forth
         by_name = {unit.spec.name: unit for unit in forth}
         self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in forth])]
@@ -178,21 +176,21 @@ class Traversal:
         self._nested = {other.number for inside in self._inside.values() for other in inside}
         trained = [place for place, unit in enumerate(self._back) if unit.trained]
         self._until = trained[-1] + 1 if trained else 0
-        """Units of `_back` after it have no gradient."""
+        """Units of `_back` behind it have no gradient."""
 
     def _units_inside(self, block: TraversedUnit) -> list[TraversedUnit]:
         return [other for other in self._back if other is not block and holds(block.spec, other.spec)]
 
     def gathered(self, unit: TraversedUnit) -> None:
-        """The unit is being gathered with a collective."""
+        """Count a gather with a collective in the checksum."""
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + unit.number + 1) % (1 << 40)
 
     # --- forward ----------------------------------------------------------------------------------------
 
     def enter(self, training: bool) -> None:
-        """The root's forward begins. Without gradients, units are gathered where they are used and nowhere
-        else: a decoder that generates does not gather its encoder at every token."""
+        """Begin the root's forward. Without gradients, units are gathered only where they are used: a decoder
+        that generates does not gather its encoder at every token."""
         self._walking, self._training, self._went = True, training, 0
         if training:
             self._once.clear()
@@ -200,7 +198,7 @@ class Traversal:
         self._ran = []
 
     def forward(self, unit: TraversedUnit) -> None:
-        """Come to a unit: full when this returns."""
+        """Gather a unit that a forward comes to."""
         if not self._walking or unit.is_root:
             unit.gather()
             return
@@ -215,7 +213,7 @@ class Traversal:
         self._go(place)
 
     def leave(self) -> None:
-        """The root's forward ends."""
+        """End the root's forward."""
         if self._walking and self._training:
             self._pass_by(len(self._forth))
             if self._meet is not None:
@@ -237,7 +235,7 @@ class Traversal:
     # --- the order, while it is not known; see [Note: learned order] -------------------------------------
 
     def _learn(self, unit: TraversedUnit, place: int) -> None:
-        """Come to a unit in training."""
+        """Record a unit in the learned order, and serve other ranks where it is out of turn."""
         if unit.number not in self._ran:
             self._ran.append(unit.number)
         if self._meet is not None and place < self._went and not unit.is_full:
@@ -245,7 +243,7 @@ class Traversal:
             self._serve(self._meet(ForwardReport(unit.number)), unit.number)
 
     def _end_learning(self, meet: Meet) -> None:
-        """This rank's forward ends: serve the others until theirs have ended."""
+        """Serve the other ranks at the end of this rank's forward until theirs have ended."""
         while True:
             reports = meet(ForwardReport(None, tuple(self._ran)))
             if all(report.wants is None for report in reports):
@@ -265,7 +263,7 @@ class Traversal:
             self._meet = None
 
     def _serve(self, reports: Sequence[ForwardReport], mine: int | None = None) -> None:
-        """Gather what any rank asks for; what is not this rank's own goes again."""
+        """Gather what any rank asks for; release what is not this rank's own."""
         by_number = {unit.number: unit for unit in self._forth}
         for number in sorted({report.wants for report in reports if report.wants is not None}):
             by_number[number].gather()
@@ -275,20 +273,20 @@ class Traversal:
     # --- backward ---------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         self._walking = False
         self._came = 0
         self._silent.clear()
         self._reached = None
 
     def reaches(self, reached: frozenset[int]) -> None:
-        """The backward adds to the gradients of these units and of no others: those that came forward and
-        are not among them count as over in their turn."""
+        """Set the units that the backward adds to; those that came forward and are not among them count as
+        over in their turn."""
         self._reached = reached
 
     def is_over(self, unit: TraversedUnit, step: Backward) -> bool:
-        """Whether a gradient that goes on from the unit's input means that its backward is over: not where
-        that input went elsewhere too, and this backward has no use for the unit."""
+        """Return whether a gradient that goes on from the unit's input means that its backward is over: not
+        where that input went elsewhere too, and this backward has no use for the unit."""
         if unit.is_root or unit.recomputed or self._back_place[unit.number] < self._came:
             return True
         if self._reached is None or unit.number not in self._reached:
@@ -297,13 +295,13 @@ class Traversal:
         return True
 
     def _is_to_come(self, unit: TraversedUnit) -> bool:
-        """Whether this backward, or one that a forward is still owed, will come to the unit out of turn."""
+        """Return whether this backward, or a later one of a forward, will come to the unit out of turn."""
         if self._reached is None or not unit.trained:
             return unit.uses > 0
         return unit.number in self._reached
 
     def ends_with_the_next(self, unit: TraversedUnit) -> None:
-        """The backward of a unit has begun, and nothing tells of its end."""
+        """Record a unit whose backward has begun without a hook at its end."""
         if not unit.is_root:
             self._silent[unit] = None
 
@@ -314,7 +312,7 @@ class Traversal:
                 unit.backward_is_over(step)
 
     def backward(self, unit: TraversedUnit, step: Backward) -> None:
-        """Come to a unit again: full when this returns."""
+        """Gather a unit that a backward comes to."""
         self._end_silent(step, unit)
         self._come_back(unit, step)
 
@@ -330,16 +328,16 @@ class Traversal:
         self._come(place)
 
     def end(self, step: Backward) -> None:
-        """No gradient will come to those that are left."""
+        """Pass all units that are left at the end of a backward."""
         self._end_silent(step)
         self._pass_back(self._until, step)
 
     def has_come(self, unit: TraversedUnit) -> bool:
-        """Whether the backward under way has reached a unit."""
+        """Return whether the running backward has reached a unit."""
         return unit.is_root or self._back_place[unit.number] < self._came
 
     def recompute(self, unit: TraversedUnit, step: Backward) -> None:
-        """A forward inside a backward comes to a unit."""
+        """Gather a unit that a recomputed forward comes to."""
         if unit.number in self._nested:
             unit.gather()  # not in its turn, which is to come
         else:

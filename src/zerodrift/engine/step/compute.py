@@ -56,18 +56,18 @@ def _other_model(path: str, must: str, got: str) -> ModelError:
 
 @dataclass(slots=True)
 class _Inside:
-    """A forward of a module with a boundary, under way."""
+    """A running forward of a module with a boundary."""
 
     inputs: Replacement
     versions: list[tuple[torch.Tensor, torch.Tensor, int]]
-    """(a tensor of the caller, what stands in for it, the version of that)."""
+    """(a tensor of the caller, its replacement, the version of that)."""
     dtype: torch.dtype | None
-    """Of the first floating input."""
+    """Dtype of the first floating input."""
     switch: torch.autocast | None
     """None where autocast is off anyway: entering it then would be one more thing to compile."""
 
     def leave(self) -> None:
-        """Give the caller's containers back, with what the module has changed in place."""
+        """Restore the caller's containers, with what the module has changed in place."""
         self.inputs.undo()
         for own, cast, version in self.versions:
             if cast._version != version:
@@ -118,7 +118,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ForwardPrecision:
-    """How the engine enters the model's forward."""
+    """Enters the model's forward in the plan's precision."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         mode = plan.policy.mode
@@ -128,13 +128,13 @@ class ForwardPrecision:
         self._warned = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A floating input of the model in the mode's dtype; under autocast it stays what it is."""
+        """Return an input of the model in the mode's dtype; under autocast it stays what it is."""
         return tensor if self._mode.autocast else _cast(tensor, self._dtype)
 
     @contextlib.contextmanager
     def cast(self, inputs: Any) -> Iterator[Any]:
-        """Inside, the inputs with every tensor as `of` gives it. Afterwards the caller's containers are as
-        they were, but for what the model wrote there."""
+        """Yield the inputs with every tensor changed by `of`. Afterwards the caller's containers are as they
+        were, except for what the model wrote there."""
         replacement = Replacement(self.of)
         try:
             yield replacement.apply(inputs)
@@ -143,7 +143,7 @@ class ForwardPrecision:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The dtype context of a forward. See [Note: autocast]."""
+        """Return the dtype context of a forward. See [Note: autocast]."""
         around = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         if not self._mode.autocast:
             if around is not None:
@@ -168,5 +168,5 @@ class ForwardPrecision:
             warnings.warn(text, stacklevel=5)
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """The dtype context of a backward: none, whatever is around, for autograd has its casts already."""
+        """Return the dtype context of a backward: no autocast, for autograd has its casts already."""
         return torch.autocast(self._device, enabled=False)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.segment import FlatSegment
-from zerodrift.engine.ungathered import gathered_class, set_gathered_class
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Output
 
@@ -39,17 +39,17 @@ PRODUCTS = frozenset((
     "stack", "concat", "hstack", "vstack", "dstack", "scatter", "scatter_add", "index_add", "index_copy",
     "index_put", "masked_scatter", "solve_triangular", "linalg_solve_triangular", "grouped_mm", "_grouped_mm",
 ))  # fmt: skip
-"""What torch computes in one dtype: other arguments are cast up. Elementwise operations promote."""
+"""Functions that torch computes in one dtype: other arguments are cast up. Elementwise operations promote."""
 
 ATTENTION = "multi_head_attention_forward"
-"""A whole block in one function: what comes after it computes in its input's dtype."""
+"""A whole block in one function: what follows computes in its input's dtype."""
 
 OTHERS = frozenset((
     "grad", "embedding", "embedding_bag", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
     "randn_like", "randint_like", "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full",
     "new_empty_strided",
 ))  # fmt: skip
-"""Whose results are no weights: gradients, what tokens look up, tensors of other values."""
+"""Functions whose results are no weights: gradients, what tokens look up, tensors of other values."""
 CASTS = frozenset(["to", "type", "type_as", "bfloat16", "half"])
 
 
@@ -62,7 +62,7 @@ def pin(segments: Iterable[FlatSegment]) -> None:
 
 
 def class_for(row: Row, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
-    """The class that the pinned parameter of a row is of; `kind` is what operations return around it."""
+    """Return the class of a row's pinned parameter; `kind` is what operations return around it."""
     others = () if kind is torch.Tensor else (kind,)
     return _class_for(row.name, row.columns.output, kind, others)
 
@@ -76,10 +76,10 @@ def unpin(segments: Iterable[FlatSegment]) -> None:
 
 
 class Pinned(nn.Parameter):
-    """A parameter that is not rounded where it is used. Each has a class of its own, which knows its name."""
+    """A parameter that is not rounded where it is used. Each has a subclass with its name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy of a module is a plain one."""
+        """Return a plain parameter: a copy of a module is a plain one."""
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -88,7 +88,7 @@ class Pinned(nn.Parameter):
 
 
 class _Made(torch.Tensor):
-    """What is made of pinned parameters alone."""
+    """A tensor that is made of pinned parameters alone."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = copy.deepcopy(self._plain(), memo)
@@ -140,14 +140,14 @@ def _class_for(
 
 
 def _alone(given: list[torch.Tensor]) -> bool:
-    """Whether all that have a dimension and are of floating numbers are pinned, or made of what is."""
+    """Return whether all floating tensors with a dimension are pinned, or made of pinned ones."""
     return all(
         isinstance(tensor, (Pinned, _Made)) for tensor in given if tensor.is_floating_point() and tensor.dim()
     )
 
 
 def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: int) -> Any:
-    """What an operation has returned, where its elements are of at least so many bytes of that class."""
+    """Make results of an operation `result_class`, where their elements have at least `size` bytes."""
     if type(result) is kind:
         if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
             return result
@@ -163,7 +163,7 @@ def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: i
 
 
 def _name_of(func: Any) -> str:
-    """A function's name; of a property's getter that of the property."""
+    """Return a function's name; a property's for its getter."""
     named = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", named) if named == "__get__" else named
 
@@ -191,7 +191,7 @@ def _run(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """What torch's own functions take and give, with floating tensors in a dtype."""
+    """Cast floating tensors in what torch's own functions take and return."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):

@@ -25,11 +25,11 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.fold import Sum
-from zerodrift.engine import saved
-from zerodrift.engine.forward_inputs import BEFORE_ALL
-from zerodrift.engine.grads import Gradients
-from zerodrift.engine.trained import TrainedSegment
-from zerodrift.engine.unit import LiveUnit
+from zerodrift.engine.habits import saved_views
+from zerodrift.engine.nested import BEFORE_ALL
+from zerodrift.engine.step.gradients import Gradients
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.plan.schedule import reduce_order
 from zerodrift.plan.stages import of_piece, pieces, shared_with_another
 from zerodrift.plan.table import Plan
@@ -53,7 +53,7 @@ class ScheduledUnits:
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self._all_step = part.policy.sharding.keep_gathered == "step"
-        self._packings = {piece: saved.Packing() for piece in mine}
+        self._packings = {piece: saved_views.Packing() for piece in mine}
         self._ended: Counter[int] = Counter()
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree
@@ -66,14 +66,14 @@ class ScheduledUnits:
     # --- parameters -------------------------------------------------------------------------------------
 
     def gather(self, piece: int | None = None) -> None:
-        """Full when this returns: a piece, or all."""
+        """Gather a piece, or all."""
         for unit in self._of(piece):
             unit.start_gather()
         for unit in self._of(piece):
             unit.gather()
 
     def release(self, piece: int | None = None) -> None:
-        """A forward or backward of a piece has ended; what is kept for the whole step stays."""
+        """Release a piece after a forward or a backward, or all; what is kept for the whole step stays."""
         if piece is None or not self._all_step:
             for unit in self._of(piece):
                 unit.release()
@@ -96,7 +96,7 @@ class ScheduledUnits:
     # --- gradients --------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins."""
+        """Begin a step of so many micro-batches."""
         self._ended.clear()
         self._ends.clear()
         self._taken.clear()
@@ -106,15 +106,15 @@ class ScheduledUnits:
 
     @contextlib.contextmanager
     def backward(self, piece: int, micro_batch: int) -> Iterator[None]:
-        """Around a backward of a micro-batch in a piece, or one of its halves."""
+        """Run a backward of a micro-batch in a piece, or one of its halves, inside the context."""
         segments = self._segments(self._units[piece]) if self._tree else []
         self._gradients.open_parts(segments, micro_batch)
         yield
         self._gradients.close_parts(segments, micro_batch)
 
     def ended(self, piece: int, micro_batch: int) -> None:
-        """A micro-batch has all its weight gradients in a piece. What is reduced after every micro-batch
-        goes now; on all data ranks alike, because they run one schedule."""
+        """End a micro-batch in a piece, when it has all its weight gradients. What is reduced after every
+        micro-batch is reduced now; on all data ranks alike, because they run one schedule."""
         for unit in self._units[piece]:
             self._ended[unit.number] += 1
             self._ends[unit.number, micro_batch] += 1
@@ -135,7 +135,7 @@ class ScheduledUnits:
         self._gradients.land_in_place([segment for segment in every if segment.number in left])
 
     def _add_to_tree(self, units: list[LiveUnit]) -> None:
-        """What is complete of units, as far as nothing before it is missing."""
+        """Add complete parts of units to the tree, unless one before them is missing."""
         while whole := [unit for unit in units if self._has_next(unit)]:
             self._gradients.take_parts(self._segments(whole))
             self._taken.update(unit.number for unit in whole)
@@ -144,21 +144,19 @@ class ScheduledUnits:
         return self._ends[unit.number, self._taken[unit.number]] == self._uses[unit.number]
 
     def end(self) -> None:
-        """The schedule is through. Every micro-batch must have ended in every piece."""
+        """End the schedule. Every micro-batch must have ended in every piece."""
         counts = {number: count // self._uses[number] for number, count in self._ended.items()}
         if set(counts.values()) - {self._micro_batches}:
             raise AssertionError(f"micro-batches per unit {counts}, not {self._micro_batches}")
-        if self._gradients.ledger is not None:
-            self._gradients.ledger.turn_to(self._micro_batches)
 
     def sum_over_ends(self, comm: Collectives) -> None:
-        """What is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""
+        """Sum what is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""
         for segment in self._segments(self._of(None)):
             if segment.reduced is not None and shared_with_another(self._part, segment.spec):
                 comm.all_reduce(segment.reduced, segment.reduced, "ends", Sum(segment.reduced.dtype))
 
     def _segments(self, units: list[LiveUnit] | Iterator[LiveUnit]) -> list[TrainedSegment]:
-        """The trained ones, in the order in which they are reduced."""
+        """Return the trained segments, in the order in which they are reduced."""
         by_name = {unit.spec.name: unit for unit in units}
         order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in by_name.values()])]
         return [segment for unit in order for segment in unit.trained]

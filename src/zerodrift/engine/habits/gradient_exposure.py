@@ -1,0 +1,117 @@
+"""Show in `param.grad` that the engine has collected a gradient, and let user code read and change it.
+
+After a backward the engine has the gradients, and an empty `param.grad` would let a script that clips or
+scales by hand do nothing, without an error. So until the step or the next forward or backward, `param.grad`
+is a `CollectedGradient`: it has a shape and no values. Where gradients rest whole (stage 0) it becomes a
+plain tensor as soon as somebody reads it, and what was changed is read back before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerodrift.engine.habits.absent_parameter import CollectedGradient
+from zerodrift.plan.table import Row
+
+
+@dataclass(slots=True)
+class _Exposed:
+    """Gradients that may be read: `values` times `scale`."""
+
+    values: torch.Tensor
+    """The sum of all ranks, or in the middle of a step of this one. Shape [padded]."""
+    scale: float
+    end: Callable[[bool], None]
+    """Takes the values back; the argument says whether they may have changed."""
+    is_read: bool = False
+
+
+class GradientExposure:
+    """Shows in `param.grad` that the engine has the gradients of one segment."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rows: Sequence[Row], arrived: set[int]) -> None:
+        """`arrived` has the numbers of the parameters that got a gradient in this step; it is kept up."""
+        self._parameters, self._rows, self._arrived = parameters, rows, arrived
+        self._collected: list[CollectedGradient] = []
+        self._exposed: _Exposed | None = None
+        self.is_shown = False
+        self.removed: set[int] = set()
+        """Parameters, by number, whose gradient user code has set to None while it was exposed."""
+
+    def show(self) -> None:
+        """Put a `CollectedGradient` into every empty `param.grad`, until `hide`."""
+        self.is_shown = True
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self._collected:
+                pairs = zip(self._parameters, self._rows, strict=True)
+                self._collected = [CollectedGradient.of(parameter, row.name) for parameter, row in pairs]
+            for parameter, collected in zip(self._parameters, self._collected, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = collected
+
+    def expose_gradients(self, values: torch.Tensor, scale: float, end: Callable[[bool], None]) -> None:
+        """Allow user code to read and change `values` times `scale` until `hide`, which calls `end`."""
+        self._exposed = exposed = _Exposed(values, scale, end)
+        for collected in self._collected:
+            collected.materialize = lambda: self._materialize_gradients(exposed)
+
+    def _materialize_gradients(self, exposed: _Exposed) -> None:
+        exposed.is_read = True
+        values = exposed.values * exposed.scale
+        for row, collected in zip(self._rows, self._collected, strict=True):
+            collected.become(_view(values, row))
+        self._collected = []
+
+    def hide(self) -> str:
+        """Empty `param.grad` again and read changes back. Returns the first parameter whose gradient user
+        code has removed although it was not exposed, or ""."""
+        if not self.is_shown:
+            return ""
+        self.is_shown = False
+        if self._exposed is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._read_back_gradients(self._exposed)
+            self._end_exposure(changed=True)
+            return ""
+        cleared = ""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, row in zip(self._parameters, self._rows, strict=True):
+                grad = parameter.grad
+                if grad is None or (type(grad) is CollectedGradient and grad.cleared):
+                    cleared = cleared or row.name
+                if type(grad) is CollectedGradient:
+                    parameter.grad, grad.cleared = None, False
+        return cleared
+
+    def _read_back_gradients(self, exposed: _Exposed) -> None:
+        for number, (parameter, row) in enumerate(zip(self._parameters, self._rows, strict=True)):
+            home, grad = _view(exposed.values, row), parameter.grad
+            if grad is None:
+                self._arrived.discard(number)
+                self.removed.add(number)
+                home.zero_()
+            elif exposed.is_read and not torch.equal(grad, home * exposed.scale):
+                self._arrived.add(number)
+                home.copy_(grad / exposed.scale)
+            parameter.grad = None
+
+    def _end_exposure(self, *, changed: bool) -> None:
+        exposed, self._exposed = self._exposed, None
+        for collected in self._collected:
+            collected.materialize = None
+        if exposed is not None:
+            exposed.end(changed)
+
+    def drop(self) -> None:
+        """Show nothing, and forget what was changed."""
+        self.is_shown = False
+        self._end_exposure(changed=False)
+        self.removed.clear()
+
+
+def _view(flat: torch.Tensor, row: Row) -> torch.Tensor:
+    return flat[row.offset : row.offset + row.numel].view(row.shape)

@@ -1,0 +1,183 @@
+"""Seed micro-batches, and refuse state that passes from one to the next, where no bit may depend on ranks.
+
+Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Two things in a
+model would add, without an error, which micro-batches its rank has had before: random numbers from a
+generator that goes on from one to the next, and buffers that a forward in training writes, such as running
+statistics. Both are refused. torch's deterministic operations are on while an engine of the process needs
+them.
+
+Invariants: the seed of (seed, step, micro-batch) is the same on every machine and in every version, because a
+resumed run depends on it. When the last engine that needs deterministic operations ends, torch's switches are
+as the first one found them.
+
+[Note: fresh] Random numbers belong to a micro-batch if it was seeded by its number, or if a generator had
+drawn nothing since it was last seeded when the first forward of the micro-batch began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zerodrift.engine.progress import refusal
+from zerodrift.engine.step.segment import is_due
+from zerodrift.errors import UnsupportedError
+from zerodrift.optim.rounding import parameter_key
+
+
+def seed_of(seed: int, step: int, micro_batch: int) -> int:
+    """Return the 64-bit seed of a micro-batch."""
+    return parameter_key(f"{step}:{micro_batch}", seed)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators of the host and of one device."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    for generator in generators(device):
+        generator.manual_seed(seed)
+
+
+def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context that leaves torch's generators as they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+class MicrobatchState:
+    """Watches the forwards of one engine; it only reads."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._generators = generators(device)
+        self._is_seeded = False
+        """Whether random numbers belong to the current micro-batch."""
+        self._holders = [
+            (f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        """(full name, module, its name there) of every buffer that a checkpoint keeps."""
+        self._checks = 0
+
+    def mark_seeded(self) -> None:
+        self._is_seeded = True
+
+    def end_micro_batch(self) -> None:
+        self._is_seeded = False
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watch a forward; raises behind it."""
+        if not self._model.training or not torch.is_grad_enabled():
+            yield
+            return
+        states = [generator.get_state() for generator in self._generators]
+        buffers = self.copy_buffers()
+        yield
+        self.require_unchanged(buffers)
+        if self._is_seeded:
+            return
+        for generator, state in zip(self._generators, states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                if not torch.equal(_seeded_state(generator), state):
+                    raise refusal("not seeded")
+                self._is_seeded = True
+
+    def copy_buffers(self) -> dict[str, torch.Tensor] | None:
+        """Copy the buffers before a forward, or a step; None where they are not compared this time, which is
+        the same on all ranks."""
+        self._checks += 1
+        if not is_due(self._checks - 1):
+            return None
+        return {name: buffer.clone() for name, buffer in self._buffers().items()}
+
+    def require_unchanged(self, before: dict[str, torch.Tensor] | None) -> None:
+        if before is None:
+            return
+        now = self._buffers()
+        for name in before | now:
+            if name not in before or name not in now or not _are_same_bits(before[name], now[name]):
+                raise refusal("buffer written", name=name)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        found = ((name, module._buffers.get(key)) for name, module, key in self._holders)
+        return {name: buffer for name, buffer in found if buffer is not None}
+
+
+def _seeded_state(generator: torch.Generator) -> torch.Tensor:
+    """Return the state of a generator when it was last seeded."""
+    return torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
+
+
+def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    bits = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+# --- torch's deterministic operations, a switch of the whole process --------------------------------------
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Without it cuBLAS may choose otherwise in each run; read when CUDA is first used."""
+
+_REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
+_users: set[object] = set()
+_before: tuple[bool, bool, bool] | None = None
+
+
+def need_determinism(user: object, device: torch.device) -> None:
+    """Turn deterministic operations on until `release_determinism`. torch would also fill memory that is not
+    written yet; nothing here reads such memory, so that is off."""
+    global _before
+    if _before is None:
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        _before = torch.are_deterministic_algorithms_enabled(), warns, fills
+        if not _before[0]:
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        os.environ.setdefault(WORKSPACE, ":4096:8")
+    _users.add(user)
+
+
+def release_determinism(user: object) -> None:
+    """End one user's need. Does nothing for one that has none."""
+    global _before
+    _users.discard(user)
+    if _users or _before is None:
+        return
+    enabled, warns, fills = _before
+    _before = None
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def workspace() -> str:
+    """Return cuBLAS's workspace setting, or ""."""
+    return os.environ.get(WORKSPACE, "")
+
+
+def nondeterministic_operation(error: BaseException) -> UnsupportedError | None:
+    """Return our error for an operation that torch refuses in this mode; None for anything else."""
+    found = _REFUSED.match(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return None
+    return UnsupportedError(
+        "precision.reduce.order",
+        f"must be `rank` with `{found[1]}`, whose result is not the same each time",
+        got="tree",
+        do="Use another operation in the model, or leave `order` out.",
+    )

@@ -1,0 +1,450 @@
+"""Check that the model's parameters still are what the engine was given, and let loading reach them.
+
+`load_state_dict(assign=True)`, `.half()`, `.to()` and module surgery give a module other tensors than the
+segments' views; the engine would go on with the old ones without an error. So every forward and every step
+checks each parameter's memory, and loading asks first.
+
+Invariant: a parameter that is not its segment's view is named in an error before anything is computed with
+it, or its values have been taken over.
+
+[Note: modules] Other changes of the model show in a comparison of which modules hold which modules and
+parameters. Modules without parameters may come, go and wrap others: nothing is trained in them. Nobody trains
+a parameter in a module that the engine was not given, and nothing gathers a known one in another module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error, mark_lost
+from zerodrift.engine.habits.storage_writes import (
+    WRITE,
+    hold_full,
+    record_versions,
+    rows_with_new_version,
+    rows_written_while_absent,
+)
+from zerodrift.engine.step.segment import FlatSegment, are_missing, share_placeholders
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
+from zerodrift.plan.table import Row
+
+LOAD = (
+    "Load weights inside `engine.gathered(write=True)`, cast through the config's `precision`, and change "
+    "the model before `initialize`."
+)
+_LATER = "Change the model before `initialize`, or build the engine anew."
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """A place in a module where a parameter is registered; a tied parameter has several."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    segment: FlatSegment
+    index: int
+    """Position in the segment."""
+
+    @property
+    def row(self) -> Row:
+        return self.segment.rows[self.index]
+
+    @property
+    def home(self) -> torch.Tensor:
+        """The tensor that the parameter must be a view of now."""
+        return self.segment.expected_views[self.index]
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.attribute)
+
+    def problem(self, *, stepping: bool) -> Problem | None:
+        if self.current is not self.parameter:
+            must = "must stay the parameter that the engine was given"
+            return Problem(self.name, must, got="another one", do=LOAD)
+        if not _is_view(self.parameter, self.home):
+            return Problem(self.name, "must stay a view of its segment", got="memory of its own", do=LOAD)
+        # A trained parameter may be frozen for a while, as one of two adversaries is; it is not updated then.
+        thawed = self.parameter.requires_grad and not isinstance(self.segment, TrainedSegment)
+        if thawed and (stepping or torch.is_grad_enabled()):
+            return Problem(
+                self.name,
+                "must stay frozen, as planned",
+                got="requires_grad=True",
+                do="Thaw it before `initialize`, and freeze it again until it is to be trained.",
+            )
+        return None
+
+
+# --- hooks of an engine in a model, in its copies, and when the engine is gone ----------------------------
+
+
+def without_engine(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a hook of an engine in a copy of its module."""
+
+
+def _without_engine() -> Any:
+    return without_engine
+
+
+class EngineHook:
+    """A hook of an engine. A copy of the module, in memory or in a file, is a plain one, and compiled code
+    calls the hook outside of what it compiles (private in torch 2.13 to 2.15; unlike the public call it does
+    not import the compiler)."""
+
+    __slots__ = ("_call", "_require", "_uncompiled")
+
+    def __init__(self, call: Callable[..., Any], require: Callable[[], None] | None = None) -> None:
+        self._call, self._uncompiled, self._require = call, _disable_dynamo(call), require
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._uncompiled if torch.compiler.is_dynamo_compiling() else self._call)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce__()[0]()
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        if self._require is not None:
+            self._require()
+        return _without_engine, ()
+
+
+def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
+    """Make the hooks behind these handles an engine's; `require` raises where a copy must not be made.
+
+    A handle's id and the dict that its hook is in have no underscore, and no promise (torch 2.11 to 2.15).
+    """
+    for handle in handles:
+        held = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
+        if held is not None and not isinstance(held[handle.id], EngineHook):
+            held[handle.id] = EngineHook(held[handle.id], require)
+
+
+class LostParameters:
+    """A hook on a module whose values went with their engine."""
+
+    def __init__(self, slots: list[ParameterSlot]) -> None:
+        self._module = slots[0].module
+        self._held = [(slot.name, slot.attribute, slot.parameter, slot.home) for slot in slots]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that still have no values."""
+        return [
+            name
+            for name, attribute, parameter, placeholder in self._held
+            if self._module._parameters.get(attribute) is parameter and _is_view(parameter, placeholder)
+        ]
+
+    def require(self) -> None:
+        for name in self.names[:1]:
+            raise lost_error(name)
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        self.require()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return without_engine
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _without_engine, ()
+
+
+def find_other_engines(model: nn.Module) -> tuple[bool, set[str]]:
+    """Return (whether another engine is alive on some module, the parameters whose values went with one)."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    lost = {name for hook in hooks if isinstance(hook, LostParameters) for name in hook.names}
+    return any(isinstance(hook, EngineHook) for hook in hooks), lost
+
+
+def _require_values(slots: Iterable[ParameterSlot]) -> None:
+    for slot in slots:
+        if not slot.segment.is_full:
+            raise ModelError(
+                slot.name,
+                "must be copied or saved inside `engine.gathered()`, where its values are there",
+                got="a copy or `state_dict` outside of it",
+                do="Or save with `zerodrift.Checkpoints` or `zerodrift.export`.",
+            )
+
+
+def _enter_absent_values(slots: list[ParameterSlot]) -> Any:
+    """Return a hook that puts an `AbsentValue` into a state dict for every absent parameter."""
+
+    def enter(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for slot in slots:
+            key, parameter = prefix + slot.attribute, slot.parameter
+            if isinstance(parameter, AbsentParameter) and state.get(key, parameter) is not parameter:
+                state[key] = AbsentValue.of(parameter, torch.device("meta"))
+
+    return enter
+
+
+class ModuleTree:
+    """Which modules hold which modules and parameters, as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._lengths = list(map(len, self._dicts))
+        self._held = [held for each in self._dicts for held in each.values()]
+
+    @property
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [*map(_CHILDREN, self._modules), *map(_PARAMETERS, self._modules)]
+
+    def is_unchanged(self) -> bool:
+        """Compare identities without a walk, in as many calls for many modules as for few."""
+        dicts = self._dicts
+        held = itertools.chain.from_iterable(map(_VALUES, dicts))
+        return list(map(len, dicts)) == self._lengths and all(map(operator.is_, held, self._held))
+
+
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_VALUES = operator.methodcaller("values")
+
+
+Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractContextManager[None]]
+"""(rows that a module loads, their values) -> a context for the load."""
+
+
+class ParameterGuard:
+    """All parameter slots of a model."""
+
+    def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
+        """`asynchronous`: see `Mesh.asynchronous`."""
+        self._asynchronous = asynchronous
+        self._placeholders = share_placeholders([segment for segment in segments if segment.gathers])
+        home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
+        self._slots = [
+            ParameterSlot(
+                f"{path}.{attribute}".lstrip("."), module, attribute, parameter, *home[id(parameter)]
+            )
+            for path, module in model.named_modules()
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in home
+        ]
+        self._model = model
+        self._segments = segments
+        self._owners = {
+            module for module in model.modules() if any(p is not None for p in module._parameters.values())
+        }
+        self._known = set(home)
+        self._tree = ModuleTree(model)
+        self._allows_absent_values = False
+        self.replaced: set[str] = set()
+        """Rows that were loaded whole since values were opened to be written."""
+        self.loading: Loading | None = None
+        """Context for a module's own `load_state_dict`; None where it is refused outside of `gathered`."""
+        self._loads: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
+        """Modules that are loading."""
+        self._open: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
+        """Segments whose full values may be written, and their rows, by number."""
+
+    def check(self, *, stepping: bool = False) -> None:
+        """Raise where a parameter has left its segment, the model has others, or a placeholder was written.
+        Before a step, trained parameters must be trainable."""
+        problems = Problems()
+        # An absent parameter would be asked for each of its attributes: see `absent_parameter.py`.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check(problems, stepping)
+        problems.raise_as(ModelError)
+
+    def _check(self, problems: Problems, stepping: bool) -> None:
+        same = self._tree.is_unchanged()
+        good = {segment.number for segment in self._segments if same and segment.has_views_in_place}
+        for slot in self._slots if len(good) < len(self._segments) else ():
+            problem = None if slot.segment.number in good else slot.problem(stepping=stepping)
+            if problem is not None:
+                problems.include(problem)
+        if not problems and not same:
+            self._check_tree(problems)
+        absent = not self._asynchronous and any(not are_missing(held).all() for held in self._placeholders)
+        for segment in self._segments:
+            if segment.gathers and not self.is_open(segment):
+                written = rows_with_new_version(segment)
+                if absent:
+                    written += [row for row in rows_written_while_absent(segment) if row not in written]
+                for row in written:
+                    problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
+                if written:
+                    record_versions(segment)
+
+    def find_written_placeholders(self) -> torch.Tensor | None:
+        """Return on the device whether user code has written a placeholder; None where `check` has looked,
+        which must not make the host wait."""
+        found = [(~are_missing(held)).any() for held in self._placeholders if self._asynchronous]
+        return torch.stack(found).any().long() if found else None
+
+    def _check_tree(self, problems: Problems) -> None:
+        """See [Note: modules]."""
+        for path, module in self._model.named_modules():
+            held = {
+                f"{path}.{name}".lstrip("."): p for name, p in module._parameters.items() if p is not None
+            }
+            if module not in self._owners:
+                for name in list(held)[:1]:
+                    must = "must be in a module that the engine was given"
+                    problems.add(name, must, got="a new one", do=_LATER)
+                continue
+            for name, parameter in held.items():
+                if id(parameter) not in self._known:
+                    problems.add(name, "must be there when the engine is made", got="a new one", do=_LATER)
+        here = {id(module) for module in self._model.modules()}
+        for slot in () if problems else self._slots:
+            if id(slot.module) not in here:
+                problems.add(slot.name, "must stay in the model", got="a model without it", do=_LATER)
+        if not problems:
+            self._tree = ModuleTree(self._model)
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    @property
+    def opened(self) -> bool:
+        """Whether a context is open in which values are written."""
+        return bool(self._open)
+
+    def is_open(self, segment: FlatSegment) -> bool:
+        return segment.number in self._open
+
+    def require_closed(self, what: str) -> None:
+        if self._open:
+            raise UnsupportedError(
+                what,
+                "must not be called inside `engine.gathered(write=True)`, whose values are taken "
+                "over where it ends",
+                do="Call it after the context.",
+            )
+
+    def open(self, segments: Iterable[FlatSegment], rows: Iterable[Row]) -> None:
+        """Hold these segments full, and keep what is written to these rows."""
+        if not self._open:
+            self.replaced.clear()
+        for segment in segments:
+            if segment.number not in self._open:
+                hold_full(segment)
+                self._open[segment.number] = (segment, {})
+        for row in rows:
+            self._open[row.segment][1][row.name] = row
+
+    def close(self) -> list[tuple[FlatSegment, list[Row]]]:
+        """End all writing; return what was open, whose hold the caller ends."""
+        held = [(segment, list(rows.values())) for segment, rows in self._open.values()]
+        self._open = {}
+        return held
+
+    @torch.no_grad()
+    def take_over_assigned(self, segments: Iterable[FlatSegment]) -> None:
+        """Copy what was assigned to parameters of these segments into their views."""
+        for slot in self._slots_of(segments):
+            for tensor in (slot.current, slot.parameter):
+                if tensor is not None and not _is_view(tensor, slot.home):
+                    slot.home.copy_(tensor)
+                    self.replaced.add(slot.row.name)
+        self.restore_parameters(segments)
+
+    def restore_parameters(self, segments: Iterable[FlatSegment]) -> None:
+        """Register the engine's parameters in their slots again, as views."""
+        for slot in self._slots_of(segments):
+            slot.parameter.data = slot.home
+            slot.module._parameters[slot.attribute] = slot.parameter
+
+    def _slots_of(self, segments: Iterable[FlatSegment]) -> list[ParameterSlot]:
+        numbers = {segment.number for segment in segments}
+        return [slot for slot in self._slots if slot.segment.number in numbers]
+
+    @contextlib.contextmanager
+    def names_only(self) -> Iterator[None]:
+        """Allow state dicts inside whose values are not used."""
+        before, self._allows_absent_values = self._allows_absent_values, True
+        try:
+            yield
+        finally:
+            self._allows_absent_values = before
+
+    def allow_absent_values(self) -> None:
+        """Allow state dicts of absent values from now on: reading a value is the error."""
+        self._allows_absent_values = True
+
+    # --- hooks ------------------------------------------------------------------------------------------
+
+    def attach(self) -> list[Any]:
+        """Put hooks that refuse `load_state_dict` where its values would be lost, and `state_dict` and copies
+        where values are absent; returns their handles."""
+        handles: list[Any] = []
+        for module, slots in _by_module(self._slots).items():
+            handles.append(module.register_load_state_dict_pre_hook(self._before_load(slots)))
+            handles.append(module.register_load_state_dict_post_hook(self._after_load))
+            absent = [slot for slot in slots if slot.segment.gathers]
+            if absent:
+                handle = module.register_state_dict_pre_hook(self._before_save(absent))
+                mark_as_ours([handle], lambda absent=absent: _require_values(absent))  # type: ignore[misc]
+                handles += [handle, module.register_state_dict_post_hook(_enter_absent_values(absent))]
+        return handles
+
+    def _before_save(self, slots: list[ParameterSlot]) -> Any:
+        def save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if not self._allows_absent_values:
+                _require_values(slots)
+
+        return save
+
+    def _before_load(self, slots: list[ParameterSlot]) -> Any:
+        def load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+            if module is not slots[0].module:
+                return  # a deep copy carries its hooks along
+            mine = [slot for slot in slots if prefix + slot.attribute in state]
+            if self.loading is not None and mine:
+                values = {slot.row.name: state[prefix + slot.attribute] for slot in mine}
+                self._loads[module] = self.loading({slot.row.name: slot.row for slot in mine}, values)
+                self._loads[module].__enter__()
+            for slot in mine:
+                self.replaced.add(slot.row.name)
+                if not self.is_open(slot.segment):
+                    raise ModelError(
+                        slot.name,
+                        "must be loaded inside `engine.gathered(write=True)`, where its full value "
+                        "is there and reaches the optimizer's master",
+                        got="`load_state_dict` outside of it",
+                    )
+
+        return load
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        loading = self._loads.pop(module, None)
+        if loading is not None:
+            loading.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Leave parameters behind that are plain, or raise an error because their values are lost."""
+        for segment in self._segments:
+            segment.detach()
+        for slot in self._slots:
+            mark_lost(slot.parameter)
+        for module, slots in _by_module(s for s in self._slots if not s.segment.is_full).items():
+            lost = LostParameters(slots)
+            module.register_forward_pre_hook(lost)
+            mark_as_ours([module.register_state_dict_pre_hook(lost)], lost.require)
+
+
+def _by_module(slots: Iterable[ParameterSlot]) -> dict[nn.Module, list[ParameterSlot]]:
+    held: dict[nn.Module, list[ParameterSlot]] = {}
+    for slot in slots:
+        held.setdefault(slot.module, []).append(slot)
+    return held
+
+
+def _is_view(tensor: torch.Tensor, home: torch.Tensor) -> bool:
+    return tensor.data_ptr() == home.data_ptr() and tensor.dtype is home.dtype and tensor.shape == home.shape

@@ -1,0 +1,212 @@
+"""Notice writes of user code to the values of a segment, and make them the master's or refuse them by name.
+
+[Note: writing] Between steps a parameter that rests whole may be written to, through itself (which moves its
+version counter) or through `.data` (which does not). Where storage is the master, the write is the new value.
+Where an optimizer keeps more bits elsewhere, prints of storage show that there was a write. An fp32 master
+takes over what differs from its rounding, which is exact. A split master cannot, because it is not known
+which elements of a block were written, and so which low halves still count: that is an error, by name. The
+full form of a forward is freed with its memory. A write to a parameter moves its counter; for a write through
+`.data` this rank's slice is compared with its storage before some releases only, because a script that writes
+in a forward does so in all of them. Ranks compare frozen values that are whole now and then, likewise.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from zerodrift.engine.step.segment import FlatSegment, are_missing, is_due, missing_value
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.errors import ModelError, Problems
+from zerodrift.kernels.prints import BYTES, prints
+from zerodrift.optim.updater import Updater
+from zerodrift.plan.table import Row
+from zerodrift.policy.nouns import Master
+
+WRITE = "must be written inside `engine.gathered(write=True)`"
+READ = "a write inside `engine.gathered()`, which shows values"
+_GATHERED = "They were gathered for the forward alone, and the write was lost."
+_SPLIT = (
+    "A split master cannot tell which elements were meant. Write there, or set `precision.master: fp32`, "
+    "which takes such writes over."
+)
+_VERSION = operator.attrgetter("_version")
+
+
+def record_versions(segment: FlatSegment) -> None:
+    """Take what storage and parameters hold as written by the engine."""
+    _record_parameter_versions(segment)
+    if segment.has_separate_master:
+        segment.writes.storage_prints = prints(segment.storage)
+
+
+def _record_parameter_versions(segment: FlatSegment) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        segment.writes.versions = list(map(_VERSION, segment.parameters))
+
+
+def mark_storage_changed(segment: FlatSegment) -> None:
+    """Record that the engine has changed values. A backward through a graph that used the old ones must
+    raise, as in plain torch. Gathers write the same values again, and count for nothing."""
+    torch.autograd.graph.increment_version(segment.parameters)
+    record_versions(segment)
+
+
+# --- the full form in a context -------------------------------------------------------------------------
+
+
+def hold_full(segment: FlatSegment) -> None:
+    """Keep the full form until `end_hold`; all ranks must have started the gather alike. Parameters that show
+    storage itself show a copy meanwhile, so that at every stage values that were taken out stay as they are,
+    and writes can be dropped."""
+    segment.holds += 1
+    if segment.holds > 1:
+        return
+    segment.finish_gather()
+    if not segment.gathers:
+        segment.replace_full(segment.storage.clone())
+    segment.writes.held_prints = prints(segment.full)
+
+
+def end_hold(segment: FlatSegment, *, keep: bool = False) -> None:
+    """End a hold. The full form is freed, unless `keep` and it has no other values than storage."""
+    segment.holds -= 1
+    if segment.holds:
+        return
+    segment.writes.held_prints = None
+    _record_parameter_versions(segment)
+    if not segment.gathers:
+        segment.replace_full(segment.storage)
+        segment.is_stale = False
+    elif segment.is_stale:
+        segment.drop()
+    elif not keep:
+        segment.release()
+
+
+def refresh_views(segment: FlatSegment) -> None:
+    """Show new values of storage in a held full form. All ranks call it together where one is held."""
+    if not segment.holds:
+        return
+    if not segment.gathers:
+        with torch.no_grad():
+            segment.full.copy_(segment.storage)
+    else:
+        segment.is_full = False
+        segment.finish_gather()
+    segment.is_stale = False
+    segment.writes.held_prints = prints(segment.full)
+
+
+def rows_written_while_held(segment: FlatSegment) -> list[Row]:
+    """Return the rows that were written to since the full form was held or refreshed."""
+    before = segment.writes.held_prints
+    return [] if before is None else _rows_of(segment, before != prints(segment.full), segment.full)
+
+
+# --- writes that nobody announced -----------------------------------------------------------------------
+
+
+def rows_with_new_version(segment: FlatSegment) -> list[Row]:
+    """Return the rows whose parameters were written in place, by their version counters."""
+    before = segment.writes.versions
+    with torch._C.DisableTorchFunctionSubclass():
+        if not before or list(map(_VERSION, segment.parameters)) == before:
+            return []
+    versions = zip(segment.rows, segment.parameters, before, strict=True)
+    return [row for row, parameter, version in versions if parameter._version != version]
+
+
+def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
+    """Return the rows with a write to their placeholder, which reaches its one element, and undo it."""
+    unwritten = are_missing(segment.placeholder_elements)
+    if unwritten.all():
+        return []
+    segment.placeholder_elements.fill_(missing_value(segment.full.dtype))
+    return [row for row, same in zip(segment.rows, unwritten.tolist(), strict=True) if not same]
+
+
+def compare_with_storage(segment: FlatSegment) -> None:
+    """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
+    columns = segment.spec.columns
+    with torch.no_grad():
+        own = segment.slice_of(segment.full) if segment.sharded else segment.full
+        kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage
+        differ = prints(own) != prints(kept.to(own.dtype))
+        before = segment.writes.overwritten
+        segment.writes.overwritten = differ if before is None else before | differ
+
+
+def _rows_written_while_gathered(segment: FlatSegment) -> list[Row]:
+    overwritten, segment.writes.overwritten = segment.writes.overwritten, None
+    if overwritten is None or not overwritten.any():
+        return []
+    first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
+    return _rows_of(segment, overwritten, segment.full, first)
+
+
+def checksum(segment: FlatSegment) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (whether user code has written to storage, a checksum of what all ranks hold alike) on the
+    device, or None if there is nothing to compare."""
+    writes = segment.writes
+    if segment.gathers:
+        lost = writes.overwritten
+        return None if lost is None else (lost.any().long(), lost.new_zeros((), dtype=torch.int64))
+    due = segment.spec.columns.trained or is_due(writes.checks)
+    alike = segment.axis == "shard" and not segment.sharded and due
+    writes.checks += 1
+    if not (alike or writes.storage_prints is not None):
+        return None
+    now = prints(segment.storage)
+    before = writes.storage_prints
+    written = now.new_zeros(()) if before is None else (now != before).any().long()
+    return written, now.sum() & 0xFFFFFFFF if alike else now.new_zeros(())
+
+
+def _blocks_written(segment: FlatSegment) -> torch.Tensor | None:
+    """Return which blocks of storage user code has written to. Shape [blocks]."""
+    before = segment.writes.storage_prints
+    return None if before is None else before != prints(segment.storage)
+
+
+def _rows_of(segment: FlatSegment, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:
+    """Return the rows with a part in some of the blocks of a buffer of elements like `like`, from element
+    `first` on. `like` itself may have no memory."""
+    size = like.element_size()
+    if not blocks.any():
+        return []
+    spans = ((max(0, row.offset - first), max(0, row.offset + row.numel - first)) for row in segment.rows)
+    return [
+        row
+        for row, (start, end) in zip(segment.rows, spans, strict=True)
+        if blocks[start * size // BYTES : -(-end * size // BYTES)].any()
+    ]
+
+
+@torch.no_grad()
+def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_all: bool = False) -> None:
+    """Make writes of user code to storage the master's, on this rank, or raise; see [Note: writing]. With
+    `accept_all`, elements of a split master that cannot be told apart take the values of storage."""
+    problems = Problems()
+    for row in rows_written_while_absent(segment) if segment.gathers else ():
+        problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
+    for row in _rows_written_while_gathered(segment):
+        problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=_GATHERED)
+    problems.raise_as(ModelError)
+    blocks = _blocks_written(segment)
+    rows = [] if blocks is None else _rows_of(segment, blocks, segment.storage)
+    if not rows or blocks is None or not isinstance(segment, TrainedSegment) or updater is None:
+        return
+    master, shown = updater.master(segment.number), segment.owned.float()
+    if segment.update.master is not Master.SPLIT:
+        written = segment.at_rest(master).float() != shown
+    elif accept_all:
+        elements = blocks.repeat_interleave(BYTES // segment.storage.element_size())
+        written = segment.owned_of(elements[: segment.spec.padded])
+    else:
+        for row in rows:
+            problems.add(row.name, WRITE, got="a write to its bf16 storage", do=_SPLIT)
+        problems.raise_as(ModelError)
+    updater.set_master(segment.number, torch.where(written, shown, master))
+    record_versions(segment)

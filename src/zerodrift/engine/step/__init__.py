@@ -1,0 +1,1 @@
+"""What one step does to segments: gather, compute, reduce, norm, update."""

@@ -1,0 +1,409 @@
+"""Decide when each unit's gradients are collected and reduced, from `param.grad` to a reduced slice.
+
+The plan says how (`accumulate`, `reduce`). A unit is ready once its backward is over. Ready units are reduced
+strictly in the plan's order, the rest at the end of the backward. So all ranks issue the same collectives in
+the same order whatever their data did (an expert without tokens, a unit that was not used), and stage 0 goes
+the way of stage 3.
+
+A gradient that arrives when its unit was already reduced (a shared block under reentrant checkpointing) is
+reduced at the end of the backward, or in the step. Which weight gradients are late differs between ranks, so
+where they are deferred everything that is reduced once per step is reduced in the step.
+
+Invariant: when a backward has ended, every gradient of it is either in a landing buffer that waits for the
+step's last micro-batch, or in `reduced`; `param.grad` shows no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zerodrift.comm.collectives import Handle
+from zerodrift.engine.nested import at_the_end, current_backward
+from zerodrift.engine.progress import refusal
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.engine.step.traversal import Traversal, TraversedUnit
+from zerodrift.engine.step.unit import LiveUnit
+from zerodrift.errors import ModelError, Problems, RankError
+from zerodrift.plan.cost import REDUCTIONS
+from zerodrift.plan.schedule import reduce_order
+
+
+class LateGradients(Protocol):
+    """Weight gradients that are formed after their backward, by `pipeline/deferred.py`."""
+
+    def drain(self) -> object:
+        """Form all of them: add them to `param.grad`."""
+
+    def end_micro_batch(self) -> object:
+        """End the micro-batch that everything deferred since the last call belongs to."""
+
+    def clear(self) -> object:
+        """Forget them, and count micro-batches anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCallbacks:
+    """Calls of the engine, which counts the micro-batches of backwards."""
+
+    is_last: Callable[[], bool]
+    """Returns whether the backward that begins now is the last micro-batch of its step."""
+    ended: Callable[[], None]
+    """Called when every gradient of a backward has landed, unless it adds to no gradient."""
+    failed: Callable[[], None]
+    """Called when a backward that the engine did not call has raised; its gradients are incomplete."""
+
+
+class Gradients:
+    """The gradients of all units through one optimizer step."""
+
+    def __init__(self, units: Sequence[LiveUnit], traversal: Traversal, before: float) -> None:
+        self._traversal = traversal
+        self._units = units
+        by_name = {unit.spec.name: unit for unit in units}
+        order = [by_name[spec.name] for spec in reduce_order([unit.spec for unit in units])]
+        self._trained = [unit for unit in order if unit.trained]
+        """Trained units in the order in which the plan reduces them."""
+        self._segments = [segment for unit in self._trained for segment in unit.trained]
+        self._tree = any(segment.tree for segment in self._segments)
+        self.before = before
+        self._running = False
+        self._task = -1
+        """The autograd backward in which `counts` was decided."""
+        self.counts = False
+        """Whether the running backward adds to gradients of parameters, and so is a micro-batch."""
+        self._is_called_by_engine = False
+        """Whether the engine calls the coming backward, which counts whatever it reaches."""
+        self._reached: frozenset[int] = frozenset()
+        """Numbers of the units whose gradients the running backward adds to."""
+        self._uses: list[int] = []
+        """Uses of each unit when the backward began."""
+        self._last = True
+        self._ready: set[int] = set()
+        self._next = 0
+        """Number of units in `_trained` that were reduced in this backward."""
+        self._collected: set[int] = set()
+        """Segments whose part of the tree over micro-batches has come in this backward."""
+        self._sending: list[tuple[TrainedSegment, Handle]] = []
+        self.callbacks: BackwardCallbacks | None = None
+        self._late: LateGradients | None = None
+        self.is_scheduled = False
+        """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
+        self._creates_graph = False
+        """Whether a backward of this step ran with `create_graph`, and so replaced `param.grad` itself."""
+        self._addresses: dict[torch.Tensor, int] = {}
+        """Parameter -> address of its gradient after the last late arrival."""
+        self._replaced: set[torch.Tensor] = set()
+        self._shows = False
+        """Whether `param.grad` shows that the engine has the gradients."""
+        self.exposure_scale: Callable[[bool], float] | None = None
+        """Set where user code may read and change gradients that rest whole, between a backward and the step:
+        returns their factor, given whether they are the sum of all ranks."""
+
+    def expect(self, late: LateGradients | None) -> None:
+        """Expect late weight gradients from `late`; None ends that."""
+        self._late = late
+
+    def arrive_late(self, parameter: torch.Tensor) -> None:
+        """Remember where a late gradient was added, to notice one that is replaced."""
+        if parameter.grad is not None:
+            address = parameter.grad.data_ptr()
+            if self._addresses.setdefault(parameter, address) != address:
+                self._replaced.add(parameter)
+
+    def open(self) -> None:
+        """Let additions to `param.grad` between backwards land in place, where there is a place."""
+        for segment in self._segments:
+            segment.open_gradients()
+
+    # --- one backward (the protocol `Backward` of units) ------------------------------------------------
+
+    def forward_begins(self) -> None:
+        if self._shows and torch.is_grad_enabled():
+            self.hide()
+        if self._running and self.callbacks is not None:
+            # autograd drops its callbacks when a backward raises, so only the next forward tells.
+            self.callbacks.failed()
+
+    @contextlib.contextmanager
+    def micro_batch(self, loss: torch.Tensor) -> Iterator[None]:
+        """Make a backward of this loss inside a micro-batch, whatever it reaches: it begins at the loss."""
+        handle = loss.register_hook(lambda grad: self.begin()) if loss.requires_grad else None
+        self._is_called_by_engine = True
+        try:
+            yield
+        finally:
+            self._is_called_by_engine = False
+            if handle is not None:
+                handle.remove()
+
+    def begin(self) -> None:
+        if not self._running:
+            self._start()
+            at_the_end(self._end)
+        self._creates_graph = self._creates_graph or torch.is_grad_enabled()
+        if not self.counts and current_backward() != self._task:
+            self._find_reached_units()
+
+    def _start(self) -> None:
+        self.hide()
+        self._running, self.counts, self._task, self._reached = True, False, -1, frozenset()
+        self._traversal.turn()
+        self._last = self.callbacks is None or self.callbacks.is_last()
+        self._ready.clear()
+        self._collected.clear()
+        self._next = 0
+        self._uses = [unit.uses for unit in self._units]
+
+    def _find_reached_units(self) -> None:
+        """Ask autograd which units this backward reaches. A reentrant checkpoint has a backward of its own
+        inside, which the one around it does not know of."""
+        self._task = current_backward()
+        reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
+        self.counts = self._is_called_by_engine or bool(reached)
+        if self.counts:
+            self._reached = reached
+            self._traversal.reaches(reached)
+
+    def over(self, unit: TraversedUnit) -> None:
+        if not self.counts:
+            return
+        if self._tree and self._traversal.repeats:
+            return  # a unit may have several backwards, which are one part of the tree: all wait for the end
+        self._ready.add(unit.number)
+        while self._next < len(self._trained) and self._trained[self._next].number in self._ready:
+            self._reduce_unit(self._trained[self._next])
+            self._next += 1
+
+    def _end(self) -> None:
+        try:
+            if self.counts:
+                self._reduce_rest()
+            for unit, uses in zip(self._units, self._uses, strict=True):
+                if not self.counts:
+                    unit.uses = uses
+                elif self._last or (unit.trained and unit.number not in self._reached):
+                    unit.uses = 0  # no backward is to come to what this one had no use for
+                unit.rest()
+        finally:
+            self._running = False
+        if not self.counts:
+            return
+        if self._late is not None:
+            self._late.end_micro_batch()
+        if not self._is_late:
+            self._show()
+        if self.callbacks is not None:
+            self.callbacks.ended()
+
+    @property
+    def _is_late(self) -> bool:
+        return self._late is not None or self.is_scheduled
+
+    def _show(self) -> None:
+        self._shows = True
+        for segment in self._segments:
+            segment.exposure.show()
+            if self.exposure_scale is not None:
+                segment.expose_gradients(self._last, self.exposure_scale)
+
+    def show_again(self) -> None:
+        """Expose gradients again, after they were hidden before the step's end."""
+        if self.exposure_scale is not None and not self._shows and not self._is_late:
+            self._show()
+
+    def hide(self) -> str:
+        """Empty `param.grad` for new gradients. Returns a parameter whose gradient user code has removed
+        since the last backward without effect on the engine, or ""."""
+        if not self._shows:
+            return ""
+        self._shows = False
+        return next(filter(None, [segment.exposure.hide() for segment in self._segments]), "")
+
+    def _reduce_rest(self) -> None:
+        self._traversal.end(self)
+        for unit in self._trained[self._next :]:
+            self._reduce_unit(unit)
+        self._finish(0)
+        for segment in self._segments:
+            if segment.first_uncollected_gradient:
+                self._reduce_segment(segment)
+        self._finish(0)
+
+    @property
+    def first_uncollected(self) -> str:
+        """A parameter with a gradient that was not collected, or ""."""
+        found = (segment.first_uncollected_gradient for segment in self._segments)
+        return next(filter(None, found), "")
+
+    def end_untracked_backward(self) -> None:
+        """End a backward that no hook has noticed, because no tensor was found in the model's output."""
+        if self._running or not self.first_uncollected:
+            return
+        self._start()
+        self.counts = True
+        self._end()
+
+    def _reduce_unit(self, unit: LiveUnit) -> None:
+        for segment in unit.trained:
+            self._reduce_segment(segment)
+
+    def _reduce_segment(self, segment: TrainedSegment) -> None:
+        if segment.tree:
+            self._require_first(segment)
+        send = segment.update.reduce.when == "every" or (self._last and self._late is None)
+        send = send and not (segment.tree and segment.ranks == 1)
+        if send:
+            self._finish(REDUCTIONS - 1)  # before another buffer is taken to land in
+        self._land(segment)
+        if send:
+            self._send(segment)
+        elif segment.tree:
+            segment.add_to_sum()
+
+    def _require_first(self, segment: TrainedSegment) -> None:
+        """Refuse a gradient whose place in the tree has been summed already."""
+        if segment.number in self._collected:
+            raise refusal("gradient too late", name=segment.first_uncollected_gradient)
+        if segment.reduced is not None:
+            raise refusal("backward too late", name=segment.rows[0].name)
+        self._collected.add(segment.number)
+
+    def _land(self, segment: TrainedSegment) -> None:
+        if self._is_late:
+            self._require_added(segment)
+        segment.collect_gradients()
+
+    def _require_added(self, segment: TrainedSegment) -> None:
+        """Refuse `param.grad = new` for `param.grad += new`, where gradients come in several turns."""
+        problems = Problems()
+        preset = {} if self._creates_graph else segment.preset_addresses()
+        for number, (row, parameter) in enumerate(zip(segment.rows, segment.parameters, strict=True)):
+            address = self._addresses.pop(parameter, preset.get(number))
+            moved = address is not None and (parameter.grad is None or parameter.grad.data_ptr() != address)
+            if parameter in self._replaced or (moved and not self._creates_graph):
+                problems.add(
+                    row.name,
+                    "a gradient that has arrived must be added to, `param.grad += new`",
+                    got="`param.grad` set to something else",
+                    do="What was there before would be lost.",
+                )
+        problems.raise_as(ModelError)
+
+    def _send(self, segment: TrainedSegment) -> None:
+        """Start a reduction. At most `REDUCTIONS` landing buffers travel beside the one being filled."""
+        self._finish(REDUCTIONS - 1)
+        self._sending.append((segment, segment.start_reduce(self.before)))
+
+    def _finish(self, leave: int) -> None:
+        while len(self._sending) > leave:
+            segment, handle = self._sending.pop(0)
+            handle.wait()
+            segment.finish_reduce()
+
+    # --- the step ---------------------------------------------------------------------------------------
+
+    @property
+    def set_by_hand(self) -> list[TrainedSegment]:
+        """Segments with gradients that were put there since the last backward, which other ranks of the axis
+        may not have."""
+        if self._late is not None:
+            return []
+        return [
+            segment
+            for segment in self._segments
+            if (segment.ranks > 1 or segment.tree)
+            and segment.first_uncollected_gradient
+            and (segment.tree or not segment.has_unreduced_gradients)
+        ]
+
+    def flush(self, without: Sequence[TrainedSegment] = ()) -> None:
+        """Reduce, in order, what waits for a last micro-batch that did not come, or came late."""
+        if self.exposure_scale is not None:
+            self.hide()
+        self._finish(0)
+        if self._late is not None:
+            self.open()
+            self._late.drain()
+        for segment in self._segments:
+            # Which gradients are late is no decision of the plan's: all segments go, on all ranks alike.
+            if segment in without:
+                continue
+            loose = segment.first_uncollected_gradient
+            if segment.tree and loose:
+                raise refusal("gradient by hand", name=loose)
+            if segment.tree and segment.has_unreduced_gradients:
+                self._send(segment)
+            elif loose or segment.has_unreduced_gradients or self._late is not None:
+                self._land(segment)
+                self._send(segment)
+        self._finish(0)
+        for segment in self._segments:
+            segment.end_sum()
+
+    def reduce(self, segments: Iterable[TrainedSegment]) -> None:
+        """Reduce what has landed of segments, now."""
+        for segment in segments:
+            self._land(segment)
+            self._send(segment)
+        self._finish(0)
+
+    def sum_over_replicas(self) -> None:
+        for segment in self._segments:
+            if segment.reduced is not None:
+                segment.sum_over_replicas(self.before)
+
+    def abort(self) -> None:
+        """End what is under way after an exception; what was reduced before stays."""
+        try:
+            self._finish(0)
+        except RankError:
+            self._sending.clear()  # with nobody to end it with; the error was raised where it was waited for
+        self._running = False
+        self._ready.clear()
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self.abort()
+        self._shows = False
+        if self._late is not None:
+            self._late.clear()
+        self._creates_graph = False
+        self._addresses.clear()
+        self._replaced.clear()
+        for unit in self._units:
+            unit.uses = 0
+            for segment in unit.segments:
+                segment.drop_gradients()
+
+    # --- pipelines: backwards that end in no order, or in several parts -----------------------------------
+
+    def land_in_place(self, segments: Iterable[TrainedSegment]) -> None:
+        """Give segments without landed gradients zeroed buffers, so that every gradient is added there."""
+        for segment in segments:
+            segment.collect_gradients()
+            segment.open_gradients()
+
+    def open_parts(self, segments: Iterable[TrainedSegment], number: int) -> None:
+        """Add gradients to part `number` of the tree, until `close_parts`."""
+        for segment in segments:
+            segment.open_part(number)
+
+    def close_parts(self, segments: Iterable[TrainedSegment], number: int) -> None:
+        for segment in segments:
+            self._require_added(segment)
+            segment.close_part(number)
+
+    def take_parts(self, segments: Iterable[TrainedSegment]) -> None:
+        """Add the next part of segments, which is complete, to the others of the tree."""
+        for segment in segments:
+            segment.take_part()
+            if segment.update.reduce.when == "every" and segment.ranks > 1:
+                self._send(segment)
+            else:
+                segment.add_to_sum()
+        self._finish(0)

@@ -1,0 +1,197 @@
+"""Norm: one multiplier per step from loss scale, averaging, global norm and clip, and whether to skip.
+
+Gradients stay summed and scaled as they are. One number, the product of everything, goes into the update,
+which multiplies once in fp32.
+
+Invariant: the norm is the exact sum of the square sums of all blocks (`kernels/squares.py`). An exact sum has
+no order, so it is the same bits at every stage and for every way to slice.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.mesh import AxisName
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.errors import RankError
+from zerodrift.kernels import squares
+
+AXES: tuple[AxisName, ...] = ("shard", "tensor")
+"""Axes whose ranks hold different parts of a gradient."""
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleWeights:
+    """A check of the weights that this rank's model shows before an update, on the device."""
+
+    written: torch.Tensor
+    """Above 0 where user code wrote to them."""
+    checksum: torch.Tensor
+    """Covers what all ranks hold alike; below 2^40."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The global gradient norm of a step."""
+
+    value: float
+    """The norm of the averaged, unscaled gradient; not finite where a gradient is not."""
+    written: bool = False
+    """Whether user code wrote to visible weights on some rank."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+    def multiplier(self, unscale: float, clip: float) -> float:
+        """Return the factor of the summed gradient in the update."""
+        if not clip:
+            return unscale
+        factor = clip / (self.value + CLIP_EPSILON)
+        return unscale * factor if factor < 1.0 else unscale
+
+
+@dataclass(frozen=True, slots=True)
+class RankAgreement:
+    """Facts of the last step that every rank must have alike."""
+
+    order: int = 0
+    """Checksum of the units that were gathered, in their order. In another order, weights of different units
+    may have been mixed."""
+    unreduced: Sequence[tuple[int, str]] = ()
+    """(segment, a parameter) of segments with gradients set by hand. If another rank has others, their
+    reduction would wait for ever."""
+    dropped: int = 0
+    """Batches whose backward never came. If another rank has another number, gradients of different batches
+    were paired."""
+    without_update: tuple[str, ...] = ()
+    """Parameters that are not updated. If another rank has others, ranks would train different models."""
+
+    def checksum(self) -> int:
+        """Return a checksum below 2^40, so that a sum over ranks stays far below 2^63."""
+        parts = ([number for number, _ in self.unreduced], self.dropped, self.without_update)
+        return (self.order + (zlib.crc32(str(parts).encode()) if any(parts) else 0)) % (1 << 40)
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor],
+    comm: Collectives,
+    unscale: float,
+    agreement: RankAgreement | None = None,
+    weights: VisibleWeights | None = None,
+) -> Norm:
+    """Return the norm of this rank's flat gradient slices over all ranks.
+
+    It takes one small collective, and one more over the stages of a pipeline. This is the one place of a step
+    where the host waits for the device. Ranks whose `agreement` or `weights` differ all raise a RankError.
+    """
+    agreement = agreement or RankAgreement()
+    summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
+    squares.add_squares(gradients, summed[:-3])
+    summed[-1] = agreement.checksum()
+    if weights is not None:
+        summed[-3], summed[-2] = weights.written, weights.checksum
+    mine = summed[-2:].clone()
+    ranks = 1
+    for axis in AXES:
+        if comm.mesh.size(axis) > 1:
+            summed = comm.all_reduce_sum(summed, axis, "the norm")
+            ranks *= comm.mesh.size(axis)
+    summed[-2:] = (summed[-2:] != ranks * mine).long()
+    if comm.mesh.size("pipeline") > 1:
+        summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
+    *places, written, weights_differ, differ = comm.read(summed)
+    if differ:
+        raise _disagreement(agreement, comm)
+    if weights_differ:
+        raise RankError(
+            "engine.module",
+            "must show the same weights on every rank",
+            got="different ones",
+            do=(
+                "Something was written on some ranks only, or another value on each: write inside "
+                "`engine.gathered(write=True)`, where rank 0's values become everybody's."
+            ),
+        )
+    return Norm(math.sqrt(squares.total(places)) * unscale, bool(written))
+
+
+def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:
+    """Find out what ranks do not agree on; all of them know that they do not."""
+    reports: list[tuple[int, RankAgreement]] = [(comm.mesh.rank(), agreement)]
+    for axis in AXES:
+        reports = [entry for rank in comm.all_gather_object(reports, axis) for entry in rank]
+    if len({report.dropped for _, report in reports}) > 1:
+        listed = ", ".join(f"rank {rank} {report.dropped}" for rank, report in reports[:8])
+        return RankError(
+            "backward",
+            "must follow a forward in training on every rank or on none",
+            got=f"batches of this step without one: {listed}",
+            do=(
+                "Where a rank skips a batch, gradients of different batches are paired: let all skip "
+                "it, or multiply its loss by 0 and call `backward`."
+            ),
+        )
+    still: list[set[str]] = [set(report.without_update) for _, report in reports]
+    if any(names != still[0] for names in still):
+        return RankError(
+            min(name for names in still for name in names if any(name not in other for other in still)),
+            "must be trained on every rank or on none",
+            got="`requires_grad` false, or a gradient that was taken away, on some ranks only",
+            do="Freeze and thaw on all ranks alike.",
+        )
+    held = [dict(report.unreduced) for _, report in reports]
+    some = [name for entry in held for number, name in entry.items() if any(number not in e for e in held)]
+    if some:
+        return set_on_some(some[0])
+    return RankError(
+        "units",
+        "must be used in the same order on every rank",
+        got="different orders in this step",
+        do=(
+            "A unit that only some ranks run, such as an expert without tokens, cannot be gathered by "
+            "itself: name a larger one in `sharding.units`."
+        ),
+    )
+
+
+def set_on_some(name: str) -> RankError:
+    """Return the error for a gradient that only some ranks have, although all take part in its reduction."""
+    return RankError(
+        "param.grad",
+        "must be set on every rank or on none, where it is set outside of a backward",
+        got=f"one of `{name}` on some ranks only",
+        do="Set it on all of them, to zeros where a rank has nothing to add.",
+    )
+
+
+def bad_parameters(parts: Iterable[tuple[str, torch.Tensor]], comm: Collectives, limit: int = 5) -> list[str]:
+    """Return the names of parameters whose gradient has a NaN or an infinity on any rank. `parts` are this
+    rank's slices of each gradient, in the order of the plan, which is the same on every rank."""
+    mine = [(place, name) for place, (name, part) in enumerate(parts) if not torch.isfinite(part).all()]
+    for axis in AXES:
+        mine = sorted({entry for rank in comm.all_gather_object(mine, axis) for entry in rank})
+    bad = dict.fromkeys(name for _, name in mine)
+    stages = comm.all_gather_object(list(bad)[:limit], "pipeline")
+    return list(dict.fromkeys(name for names in stages for name in names))[:limit]
+
+
+def parts_of(segments: Iterable[TrainedSegment]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (parameter, this rank's slice of its reduced gradient), also where the slice is empty."""
+    for segment in segments:
+        if segment.reduced is None:
+            continue
+        start = 0 if segment.ranks == 1 else segment.rank * segment.reduced.numel()
+        for row in segment.rows:
+            low = max(row.offset - start, 0)
+            high = min(row.offset + row.numel - start, segment.reduced.numel())
+            yield row.name, segment.reduced[low : max(low, high)]

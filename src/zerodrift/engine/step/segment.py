@@ -1,0 +1,371 @@
+"""Gather: one flat buffer with its storage at rest, its full form in compute, and a view per parameter.
+
+A segment knows where its bytes are and moves them. `unit.py` says when, the plan says in which dtype. A
+trained segment has gradients too, in `trained_segment.py`; what user code writes to its values between steps
+is noticed by `habits/storage_writes.py`.
+
+Invariant: parameters are views of `full` whenever that has memory, and never get other memory.
+
+[Note: freeing] The memory of a gathered buffer is freed with `untyped_storage().resize_(0)`, and only where
+no tensor but the segment's own shares it. Most kernels do not check for missing memory, so another view (of a
+user, or of a graph that is differentiated twice) keeps the buffer with its values, and the segment takes a
+new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A view that
+is not found there is safe too: a graph holds it, or a parameter itself, which then stays full until the graph
+goes or storage changes. A parameter without memory is one NaN expanded to its shape, of a class that raises
+an error with its name when its values are used; see `habits/absent_parameter.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
+from zerodrift.kernels import resting
+from zerodrift.plan.table import Row, Segment
+
+SELDOM = 32
+"""A periodic check runs the first few times, and then once in so many."""
+
+
+def is_due(count: int) -> bool:
+    """Return whether a periodic check runs this time, after `count` times."""
+    return count < 4 or count % SELDOM == 0
+
+
+@dataclass(slots=True)
+class WriteRecord:
+    """Prints and versions by which `habits/storage_writes.py` notices writes of user code."""
+
+    storage_prints: torch.Tensor | None = None
+    """Prints of storage as the engine left it."""
+    held_prints: torch.Tensor | None = None
+    """Prints of the full form when a context opened it."""
+    versions: list[int] = field(default_factory=list)
+    """Versions of the parameters as the engine left them."""
+    overwritten: torch.Tensor | None = None
+    """Blocks of this rank's slice that were written to while they were gathered, on the device."""
+    checks: int = 0
+    """Number of comparisons of what ranks hold alike."""
+
+
+class FlatSegment:
+    """The tensors of one segment of the plan on this rank; a frozen segment has no others."""
+
+    def __init__(
+        self,
+        number: int,
+        spec: Segment,
+        rows: list[Row],
+        parameters: list[nn.Parameter],
+        comm: Collectives,
+        unit: str = "",
+    ) -> None:
+        self.number = number
+        self.unit = unit
+        self._label = f"`{unit or 'the root'}`, segment {number}"
+        """Names the segment where ranks do not gather the same."""
+        self.spec = spec
+        self.rows = rows
+        self.parameters = parameters
+        self.comm = comm
+        self.axis = spec.axis
+        """The mesh axis whose ranks share the segment."""
+        self.ranks = comm.mesh.size(self.axis)
+        self.rank = comm.mesh.rank(self.axis)
+        self._expert_rank = comm.mesh.rank("expert")
+        columns = spec.columns
+        self.sharded = columns.storage.axis != "" and self.ranks > 1
+        device = comm.mesh.device
+        numel = spec.padded // self.ranks if self.sharded else spec.padded
+        self.storage = resting.zeros(numel, columns.storage.dtype.torch, device)
+        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
+        self.gathers = self.sharded or columns.storage.dtype is not columns.compute
+        """Whether the full form is another buffer than storage."""
+        self.full = self._make_full(device)
+        """The buffer that parameters are views of. Shape [padded], compute dtype."""
+        self.is_full = not self.gathers
+        self.has_separate_master = False
+        """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
+        self._gathering: Handle | None = None
+        self._wide: torch.Tensor | None = None
+        """Target of a gather in another dtype than compute."""
+        self._views: list[torch.Tensor] = []
+        self.placeholders: list[torch.Tensor] = []
+        """The tensors that parameters are while `full` has no memory: one element each, expanded."""
+        self._placeholder_addresses: list[int] = []
+        self.placeholder_elements = torch.empty(0)
+        self._absent_classes: list[type] = []
+        self._own_holders = 0
+        """Number of the segment's tensors that share the memory of `full` while no parameter does."""
+        self._use_counts: list[int] = []
+        """Use counts of the parameters while no graph has saved them."""
+        self._kinds: list[tuple[Any, ...]] = []
+        """(dtype, shape, is trained) of each parameter, as planned."""
+        self.starts = [row.offset for row in rows]
+        self.lender: Callable[[], Callable[[], bool] | None] | None = None
+        """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.lend_parameters`."""
+        self.holds = 0
+        """Number of open contexts that keep the full form."""
+        self.is_stale = False
+        """Whether the full form has other values than storage."""
+        self.writes = WriteRecord()
+        self.before_free: Callable[[FlatSegment], None] = lambda segment: None
+        """Called now and then before the full form is freed."""
+        self._frees = 0
+
+    def _make_full(self, device: torch.device) -> torch.Tensor:
+        if not self.gathers:
+            return self.storage
+        full = torch.empty(self.spec.padded, dtype=self.spec.columns.compute.torch, device=device)
+        full.untyped_storage().resize_(0)
+        return full
+
+    # --- the parameters ---------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Turn the parameters into views; `place.py` fills storage."""
+        if self.gathers:
+            self._allocate(self.full)  # a view cannot be made of memory that is not there
+        self._views = self._views_of_full()
+        self.use_placeholders(self.full.new_full((len(self.rows),), missing_value(self.full.dtype)))
+        trained = self.spec.columns.trained
+        self._kinds = [(self.full.dtype, row.shape, trained) for row in self.rows]
+        self._show(self._views)
+        self._expect_gradients()
+        self._use_counts = _use_counts(self.parameters)
+        if self.gathers:
+            self._hide()
+            self._own_holders = _holders(self.full)
+            self.is_stale = True  # there is nothing in it
+            self._free()
+
+    def use_placeholders(self, elements: torch.Tensor) -> None:
+        """Show these elements, one for each parameter, while the full form has no memory."""
+        self.placeholder_elements = elements
+        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
+        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
+        if not self.is_full and self._absent_classes:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+                    parameter.data = placeholder
+
+    def _expect_gradients(self) -> None:
+        """Prepare trained parameters for gradients."""
+
+    def _views_of_full(self) -> list[torch.Tensor]:
+        return [self.view(self.full, row) for row in self.rows]
+
+    def at_rest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as storage holds them, also where another rank owns them."""
+        return values.to(self.storage.dtype)
+
+    def _show(self, tensors: list[torch.Tensor]) -> None:
+        mark_gathered(self.parameters)
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def _hide(self) -> None:
+        for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+            parameter.data = placeholder
+        if not self._absent_classes:
+            borrow = _borrow(weakref.ref(self))
+            self._absent_classes = [absent_class(row.name, borrow) for row in self.rows]
+        mark_absent(self.parameters, self._absent_classes)
+
+    @property
+    def expected_views(self) -> list[torch.Tensor]:
+        """The tensor that each parameter must be a view of now."""
+        return self._views if self.is_full else self.placeholders
+
+    @property
+    def has_views_in_place(self) -> bool:
+        """Whether every parameter is its expected view, and trained or frozen as planned."""
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
+        if self.is_full:
+            expected = list(map(torch.Tensor.data_ptr, self._views))
+            return addresses == expected and list(map(_KIND, self.parameters)) == self._kinds
+        # A placeholder cannot be viewed as anything else.
+        trained = {*map(_REQUIRES_GRAD, self.parameters)}
+        return addresses == self._placeholder_addresses and trained == {self.spec.columns.trained}
+
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's equal slice of a [padded] buffer."""
+        count = flat.numel() // self.ranks
+        return flat[self.rank * count : (self.rank + 1) * count]
+
+    def first_of(self, row: Row) -> int:
+        """Return the element of the flattened whole parameter at which this rank's row begins."""
+        return self._expert_rank * row.numel if row.parts > 1 else 0
+
+    @staticmethod
+    def view(flat: torch.Tensor, row: Row) -> torch.Tensor:
+        """Return a row's values inside a [padded] buffer, in the row's shape."""
+        return flat[row.offset : row.offset + row.numel].view(row.shape)
+
+    # --- gathering --------------------------------------------------------------------------------------
+
+    def start_gather(self) -> bool:
+        """Begin to gather, unless the full form is there or under way. Returns whether it took a
+        collective."""
+        if self.is_full or self._gathering is not None:
+            return False
+        if not self._views:
+            self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
+            self._views = self._views_of_full()
+        self._allocate(self.full)
+        if not self.sharded:
+            with torch.no_grad():
+                self.full.copy_(self.storage)
+            self._gathering = Handle()
+            return False
+        columns = self.spec.columns
+        target = self.full
+        if columns.gather is not columns.compute:
+            target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
+        self._gathering = self.comm.start_all_gather(target, self.storage, self.axis, self._label)
+        return True
+
+    def finish_gather(self) -> None:
+        """Wait for the full form."""
+        if self._gathering is None:
+            self.start_gather()
+        handle, self._gathering = self._gathering, None
+        if handle is None:
+            return
+        handle.wait()
+        if self._wide is not None:
+            with torch.no_grad():
+                self.full.copy_(self._wide)
+            self._wide = None
+        self._show(self._views)
+        self.is_full = True
+
+    def release(self) -> None:
+        """Free the full form unless something needs it. See [Note: freeing]."""
+        if self._gathering is not None:
+            self.finish_gather()
+        if self.is_full and self.gathers and not self._is_saved:
+            self.drop()
+
+    def drop(self) -> None:
+        """Free the full form because storage is about to change: a graph that has saved the old values is out
+        of date, and autograd says so."""
+        if self._gathering is not None:
+            self.finish_gather()
+        if self.is_full and self.gathers and not self.holds:
+            self._free()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any tensor beside the parameters and the segment's own shares the full form's memory."""
+        return _holders(self.full) > self._own_holders + len(self.parameters) or self._is_saved
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether a graph holds a parameter itself, and will take the values that it shows then."""
+        return _use_counts(self.parameters) != self._use_counts
+
+    def _free(self) -> None:
+        if not self.is_stale and is_due(self._frees):
+            self.before_free(self)
+        self._frees += 1
+        self._hide()
+        self.is_full = self.is_stale = False
+        if _holders(self.full) > self._own_holders:
+            self.full, self._views = self.full.new_empty(0), []
+        else:
+            self.full.untyped_storage().resize_(0)
+
+    @staticmethod
+    def _allocate(flat: torch.Tensor) -> None:
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+    def replace_full(self, flat: torch.Tensor) -> None:
+        """Make another buffer the full form, and show it."""
+        self.full = flat
+        self._views = self._views_of_full()
+        self._show(self._views)
+
+    # --- values -----------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """The part of storage that this rank writes, in updates and with loaded values."""
+        return self.storage
+
+    def sync_storage(self) -> Handle:
+        """Gather the other ranks' slices into storage that is whole, after a write to `owned`."""
+        return Handle()
+
+    def drop_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def detach(self) -> None:
+        """Leave plain parameters behind when the engine ends; a held full form stays with them."""
+        self.holds += bool(self.holds)
+        for parameter in self.parameters:
+            parameter.grad_dtype = parameter.dtype
+
+
+def _borrow(segment: weakref.ref[FlatSegment]) -> Callable[[], bool]:
+    """Return what absent parameters of a segment call to be gathered. It does not keep the segment alive."""
+
+    def borrow() -> bool:
+        held = segment()
+        lender = None if held is None or held.lender is None else held.lender()
+        return lender is not None and lender()
+
+    return borrow
+
+
+def _holders(flat: torch.Tensor) -> int:
+    """Count the tensors that share a tensor's memory; a relative figure. Private in torch (2.13 to 2.15)."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
+
+
+def _use_counts(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Count how often tensors are held outside of Python; relative figures. Private in torch (2.13 to
+    2.15)."""
+    return list(map(torch.Tensor._use_count, parameters))  # type: ignore[attr-defined]
+
+
+_KIND = operator.attrgetter("dtype", "shape", "requires_grad")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+def missing_value(dtype: torch.dtype) -> float | int:
+    """Return the value of a placeholder: NaN, or the least integer; False for bool, which has no other."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def are_missing(elements: torch.Tensor) -> torch.Tensor:
+    """Return which placeholder elements still have the placeholder's value."""
+    value = missing_value(elements.dtype)
+    return elements.isnan() if isinstance(value, float) else elements == value
+
+
+def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
+    """Put the placeholder elements of all segments into one tensor per dtype, so that one check covers
+    all."""
+    by_dtype: dict[torch.dtype, list[FlatSegment]] = {}
+    for segment in segments:
+        by_dtype.setdefault(segment.full.dtype, []).append(segment)
+    shared = []
+    for dtype, alike in by_dtype.items():
+        counts = [len(segment.rows) for segment in alike]
+        shared.append(alike[0].full.new_full((sum(counts),), missing_value(dtype)))
+        for segment, elements in zip(alike, shared[-1].split(counts), strict=True):
+            segment.use_placeholders(elements)
+    return shared

@@ -1,0 +1,155 @@
+"""Update: step the owned slices, show the new values on every rank, and report what became of the update.
+
+Every rank must step in the same way. On a GPU the programs in Triton and the definition in PyTorch may differ
+by an ulp ([Note: bits on a GPU] in `optim/fused.py`), and ranks that hold the same weights would drift apart
+without an error. So programs run on every rank or on none. On a CPU, and for what is offloaded to one, both
+leave the same bits.
+
+Invariant: counts are integers and square sums are added as long integers (`kernels/squares.py`), so a report
+is the same at every stage and for every number of slices.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.dtypes import BLOCK
+from zerodrift.engine.habits.storage_writes import mark_storage_changed, refresh_views
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.errors import UnsupportedError
+from zerodrift.kernels import device, squares
+from zerodrift.optim.fused import UpdateFunction, update
+from zerodrift.optim.statistics import COLUMNS
+from zerodrift.optim.updater import Updater
+from zerodrift.optim.updates import reference_update
+from zerodrift.plan.table import Plan, Row
+from zerodrift.report.updates import UpdateLine, UpdateReport
+
+_log = logging.getLogger("zerodrift")
+
+
+def update_segments(segments: Sequence[TrainedSegment], updater: Updater, multiplier: float) -> None:
+    """Step every segment that has a gradient, times `multiplier`, and gather what others show of it."""
+    updater.leave_alone([row.name for segment in segments for row in segment.rows_without_update])
+    gradients: dict[int, torch.Tensor] = {}
+    _wait_one_behind(_gather_gradients(segments, gradients))
+    updater.update(gradients, multiplier)
+    for segment in segments:
+        if segment.number in gradients:
+            segment.give_back(gradients[segment.number])
+    _wait_one_behind(segment.sync_storage() for segment in segments if segment.number in gradients)
+    for segment in segments:
+        mark_storage_changed(segment)
+        refresh_views(segment)
+
+
+def _gather_gradients(
+    segments: Sequence[TrainedSegment], gradients: dict[int, torch.Tensor]
+) -> Iterator[Handle]:
+    """Put what each segment is updated by into `gradients`; it is filled when its handle was waited for."""
+    for segment in segments:
+        if segment.reduced is None:
+            continue
+        if segment.update.axis:
+            gradients[segment.number] = segment.reduced
+        else:
+            gradients[segment.number], handle = segment.start_whole_gradient()
+            yield handle
+
+
+def _wait_one_behind(handles: Iterable[Handle]) -> None:
+    """Wait for each handle when the one after it has been started."""
+    last = Handle()
+    for handle in handles:
+        last.wait()
+        last = handle
+    last.wait()
+
+
+# --- one way to update on all ranks -----------------------------------------------------------------------
+
+
+def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
+    """Choose how every rank steps its slices, before the first step; a call of all ranks."""
+    where = comm.mesh.device
+    if where.type == "cpu" or plan.policy.sharding.offload:
+        return update
+    return agree_on_update_function(comm, device.obstacle(where))
+
+
+def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateFunction:
+    """Return the programs if no rank has an obstacle, else the definition, after one warning for all
+    ranks."""
+    obstacles = comm.all_gather_object(obstacle)
+    without = {rank: why for rank, why in enumerate(obstacles) if why is not None}
+    if not without:
+        return update
+    if comm.mesh.rank() == 0:
+        _log.warning(
+            "zerodrift: %s, on rank %s of %d; updates run in plain PyTorch everywhere, several times slower",
+            "; ".join(dict.fromkeys(without.values())),
+            ", ".join(str(rank) for rank in without),
+            len(obstacles),
+        )
+    return reference_update
+
+
+# --- statistics -------------------------------------------------------------------------------------------
+
+COUNTS = COLUMNS.index("change_squares")
+"""Columns before this one are counts, the others sums of squares."""
+
+PLACES = squares.DIGITS + 1
+"""Integers of one exact sum."""
+
+
+def collect_statistics(
+    plan: Plan, trained: Sequence[TrainedSegment], updater: Updater | None, comm: Collectives, step: int
+) -> UpdateReport:
+    """Add up the statistics of update `step` (`optim/statistics.py`) per trained parameter, over all ranks.
+    It takes one collective per axis that masters are sharded on."""
+    if not plan.policy.statistics:
+        raise UnsupportedError(
+            "update_statistics",
+            "must be asked for in the config, so that updates record them",
+            got="`precision.statistics: false`",
+            do="Set `precision.statistics: true`.",
+        )
+    if updater is None or step == 0:
+        raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
+    held = updater.statistics
+    rows = [(segment, row) for segment in trained for row in segment.rows]
+    sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
+    table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
+    sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
+    divided = torch.tensor([row.parts > 1 for _, row in rows])
+    if comm.mesh.size("shard") > 1 and sharded.any():
+        # All rows of a plan have their masters alike, whole or sharded.
+        table = comm.all_reduce_sum(table, "shard")
+    elif divided.any():
+        table[divided] = comm.all_reduce_sum(table[divided], "expert")
+    lines = [_line(row, numbers) for (_, row), numbers in zip(rows, table.cpu(), strict=True)]
+    order = {row.name: place for place, row in enumerate(plan.rows)}
+    return UpdateReport(step, tuple(sorted(lines, key=lambda line: order[line.name])))
+
+
+def _sums(segment: FlatSegment, row: Row, blocks: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a row as integers: the counts, then the digits of each sum of squares."""
+    start = 0 if segment.owned.numel() == segment.spec.padded else segment.rank * segment.owned.numel()
+    low = max(row.offset - start, 0)
+    high = min(row.offset + row.numel - start, segment.owned.numel())
+    mine = blocks[low // BLOCK : -(-high // BLOCK)] if low < high else blocks[:0]
+    digits = [squares.digits(mine[:, column].contiguous()) for column in range(COUNTS, len(COLUMNS))]
+    return torch.cat([mine[:, :COUNTS].sum(0).long(), *digits])
+
+
+def _line(row: Row, numbers: torch.Tensor) -> UpdateLine:
+    moved, unseen, lost, underflow = numbers[:COUNTS].tolist()
+    change, weight = (math.sqrt(squares.total(part)) for part in numbers[COUNTS:].split(PLACES))
+    return UpdateLine(row.name, row.whole_numel, moved, unseen, lost, underflow, change, weight)
