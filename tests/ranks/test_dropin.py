@@ -356,38 +356,7 @@ def test_no_sync_changes_when_and_not_what() -> None:
     run_ranks(waiting, 2)
 
 
-# --- whole batches, dtypes, files -------------------------------------------------------------------------
-
-
-def whole() -> float:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Model()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x).square().mean()
-
-    engine = make(2, Loss(), gradient_accumulation_steps=2)
-    rank = deepspeed.comm.get_rank()
-    data = [torch.full((2, 16), float(rank + n)) for n in range(4)]
-    expected = engine.eval_batch(iter(data))
-    found = engine.train_batch(iter(data))
-    assert torch.allclose(expected, found) and engine.global_steps == 1
-    everywhere = [None, None]
-    deepspeed.comm.all_gather_object(everywhere, found.item())
-    assert everywhere[0] == everywhere[1]
-    outputs = engine.eval_batch(iter(data), compute_loss=False, num_micro_batches=3)
-    assert len(outputs) == 3 and engine.module.training
-    with pytest.raises(StopIteration):
-        engine.train_batch(iter(data[:1]))
-    assert engine.global_steps == 1 and engine.micro_steps == 2
-    engine.destroy()
-    return found.item()
-
-
-def test_train_batch_returns_the_mean_over_micro_batches_and_ranks() -> None:
-    run_ranks(whole, 2)
+# --- dtypes, files ----------------------------------------------------------------------------------------
 
 
 def wires() -> None:

@@ -256,13 +256,6 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
 
 
 @needs_deepspeed
-def test_train_batch_and_eval_batch_take_what_the_pipelines_take() -> None:
-    theirs = importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine
-    for name in ("train_batch", "eval_batch"):
-        assert arguments(getattr(DeepSpeedEngine, name)) == arguments(getattr(theirs, name))
-
-
-@needs_deepspeed
 @pytest.mark.parametrize(
     ("module", "names"),
     [
@@ -399,7 +392,8 @@ def test_a_module_of_a_tutorial_imports(module: str) -> None:
 
 @needs_deepspeed
 def test_methods_that_are_absent_are_deepspeeds() -> None:
-    made_at_run_time = {"timers", "flops_profiler", "set_batch_fn", "reset_activation_shape"}
+    made_at_run_time = {"timers", "flops_profiler"}
+    of_pipelines = {"train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn"}
     absent = {name for names in ENGINE_ABSENT.values() for name in names.split()}
-    for name in absent - made_at_run_time - GONE:
+    for name in absent - made_at_run_time - of_pipelines - GONE - {"reset_activation_shape"}:
         assert hasattr(real().DeepSpeedEngine, name), name

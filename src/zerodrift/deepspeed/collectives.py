@@ -15,22 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerodrift.deepspeed import launch
 from zerodrift.deepspeed.log import logger
-
-ReduceOp = dist.ReduceOp
-all_gather_object = dist.all_gather_object
-all_to_all = dist.all_to_all
-broadcast_object_list = dist.broadcast_object_list
-destroy_process_group = dist.destroy_process_group
-get_all_ranks_from_group = dist.get_process_group_ranks
-get_rank = dist.get_rank
-get_world_size = dist.get_world_size
-is_available = dist.is_available
-is_initialized = dist.is_initialized
-new_group = dist.new_group
-get_local_rank = launch.local_rank
-init_distributed = launch.init_distributed
 
 
 def get_world_group() -> Any:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from zerodrift.alias import errand
-from zerodrift.deepspeed import data
 from zerodrift.deepspeed.checkpoints import CheckpointedEngine
 from zerodrift.deepspeed.collectives import get_world_group
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
+from zerodrift.deepspeed.data import DeepSpeedDataLoader, make_loader
 from zerodrift.deepspeed.errors import MisuseError, absent, unknown
 from zerodrift.deepspeed.first_step import FirstStep
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
@@ -95,8 +95,6 @@ class DeepSpeedEngine(CheckpointedEngine):
             native(engine.executor).gradients.seen = engine.progress.unscale_of
         attach_loading(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-        self._batches: Iterator[Any] | None = None
-        """The iterator of `train_batch` if it gets none."""
         self.tell()
 
     @property
@@ -143,7 +141,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         loss already, so it is multiplied first.
         """
         self._require_optimizer("backward")
-        data.require_loss(loss)
+        _require_loss(loss)
         steps = self.gradient_accumulation_steps()
         kwargs = {"retain_graph": True} if retain_graph else {}
         with contextlib.nullcontext() if self._first_step is None else self._first_step.call():
@@ -261,52 +259,7 @@ class DeepSpeedEngine(CheckpointedEngine):
             do = "Pass one to `initialize`, or write an `optimizer` block."
             raise MisuseError(what, "must have an optimizer", got="none", do=do)
 
-    # --- whole batches ----------------------------------------------------------------------------------
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Run all micro-batches of a step. Return the mean loss over them and the ranks."""
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-        self.train()
-        losses = []
-        for batch in data.take(self._iterator(data_iter), self.gradient_accumulation_steps()):
-            loss = data.loss_of(data.call(self, batch, self.device))
-            self.backward(loss)
-            losses.append(loss)
-            self.step()
-        return data.mean_loss(losses, self._engine.comm)
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Do the same without gradients and update. Without `compute_loss` return the outputs."""
-        if reduce_output not in ("avg", None):
-            raise UnsupportedError("reduce_output", "must be 'avg' or None", got=repr(reduce_output))
-        count = num_micro_batches or self.gradient_accumulation_steps()
-        trained = self.module.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                batches = data.take(self._iterator(data_iter), count)
-                outputs = [data.call(self, batch, self.device) for batch in batches]
-        finally:
-            self.train(trained)
-        if not compute_loss:
-            return outputs
-        losses = [data.loss_of(output) for output in outputs]
-        mean = data.mean_loss(losses, self._engine.comm) if reduce_output else losses
-        return (mean, outputs) if return_logits else mean
-
-    def _iterator(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
-        if given is None and self.training_dataloader is not None and self._batches is None:
-            self._batches = iter(self.training_dataloader)
-        return self._batches if given is None else given
+    # --- data and batch sizes ---------------------------------------------------------------------------
 
     def deepspeed_io(
         self,
@@ -317,7 +270,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         data_sampler: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> data.DeepSpeedDataLoader:
+    ) -> DeepSpeedDataLoader:
         """Make a loader of this rank's share of a dataset."""
         if num_local_io_workers:
             raise UnsupportedError(
@@ -325,7 +278,7 @@ class DeepSpeedEngine(CheckpointedEngine):
                 "must be left out: batches are loaded in the process",
                 do="Use a `torch.utils.data.DataLoader` with workers.",
             )
-        return data.make_loader(
+        return make_loader(
             dataset,
             batch_size or self._micro_batch,
             (self._engine.mesh.rank("data"), self.dp_world_size),
@@ -335,18 +288,10 @@ class DeepSpeedEngine(CheckpointedEngine):
             shuffle=route == "train",
         )
 
-    def set_dataloader(self, loader: Any) -> None:
-        self.training_dataloader, self._batches = loader, None
-
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        self._batches = iterator
-
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Set a function that is called with every batch of `training_dataloader`."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
-
-    # --- batch sizes ------------------------------------------------------------------------------------
 
     def gradient_accumulation_steps(self) -> int:
         return self._engine.accumulation
@@ -413,6 +358,19 @@ class DeepSpeedEngine(CheckpointedEngine):
         for parameter in self.module.parameters():
             unmark(parameter)
         attach_shards()
+
+
+def _require_loss(loss: Any) -> None:
+    """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    got, todo = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        got = f"one of shape {list(loss.shape)}"
+        todo = "Call `backward` of the outputs with their gradients."
+    elif isinstance(loss, torch.Tensor):
+        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
+    raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=todo)
 
 
 for _name, _getter in GETTERS.items():

@@ -63,21 +63,31 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> None:
     """Print the estimates for a model."""
     total, _ = sizes(model)
-    _print_zero2(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the estimates for the size of a model."""
-    _print_zero2(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    machines, rows = (num_gpus_per_node, num_nodes), []
+    for offload in (True, False):
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params, *machines, offload, additional_buffer_factor
+        )
+        rows.append((*needs, f"offload_optimizer={_device(offload)}"))
+    _print(*machines, f"{_millions(total_params)} total params", rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the estimates for a model."""
-    _print_zero3(*sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -88,28 +98,16 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimates for the size of a model."""
-    _print_zero3(total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-
-
-def _print_zero2(total: int, gpus: int, nodes: int, factor: float) -> None:
-    rows = []
-    for offload in (True, False):
-        needs = estimate_zero2_model_states_mem_needs(total, gpus, nodes, offload, factor)
-        rows.append((*needs, f"offload_optimizer={_device(offload)}"))
-    _print(nodes, gpus, f"{_millions(total)} total params", rows)
-
-
-def _print_zero3(total: int, largest: int, gpus: int, nodes: int, factor: float) -> None:
-    rows = []
+    counts, machines, rows = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes), []
     places = ((True, True), (True, False), (False, False))
     for (optimizer, params), init in itertools.product(places, (True, False)):
         needs = estimate_zero3_model_states_mem_needs(
-            total, largest, gpus, nodes, optimizer, params, init, factor
+            *counts, *machines, optimizer, params, init, additional_buffer_factor
         )
         offload = f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}"
         rows.append((*needs[:2], f"{offload}, zero_init={int(init)}"))
-    model = f"{_millions(total)} total params, {_millions(largest)} largest layer params"
-    _print(nodes, gpus, model, rows)
+    model = "{} total params, {} largest layer params".format(*map(_millions, counts))
+    _print(*machines, model, rows)
 
 
 def _millions(count: int) -> str:
@@ -120,7 +118,7 @@ def _device(offload: bool) -> str:
     return "cpu " if offload else "none"
 
 
-def _print(nodes: int, gpus: int, model: str, rows: list[tuple[int, int, str]]) -> None:
+def _print(gpus: int, nodes: int, model: str, rows: list[tuple[int, int, str]]) -> None:
     machines = f"{nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node"
     print("Estimated memory needed for params, optim states and gradients for a:")
     print(f"HW: Setup with {machines}.\nSW: Model with {model}.\n  per CPU  |  per GPU |   Options")

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerodrift.deepspeed import collectives as comm
@@ -118,10 +119,10 @@ class GatheredParameters:
             held.data_ptr() == place and fingerprint(held) != before
             for held, place, before in self._fingerprints
         )
-        if not comm.is_initialized() or comm.get_world_size() == 1:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return changes
         count = torch.tensor([changes], device=self._fingerprints[0][0].device)
-        comm.all_reduce(count, comm.ReduceOp.MAX)
+        comm.all_reduce(count, dist.ReduceOp.MAX)
         return int(count)
 
     def _send(self, writer: int) -> None:

@@ -115,5 +115,5 @@ def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
     if home == LOWER_CASE:
         return name.lower()
-    module = importlib.import_module(home if home.startswith("zerodrift.") else f"{HOME}.{home}")
+    module = importlib.import_module(home if "." in home else f"{HOME}.{home}")
     return getattr(module, other or name)

@@ -16,19 +16,15 @@ LOWER_CASE = "(its own name in lower case)"
 
 PRESENT: Mapping[str, str] = {
     "collectives": """
-        comm comm.comm: ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
-            all_to_all_single allgather_fn barrier broadcast broadcast_object_list configure
-            destroy_process_group gather get_all_ranks_from_group get_global_rank get_local_rank get_rank
-            get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced
-            has_coalescing_manager has_reduce_scatter_tensor init_distributed irecv is_available
-            is_initialized isend log_summary logger monitored_barrier new_group recv reduce reduce_scatter
-            reduce_scatter_fn reduce_scatter_tensor reset_log scatter send
-        utils utils.groups: get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
-            get_data_parallel_world_size=get_world_size get_model_parallel_rank
+        comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
+            broadcast configure gather get_global_rank get_world_group has_all_gather_into_tensor
+            has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor irecv isend log_summary
+            logger monitored_barrier recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor
+            reset_log scatter send
+        utils utils.groups: get_data_parallel_group=get_world_group get_model_parallel_rank
             get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank
             get_tensor_model_parallel_world_size=get_model_parallel_world_size
-        utils.groups: _get_data_parallel_group=get_world_group _get_data_parallel_rank=get_rank
-            _get_data_parallel_world_size=get_world_size
+        utils.groups: _get_data_parallel_group=get_world_group
     """,
     "curves": """
         monitor
@@ -55,7 +51,10 @@ PRESENT: Mapping[str, str] = {
             estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
     """,
     "gathered_parameters": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters",
-    "launch": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT",
+    "launch": """
+        comm comm.comm: get_local_rank=local_rank init_distributed
+        constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
+    """,
     "log": """
         utils utils.logging: log_dist logger warning_once
         runtime.utils: see_memory_usage
@@ -124,6 +123,13 @@ PRESENT: Mapping[str, str] = {
     "zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
+    """,
+    "torch.distributed": """
+        comm comm.comm: ReduceOp all_gather_object all_to_all broadcast_object_list destroy_process_group
+            get_all_ranks_from_group=get_process_group_ranks get_rank get_world_size is_available
+            is_initialized new_group
+        utils utils.groups: get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size
+        utils.groups: _get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size
     """,
     "zerodrift.errors": "runtime.config: DeepSpeedConfigError=ConfigError",
     "zerodrift.deepspeed": """
@@ -346,7 +352,8 @@ ENGINE_ABSENT: Mapping[str, str] = {
     "Experts are saved and loaded with the rest.": "load_moe_state_dict",
     "Use `torch.profiler`.": "get_wall_clock_timers timers",
     "Use `torch.profiler` with `with_flops=True`.": "flops_profiler",
-    "Prepare batches in the iterator that `train_batch` gets.": "set_batch_fn",
-    "There is no pipeline whose shapes could be kept.": "reset_activation_shape",
+    "Call the engine, `backward` and `step` for each micro-batch.": """
+        train_batch eval_batch set_dataloader set_dataiterator set_batch_fn reset_activation_shape
+    """,
 }
 """What to use instead -> attributes of DeepSpeed's engine that are not here."""

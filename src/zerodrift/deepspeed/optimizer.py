@@ -9,7 +9,7 @@ Invariant: nothing is stored here; every answer is the engine's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,21 +22,8 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
 
-class ParamCoordinator:
-    """DeepSpeed's record of the order of parameters. The plan decides the order here, so there is no
-    trace."""
-
-    def is_complete_trace(self) -> bool:
-        return False
-
-    def is_invalid_trace(self) -> bool:
-        return True
-
-    def is_record_trace(self) -> bool:
-        return False
-
-    def _invalidate_trace(self) -> None: ...
-    def reset_step(self) -> None: ...
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a method of DeepSpeed that has nothing to do here."""
 
 
 class ParameterOffload:
@@ -46,19 +33,24 @@ class ParameterOffload:
     context ends. The lists of hooks are empty, and nothing done with them changes the engine.
     """
 
+    empty_partition_cache = setup_zero_stage3_hooks = staticmethod(_nothing)
+    _register_deepspeed_module = _register_hooks_recursively = staticmethod(_nothing)
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self.param_coordinator = ParamCoordinator()
+        # The plan decides the order of parameters, so there is no trace that could be complete.
+        self.param_coordinator = SimpleNamespace(
+            is_complete_trace=lambda: False,
+            is_invalid_trace=lambda: True,
+            is_record_trace=lambda: False,
+            _invalidate_trace=_nothing,
+            reset_step=_nothing,
+        )
 
-    def get_param_coordinator(self) -> ParamCoordinator:
+    def get_param_coordinator(self) -> SimpleNamespace:
         return self.param_coordinator
-
-    def empty_partition_cache(self) -> None: ...
-    def setup_zero_stage3_hooks(self) -> None: ...
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None: ...
-    def _register_hooks_recursively(self, module: nn.Module, count: Any = None) -> None: ...
 
 
 class LossScaler:
@@ -112,10 +104,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return other is self or (self._passes and other is self.optimizer)
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> Hashable:
-        return self.optimizer if self._passes else id(self)
+        return hash(self.optimizer) if self._passes else id(self)
 
     def _running(self) -> Engine:
         engine = self._engine()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerodrift.deepspeed import collectives as comm
@@ -92,9 +93,9 @@ class ParameterShard:
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the whole values, padded."""
         if self.spans is not None:
-            return values.reshape(-1)[self.spans.of(comm.get_rank())]
+            return values.reshape(-1)[self.spans.of(dist.get_rank())]
         count = self.flat.numel()
-        mine = values.reshape(-1)[comm.get_rank() * count :][:count]
+        mine = values.reshape(-1)[dist.get_rank() * count :][:count]
         return torch.cat([mine, mine.new_zeros(count - mine.numel())])
 
     def replace(self, values: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ class ParameterShard:
 
     def whole(self) -> torch.Tensor:
         """Gather the values. Collective."""
-        spans, ranks = self.spans, comm.get_world_size()
+        spans, ranks = self.spans, dist.get_world_size()
         if spans is None:
             flat = self.flat.new_empty(self.flat.numel() * ranks)
             comm.all_gather_into_tensor(flat, self.flat)
@@ -217,7 +218,7 @@ def shard_parameter(
     values = parameter.detach()
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
-    ranks = comm.get_world_size()
+    ranks = dist.get_world_size()
     if ranks == 1:
         mark(parameter, number)
         parameter.data = values
@@ -277,7 +278,7 @@ def keep_shards(engine: Engine) -> Callable[[], None]:
             if row.parts > 1:
                 continue  # experts differ between ranks
             spans = SegmentSpans(row.offset, row.numel, count, segment.ranks)
-            mine = spans.of(comm.get_rank())
+            mine = spans.of(dist.get_rank())
             first = max(row.offset + mine.start - segment.rank * count, 0)
             flat = segment.storage[first : first + mine.stop - mine.start]
             absent = ungathered_class(row.name, lambda: False, AFTER_ENGINE)

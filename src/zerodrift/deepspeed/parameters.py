@@ -41,34 +41,21 @@ GATHER = (
 
 ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
 ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
-
-
-class ZeroStageEnum(int, enum.Enum):
-    """The ZeRO stages."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3  # noqa: PIE796 (DeepSpeed's name for the last)
-
-
-class OffloadDeviceEnum(str, enum.Enum):
-    """Places for what is offloaded."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, enum.Enum):
-    """States that `offload_states` moves in DeepSpeed."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
+ZeroStageEnum = enum.Enum(
+    "ZeroStageEnum",
+    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
+    type=int,
+    module=__name__,
+)
+OffloadDeviceEnum = enum.Enum(
+    "OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str, module=__name__
+)
+OffloadStateTypeEnum = enum.Enum(  # type: ignore[misc]
+    "OffloadStateTypeEnum",
+    {name: name for name in ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")},
+    type=str,
+    module=__name__,
+)
 
 
 # --- a parameter's engine ---------------------------------------------------------------------------------

@@ -22,11 +22,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as registration
 
-from zerodrift.deepspeed import collectives as comm
 from zerodrift.deepspeed.gathered_parameters import GatheredParameters
+from zerodrift.deepspeed.launch import init_distributed
 from zerodrift.deepspeed.parameter_shards import ParameterShard, guard, shard_of, shard_parameter
 from zerodrift.errors import Problems, UnsupportedError
 
@@ -87,9 +88,9 @@ class Init:
         self._apply: Callable[..., Any] = nn.Module.apply
         if not enabled:
             return
-        comm.init_distributed()
-        group, ranks = data_parallel_group, comm.get_world_size()
-        if group is not None and comm.get_world_size(group) != ranks:
+        init_distributed()
+        group, ranks = data_parallel_group, dist.get_world_size()
+        if group is not None and dist.get_world_size(group) != ranks:
             raise UnsupportedError(
                 "zero.Init(data_parallel_group)",
                 "must be all ranks",
