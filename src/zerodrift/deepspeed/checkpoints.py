@@ -49,32 +49,6 @@ if __name__ == "__main__":
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """The parts of a checkpoint to load. The optimizer's has moments, loss scale and random state."""
-
-    optimizer: bool
-    schedule: bool
-    counts: bool
-    strict: bool = True
-    """Names must be the same on both sides."""
-
-    @property
-    def allow(self) -> tuple[Allowed, ...]:
-        # DeepSpeed refuses another kind of schedule only if the optimizer is loaded too.
-        free: tuple[Allowed, ...] = () if self.optimizer else ("schedule",)
-        return free if self.strict else (*free, "model", "buffers")
-
-    def parts(self, has_schedule: bool) -> frozenset[Part]:
-        """Return the parts beside the weights."""
-        chosen: dict[Part, bool] = {
-            "optimizer": self.optimizer,
-            "schedule": self.schedule and (has_schedule or self.optimizer),
-            "counts": self.counts,
-        }
-        return frozenset(part for part, wanted in chosen.items() if wanted)
-
-
 class CheckpointedEngine(nn.Module):
     """The methods of DeepSpeedEngine that save and load."""
 
@@ -194,12 +168,16 @@ class CheckpointedEngine(nn.Module):
                     "`zero.GatheredParameters(parameters, modifier_rank=0)`."
                 ),
             )
-        wanted = LoadRequest(
-            optimizer=load_optimizer_states and not load_module_only,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            counts=not load_module_only,
-            strict=load_module_strict,
-        )
+        optimizer = load_optimizer_states and not load_module_only
+        counts = not load_module_only
+        # DeepSpeed refuses another kind of schedule only if the optimizer is loaded too.
+        allow: tuple[Allowed, ...] = () if optimizer else ("schedule",)
+        if not load_module_strict:
+            allow = (*allow, "model", "buffers")
+        has_schedule = self._engine.schedule is not None
+        schedule = load_lr_scheduler_states and not load_module_only and (has_schedule or optimizer)
+        wanted: dict[Part, bool] = {"optimizer": optimizer, "schedule": schedule, "counts": counts}
+        parts = frozenset(part for part, is_wanted in wanted.items() if is_wanted)
         engine, found = self._engine, (False, "")
         is_first = engine.mesh.rank() == 0
         with raise_on_all_ranks(engine.comm):
@@ -208,32 +186,34 @@ class CheckpointedEngine(nn.Module):
         is_theirs, latest = engine.comm.broadcast_object(found, 0)
         if is_theirs:
             with _converted(engine.comm, load_dir, tag, engine.schedule) as converted:
-                parts = Checkpoints(engine, converted.folder, quiet=True)
-                self._load(parts, LATEST, wanted, (*wanted.allow, *converted.missing))
-                self._count(wanted, {"global_samples": converted.samples})
-                return converted.original, dict(converted.client)
+                theirs = Checkpoints(engine, converted.folder, quiet=True)
+                self._load(theirs, LATEST, parts, (*allow, *converted.missing))
+                self._restore_counts(counts, {"global_samples": converted.samples})
+                return converted.original, converted.client
         if tag is None and not latest:
             name = os.fspath(load_dir)
             logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", name)
             return None, None
-        loaded = self._load(self.checkpoints_in(load_dir), str(tag or latest), wanted, wanted.allow)
+        loaded = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
         client = loaded.client or {}
-        self._count(wanted, client.get("counts", {}))
+        self._restore_counts(counts, client.get("counts", {}))
         return str(loaded.path), dict(client.get("client", {}))
 
-    def _load(self, parts: Checkpoints, tag: str, wanted: LoadRequest, allow: tuple[Allowed, ...]) -> Loaded:
-        loaded = parts.load_parts(tag, wanted.parts(self._engine.schedule is not None), allow)
+    def _load(
+        self, folder: Checkpoints, tag: str, parts: frozenset[Part], allow: tuple[Allowed, ...]
+    ) -> Loaded:
+        loaded = folder.load_parts(tag, parts, allow)
         for difference in loaded.differences:
             if difference.what == "model":
                 logger.warning("%s: %s", loaded.path, difference)
         return loaded
 
-    def _count(self, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
-        if wanted.counts:
+    def _restore_counts(self, wanted: bool, saved: Mapping[str, int]) -> None:
+        if wanted:
             per_step = self.gradient_accumulation_steps()
-            saved = counts.get("micro_steps", self.global_steps * per_step)
-            self.micro_steps = saved - saved % per_step  # gradients of an unfinished step are not saved
-            self.global_samples = counts.get("global_samples", self.global_steps * self.train_batch_size())
+            steps = saved.get("micro_steps", self.global_steps * per_step)
+            self.micro_steps = steps - steps % per_step  # gradients of an unfinished step are not saved
+            self.global_samples = saved.get("global_samples", self.global_steps * self.train_batch_size())
         self.tell()
 
 
@@ -268,7 +248,7 @@ class ConvertedCheckpoint:
     folder: str
     original: str
     samples: int
-    client: Mapping[str, Any]
+    client: dict[str, Any]
     missing: tuple[Allowed, ...]
 
 
