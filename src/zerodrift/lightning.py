@@ -1,14 +1,14 @@
-"""A strategy for Lightning's `Trainer`: the engine around a `LightningModule`, as a config says.
+"""A strategy for Lightning's `Trainer`, which trains a `LightningModule` on zerodrift's engine.
 
     trainer = Trainer(strategy=ZeroDriftStrategy("config.yaml"), devices=8)
 
 `import zerodrift.lightning` also registers the name: `Trainer(strategy="zerodrift")` trains with defaults.
 
-Lightning decides when a step ends, and divides losses by the number of batches in one, the last step of an
-epoch included, which may have fewer; the engine is told so. What both sides say (batches of a step, clipping,
-precision) is an error where it differs.
+Lightning decides when a step ends and divides losses by the number of batches in it, which may be smaller in
+the last step of an epoch. A setting that both sides have (batches of a step, clipping, precision) must be the
+same on both.
 
-Invariant: a step of the engine is a step of Lightning's, and nothing of Lightning's precision plugins runs.
+Invariant: a step of the engine is a step of Lightning's, and no precision plugin of Lightning's runs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zerodrift.io.checkpoint.checkpoints import Checkpoints
 NAME = "zerodrift"
 TAG = "state"
 OWN = "lightning.ckpt"
-"""What Lightning keeps of a run, beside the checkpoint of the engine."""
+"""Lightning's own file, beside the checkpoint of the engine."""
 
 
 class EnginePrecision(Precision):
-    """The engine's forward, backward and step; dtypes are the plan's."""
+    """Calls the engine's backward and step. The plan decides the dtypes."""
 
     def __init__(self, strategy: ZeroDriftStrategy) -> None:
         super().__init__()
@@ -45,9 +45,8 @@ class EnginePrecision(Precision):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise UnsupportedError(
-                "backward", "must be called with the loss and names", got=f"{len(args)} more arguments"
-            )
+            must = "must be called with the loss and names"
+            raise UnsupportedError("backward", must, got=f"{len(args)} more arguments")
         self._strategy.engine.backward(tensor, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -63,7 +62,7 @@ class EnginePrecision(Precision):
         return loss
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """The engine clips in its step, by the true norm."""
+        """Do nothing: the engine clips in its step, by the true norm."""
 
 
 class ZeroDriftStrategy(DDPStrategy):
@@ -72,9 +71,9 @@ class ZeroDriftStrategy(DDPStrategy):
     strategy_name = NAME
 
     def __init__(self, config: ConfigSource | None = None, *, quiet: bool = False, **launching: Any) -> None:
-        """`config` is a file, a dict or a `Config`, and says nothing that the `Trainer` says. The plan is
-        printed unless `quiet`. `launching` is what `DDPStrategy` takes to start and join processes, such as
-        `timeout`, `process_group_backend` and `start_method`."""
+        """Take a file, a dict or a `Config`, without the `Trainer`'s settings. The plan is printed unless
+        `quiet`. `launching` has arguments of `DDPStrategy` to start and join processes, such as `timeout`,
+        `process_group_backend` and `start_method`."""
         super().__init__(precision_plugin=EnginePrecision(self), **launching)
         self._config: ConfigSource = {} if config is None else config
         self._quiet = quiet
@@ -83,7 +82,7 @@ class ZeroDriftStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """While a fit, validation, test or prediction is under way."""
+        """The engine of the current fit, validation, test or prediction."""
         if self._engine is None:
             raise UnsupportedError("engine", "must be asked for while the Trainer runs", got="none yet")
         return self._engine
@@ -110,12 +109,12 @@ class ZeroDriftStrategy(DDPStrategy):
             optimizer,
             self._config,
             device=self.root_device,
-            overrides=self._agreed(trainer) if fits else [],
+            overrides=self._trainer_settings(trainer) if fits else [],
             quiet=self._quiet,
         )
         if fits:
-            self._own_optimizer()
-            # Lightning has divided the loss by what is in a step.
+            self._use_engine_groups()
+            # Lightning divides the loss by the number of batches.
             self._engine.progress.accumulation = 1
         self.model = self._engine
 
@@ -127,24 +126,23 @@ class ZeroDriftStrategy(DDPStrategy):
                 got=f"{len(self.optimizers)}",
                 do="Parameter groups of one optimizer may differ; rules of the config, too.",
             )
-        mine = [one for one in self.optimizers if one.param_groups]
-        return mine[0] if mine else None
+        given = [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+        return given[0] if given else None
 
-    def _own_optimizer(self) -> None:
-        """Schedulers set the learning rates of the engine's groups."""
+    def _use_engine_groups(self) -> None:
+        """Let schedulers set the learning rates of the engine's groups."""
         groups = self.engine.optimizer
         if groups is None:
-            raise ConfigError(
-                "configure_optimizers", "must return an optimizer, or the config must have one", got="neither"
-            )
+            must = "must return an optimizer, or the config must have one"
+            raise ConfigError("configure_optimizers", must, got="neither")
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = groups
         self.optimizers = [groups]
 
-    def _agreed(self, trainer: Any) -> list[str]:
-        """What the Trainer says, as keys of the config; an error where the config says something else."""
+    def _trainer_settings(self, trainer: Any) -> list[str]:
+        """Return the Trainer's settings as keys of the config. Another value in the config is an error."""
         written = load(self._config)
-        said: dict[str, tuple[Any, Any, str]] = {
+        settings: dict[str, tuple[Any, Any, str]] = {
             "gradient_accumulation_steps": (
                 written.gradient_accumulation_steps,
                 trainer.accumulate_grad_batches,
@@ -153,14 +151,11 @@ class ZeroDriftStrategy(DDPStrategy):
         }
         if trainer.gradient_clip_val is not None or written.gradient_clipping in (None, "auto"):
             clip = float(trainer.gradient_clip_val or 0.0)
-            said["gradient_clipping"] = written.gradient_clipping, clip, "gradient_clip_val"
+            settings["gradient_clipping"] = written.gradient_clipping, clip, "gradient_clip_val"
         if trainer.gradient_clip_algorithm not in (None, "norm"):
-            raise UnsupportedError(
-                "Trainer(gradient_clip_algorithm=...)",
-                "must be norm",
-                got=str(trainer.gradient_clip_algorithm),
-            )
-        for key, (here, there, argument) in said.items():
+            got = str(trainer.gradient_clip_algorithm)
+            raise UnsupportedError("Trainer(gradient_clip_algorithm=...)", "must be norm", got=got)
+        for key, (here, there, argument) in settings.items():
             if here not in (None, "auto", there):
                 raise ConfigError(
                     key,
@@ -168,7 +163,7 @@ class ZeroDriftStrategy(DDPStrategy):
                     got=f"{here} in the config and {there} there",
                     do=f"Leave it out, and write Trainer({argument}={here}).",
                 )
-        return [f"{key}={there}" for key, (_, there, _) in said.items()]
+        return [f"{key}={there}" for key, (_, there, _) in settings.items()]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
@@ -179,7 +174,7 @@ class ZeroDriftStrategy(DDPStrategy):
     def teardown(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            # Another rank may not come to gather, where one has failed.
+            # After an error the other ranks may not come to gather.
             with contextlib.nullcontext() if self._failed else engine.gathered():
                 engine.destroy()
             self.model = self.lightning_module
@@ -203,7 +198,7 @@ class ZeroDriftStrategy(DDPStrategy):
         return {}  # the engine's checkpoint has it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values on rank 0, in their compute dtype. A call of all ranks."""
+        """Return whole values on rank 0, in their compute dtype. Collective."""
         module: Any = self.lightning_module
         if self._engine is None:
             return dict(module.state_dict())
@@ -215,7 +210,8 @@ class ZeroDriftStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """A folder with the engine's checkpoint and Lightning's own; of weights alone, one file."""
+        """Save a folder with the engine's checkpoint and Lightning's own file, or one file for weights
+        alone."""
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -231,17 +227,16 @@ class ZeroDriftStrategy(DDPStrategy):
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only)
         if not (path / OWN).is_file():
-            raise CheckpointError(
-                str(path), f"must be a folder that {type(self).__name__} saved", got=f"no {OWN} in it"
-            )
-        # What tensors are left whole in there, the engine reads in slices.
+            must = f"must be a folder that {type(self).__name__} saved"
+            raise CheckpointError(str(path), must, got=f"no {OWN} in it")
+        # The engine reads the weights in shards.
         found: dict[str, Any] = {**super().load_checkpoint(path / OWN, weights_only), "state_dict": {}}
         fits = self.engine.updater is not None
         Checkpoints(self.engine, path, quiet=True, shared=True).load(TAG, parts="all" if fits else "weights")
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Of one file with all weights; those of a folder have been read."""
+        """Load the weights of one file. Those of a folder were loaded by the engine."""
         module: Any = self.lightning_module
         if checkpoint["state_dict"]:
             with self.engine.gathered(write=True):

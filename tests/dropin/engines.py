@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -336,7 +337,7 @@ SCRIPTS = (
     Script(weights_from_a_checkpoint, alike=(1, 2), why="stage 0 saves none, stage 3 loads into no slices"),
     Script(steps_that_the_caller_counts),
     Script(what_is_asserted, alike=BELOW_3[:2], why="`no_sync` itself is asserted"),
-    Script(files_that_are_no_json),
+    *([Script(files_that_are_no_json)] if importlib.util.find_spec("hjson") else []),
     Script(a_file_that_is_json),
     Script(a_gradient_of_the_input, alike=BELOW_3, why="it crashes"),
     Script(other_parameters, alike=BELOW_3, why="it crashes"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from tests.dropin.parameters import Net
 from tests.dropin.script import Run, Script, square
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+ZERO = (0,)
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
 
 
@@ -30,70 +33,68 @@ def gradients_that_are_read(run: Run) -> None:
         run.tell("none", [p.grad is None for p in engine.module.parameters()] if (step + 1) % 3 == 0 else 0)
 
 
-def gradients_that_are_clipped(run: Run) -> None:
+def clip(engine: Any, run: Run, step: int) -> None:
     """`clip_grad_norm_` on the module's parameters, as in plain torch."""
-    engine = run.engine(Net(), optimizer=ADAMW)
-    for step in range(3):
-        engine.backward(square(engine(run.data(step))))
-        run.tell("norm", nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-2).float())
-        run.tell("clipped", grads(engine))
-        engine.step()
+    run.tell("norm", nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-2).float())
+    run.tell("clipped", grads(engine))
 
 
-def gradients_that_are_clipped_by_value(run: Run) -> None:
-    """`clip_grad_value_`, in two micro-batches."""
-    engine = run.engine(Net(), gradient_accumulation_steps=2)
-    for step in range(4):
-        engine.backward(square(engine(run.data(step))))
-        if step % 2:
-            nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
-        engine.step()
+def clip_by_value(engine: Any, run: Run, step: int) -> None:
+    """`clip_grad_value_`, before the last of two micro-batches."""
+    if step % 2:
+        nn.utils.clip_grad_value_(engine.module.parameters(), 1e-3)
 
 
-def gradients_that_are_scaled_by_hand(run: Run) -> None:
+def scale_by_hand(engine: Any, run: Run, step: int) -> None:
     """`p.grad.mul_`, `p.grad.data`, `p.grad = ...`, each on some of them."""
-    engine = run.engine(Net())
-    for step in range(3):
-        engine.backward(square(engine(run.data(step))))
-        for number, parameter in enumerate(engine.module.parameters()):
-            if number % 3 == 0:
-                parameter.grad.mul_(0.5)
-            elif number % 3 == 1:
-                parameter.grad.data.clamp_(-1e-3, 1e-3)
-            else:
-                parameter.grad = parameter.grad * 2
-        engine.step()
+    for number, parameter in enumerate(engine.module.parameters()):
+        if number % 3 == 0:
+            parameter.grad.mul_(0.5)
+        elif number % 3 == 1:
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+        else:
+            parameter.grad = parameter.grad * 2
 
 
-def gradients_that_are_dropped(run: Run) -> None:
+def drop_the_head(engine: Any, run: Run, step: int) -> None:
     """`p.grad = None` for the head, as DINO does at first: it stays as it is, momentum too."""
-    engine = run.engine(Net(), optimizer=ADAMW)
-    for step in range(4):
-        engine.backward(square(engine(run.data(step))))
-        if step in (0, 2):
-            for parameter in engine.module.head.parameters():
-                parameter.grad = None
-        engine.step()
+    for parameter in engine.module.head.parameters() if step in (0, 2) else ():
+        parameter.grad = None
 
 
-def gradients_with_noise(run: Run) -> None:
+def add_noise(engine: Any, run: Run, step: int) -> None:
     """Added to `p.grad`, the same on all ranks; and a penalty's gradient by hand."""
-    engine = run.engine(Net())
-    for step in range(3):
-        engine.backward(square(engine(run.data(step))))
-        for parameter in engine.module.parameters():
-            parameter.grad += 1e-2 * torch.ones_like(parameter) + 1e-2 * parameter.detach()
-        engine.step()
+    for parameter in engine.module.parameters():
+        parameter.grad += 1e-2 * torch.ones_like(parameter) + 1e-2 * parameter.detach()
 
 
-def gradients_with_the_configs_clip_too(run: Run) -> None:
+def zero_a_block(engine: Any, run: Run, step: int) -> None:
     """The engine clips what was left by hand."""
-    engine = run.engine(Net(), gradient_clipping=0.02)
-    for step in range(3):
-        engine.backward(square(engine(run.data(step))))
-        for parameter in engine.module.blocks[0].parameters():
-            parameter.grad.zero_()
-        engine.step()
+    for parameter in engine.module.blocks[0].parameters():
+        parameter.grad.zero_()
+
+
+CHANGES: dict[Any, tuple[int, dict[str, Any]]] = {
+    clip: (3, {"optimizer": ADAMW}),
+    clip_by_value: (4, {"gradient_accumulation_steps": 2}),
+    scale_by_hand: (3, {}),
+    drop_the_head: (4, {"optimizer": ADAMW}),
+    add_noise: (3, {}),
+    zero_a_block: (3, {"gradient_clipping": 0.02}),
+}
+"""Change of `param.grad` between backward and step -> micro-batches and keys of the config."""
+
+
+def changes(change: Any, count: int, config: dict[str, Any]) -> Script:
+    def script(run: Run) -> None:
+        engine = run.engine(Net(), **config)
+        for step in range(count):
+            engine.backward(square(engine(run.data(step))))
+            change(engine, run, step)
+            engine.step()
+
+    script.__name__ = f"gradients_{change.__name__}"
+    return Script(script, stages=ZERO)
 
 
 def gradients_in_a_step_and_outside(run: Run) -> None:
@@ -192,16 +193,10 @@ def frozen_in_a_client_optimizer(run: Run) -> None:
 
 MOVES = "a frozen parameter goes on by its moments and its decay, and its count of steps with the others'"
 SUMS = "gradients are in pieces and out of reach"
-ZERO = (0,)
 
 SCRIPTS = (
     Script(gradients_that_are_read, stages=ZERO),
-    Script(gradients_that_are_clipped, stages=ZERO),
-    Script(gradients_that_are_clipped_by_value, stages=ZERO),
-    Script(gradients_that_are_scaled_by_hand, stages=ZERO),
-    Script(gradients_that_are_dropped, stages=ZERO),
-    Script(gradients_with_noise, stages=ZERO),
-    Script(gradients_with_the_configs_clip_too, stages=ZERO),
+    *(changes(change, *rest) for change, rest in CHANGES.items()),
     Script(gradients_in_a_step_and_outside, alike=ZERO, why="stages 1-2 raise, 3 has what was last"),
     Script(a_part_that_is_frozen),
     Script(frozen_and_thawed_with_adam, alike=ZERO, why=MOVES),

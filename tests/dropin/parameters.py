@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -41,41 +44,62 @@ class Net(nn.Module):
         return self.head(h)
 
 
-# --- a block's parameter outside of it --------------------------------------------------------------------
+def reads(forward: Callable[[Any, Tensor], Tensor]) -> type[Net]:
+    """Return a model with another forward."""
+    return type("Reads", (Net,), {"forward": forward})
 
 
-def the_weight_of_a_block_behind_it(run: Run) -> None:
+def _stacked(self: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    h = self.into(x)
+    for block in self.blocks:
+        h = call(block, h)
+    return h
+
+
+# --- a block's parameter outside of it: forwards of a `Net` ----------------------------------------------
+
+
+def the_weight_of_a_block_behind_it(self: Any, x: Tensor) -> Tensor:
     """A head that computes with the matrix of a block, which has run."""
-
-    class Reads(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(super().forward(x), self.blocks[0].up.weight)
-
-    run.train(run.engine(Reads()))
+    return F.linear(Net.forward(self, x), self.blocks[0].up.weight)
 
 
-def the_weight_of_a_block_before_it(run: Run) -> None:
-    """The same before the block runs, in two micro-batches."""
-
-    class Reads(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * self.blocks[2].scale + self.blocks[1].down.bias)
-
-    run.train(run.engine(Reads(), gradient_accumulation_steps=2), steps=4)
+def the_weight_of_a_block_before_it(self: Any, x: Tensor) -> Tensor:
+    """The same before the block runs."""
+    return Net.forward(self, x * self.blocks[2].scale + self.blocks[1].down.bias)
 
 
-def a_penalty_in_the_forward(run: Run) -> None:
+def a_penalty_in_the_forward(self: Any, x: Tensor) -> Tensor:
     """A loss that adds the squares of all weights, as some models do themselves."""
-
-    class Penalized(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            penalty = sum(p.square().sum() for p in self.blocks.parameters())
-            return super().forward(x).square().mean() + 1e-3 * penalty
-
-    run.train(run.engine(Penalized()))
+    penalty = sum(p.square().sum() for p in self.blocks.parameters())
+    return Net.forward(self, x).square().mean() + 1e-3 * penalty
 
 
-def a_block_that_reads_another(run: Run) -> None:
+def a_weight_outside_under_checkpointing(self: Any, x: Tensor) -> Tensor:
+    """In a function that is recomputed in the backward."""
+    h = _stacked(self, x, lambda block, h: checkpoint(block, h, use_reentrant=False))
+    return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
+
+
+def other_methods_of_a_block(self: Any, x: Tensor) -> Tensor:
+    """`block.encode(x)` and `block.decode(x)`, and no `block(x)`; a bare parameter is used in one of them."""
+    return self.head(_stacked(self, x, lambda block, h: h + block.decode(block.encode(h))))
+
+
+def the_parts_of_a_block(self: Any, x: Tensor) -> Tensor:
+    """The parent calls what is in a block; the block is a holder."""
+    return self.head(_stacked(self, x, lambda block, h: h + block.down(F.gelu(block.up(h))) * block.scale))
+
+
+def the_forward_of_a_block(self: Any, x: Tensor) -> Tensor:
+    """`block.forward(x)`, past its hooks."""
+    return self.head.forward(_stacked(self, x, lambda block, h: block.forward(h)))
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def a_block_that_reads_another() -> nn.Module:
     """Block 1 uses the weight of block 0 by a reference that is no submodule."""
     net = Net()
 
@@ -86,19 +110,20 @@ def a_block_that_reads_another(run: Run) -> None:
     torch.manual_seed(3)
     net.blocks[1] = Reads()
     other = [net.blocks[0]]
-    run.train(run.engine(net))
+    return net
 
 
-def a_bias_that_is_returned(run: Run) -> None:
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, self.linear.weight), self.linear.bias
+
+
+def a_bias_that_is_returned() -> nn.Module:
     """A layer that returns its bias beside its output, for its caller to add: Megatron's `skip_bias_add`."""
-
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return F.linear(x, self.linear.weight), self.linear.bias
 
     class Adds(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -107,56 +132,10 @@ def a_bias_that_is_returned(run: Run) -> None:
                 x = torch.tanh(x + bias)
             return self.head(x)
 
-    run.train(run.engine(Adds(Skips)))
+    return Adds(Skips)
 
 
-def a_registered_parameter(run: Run) -> None:
-    """`zero.register_external_parameter`, as the documentation says."""
-
-    class Registers(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            register(self, self.blocks[1].up.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(super().forward(x), self.blocks[1].up.weight)
-
-    register = run.deepspeed.zero.register_external_parameter
-    run.train(run.engine(Registers()))
-
-
-def a_weight_outside_in_evaluation(run: Run) -> None:
-    """Without gradients, and then with."""
-
-    class Reads(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(super().forward(x), self.blocks[0].up.weight)
-
-    engine = run.engine(Reads())
-    engine.eval()
-    with torch.no_grad():
-        run.tell("evaluation", square(engine(run.data(9))))
-    engine.train()
-    run.train(engine)
-
-
-def a_weight_outside_under_checkpointing(run: Run) -> None:
-    """In a function that is recomputed in the backward."""
-
-    class Recomputed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = checkpoint(block, h, use_reentrant=False)
-            return checkpoint(lambda h: F.linear(h, self.blocks[0].up.weight).tanh(), h, use_reentrant=False)
-
-    run.train(run.engine(Recomputed()))
-
-
-# --- blocks that nobody calls -------------------------------------------------------------------------------
-
-
-def a_list_of_dicts(run: Run) -> None:
+def a_list_of_dicts() -> nn.Module:
     """`ModuleList` of `ModuleDict`, as in timm and nanoGPT."""
 
     class Dicts(nn.Module):
@@ -173,10 +152,10 @@ def a_list_of_dicts(run: Run) -> None:
                 x = layer["block"](layer["norm"](x + layer["up"](x).tanh()))
             return x
 
-    run.train(run.engine(Dicts()))
+    return Dicts()
 
 
-def nested_lists(run: Run) -> None:
+def nested_lists() -> nn.Module:
     """Lists in lists in lists, with bare parameters at the leaves."""
 
     class Lists(nn.Module):
@@ -197,10 +176,10 @@ def nested_lists(run: Run) -> None:
                 x = norm(linear(block(x))) * scale + shift
             return x
 
-    run.train(run.engine(Lists()))
+    return Lists()
 
 
-def a_dict_of_lists(run: Run) -> None:
+def a_dict_of_lists() -> nn.Module:
     """Towers by name, of which a batch takes one."""
 
     class Towers(nn.Module):
@@ -219,46 +198,27 @@ def a_dict_of_lists(run: Run) -> None:
                 x = block(x)
             return self.head(x)
 
-    run.train(run.engine(Towers()))
+    return Towers()
 
 
-def other_methods_of_a_block(run: Run) -> None:
-    """`block.encode(x)` and `block.decode(x)`, and no `block(x)`; a bare parameter is used in one of them."""
-
-    class Auto(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = h + block.decode(block.encode(h))
-            return self.head(h)
-
-    run.train(run.engine(Auto()))
+# --- whole scripts ----------------------------------------------------------------------------------------
 
 
-def the_parts_of_a_block(run: Run) -> None:
-    """The parent calls what is in a block; the block is a holder."""
-
-    class Parts(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = h + block.down(F.gelu(block.up(h))) * block.scale
-            return self.head(h)
-
-    run.train(run.engine(Parts(), gradient_accumulation_steps=2), steps=4)
+def a_registered_parameter(run: Run) -> None:
+    """`zero.register_external_parameter`, as the documentation says."""
+    net = reads(lambda self, x: F.linear(Net.forward(self, x), self.blocks[1].up.weight))()
+    run.deepspeed.zero.register_external_parameter(net, net.blocks[1].up.weight)
+    run.train(run.engine(net))
 
 
-def the_forward_of_a_block(run: Run) -> None:
-    """`block.forward(x)`, past its hooks."""
-
-    class Direct(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = block.forward(h)
-            return self.head.forward(h)
-
-    run.train(run.engine(Direct()))
+def a_weight_outside_in_evaluation(run: Run) -> None:
+    """Without gradients, and then with."""
+    engine = run.engine(reads(the_weight_of_a_block_behind_it)())
+    engine.eval()
+    with torch.no_grad():
+        run.tell("evaluation", square(engine(run.data(9))))
+    engine.train()
+    run.train(engine)
 
 
 def a_part_that_is_called_from_outside(run: Run) -> None:
@@ -275,10 +235,7 @@ def another_method_of_the_model(run: Run) -> None:
 
     class Features(Net):
         def features(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = block(h)
-            return h
+            return _stacked(self, x, lambda block, h: block(h))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.features(x))
@@ -290,23 +247,48 @@ def another_method_of_the_model(run: Run) -> None:
     run.train(engine, steps=1, first=1)
 
 
+def trains(make: Callable[[], nn.Module], name: str, micro_batches: int = 1) -> Callable[[Run], None]:
+    """Return a script that trains a model."""
+
+    def script(run: Run) -> None:
+        accumulation = {} if micro_batches == 1 else {"gradient_accumulation_steps": micro_batches}
+        run.train(run.engine(make(), **accumulation), steps=3 if micro_batches == 1 else 2 * micro_batches)
+
+    script.__name__ = name
+    return script
+
+
 BELOW_3 = (0, 1, 2)
 
+FORWARDS = {
+    the_weight_of_a_block_behind_it: {},
+    the_weight_of_a_block_before_it: {},
+    a_penalty_in_the_forward: {"alike": BELOW_3, "why": "its backward meets an empty parameter, and raises"},
+    a_weight_outside_under_checkpointing: {},
+    other_methods_of_a_block: {},
+    the_parts_of_a_block: {},
+    the_forward_of_a_block: {},
+}
+"""Forward of a `Net` -> what DeepSpeed does. Two of them train in two micro-batches."""
+
+ACCUMULATED = (the_weight_of_a_block_before_it, the_parts_of_a_block)
+
+MODELS = {
+    a_block_that_reads_another: {},
+    a_bias_that_is_returned: {},
+    a_list_of_dicts: {},
+    nested_lists: {},
+    a_dict_of_lists: {"alike": BELOW_3, "why": "its trace is of the other tower: other losses"},
+}
+
 SCRIPTS = (
-    Script(the_weight_of_a_block_behind_it),
-    Script(the_weight_of_a_block_before_it),
-    Script(a_penalty_in_the_forward, alike=BELOW_3, why="its backward meets an empty parameter, and raises"),
-    Script(a_block_that_reads_another),
-    Script(a_bias_that_is_returned),
+    *(
+        Script(trains(reads(forward), forward.__name__, 2 if forward in ACCUMULATED else 1), **differs)
+        for forward, differs in FORWARDS.items()
+    ),
+    *(Script(trains(make, make.__name__), **differs) for make, differs in MODELS.items()),
     Script(a_registered_parameter),
     Script(a_weight_outside_in_evaluation),
-    Script(a_weight_outside_under_checkpointing),
-    Script(a_list_of_dicts),
-    Script(nested_lists),
-    Script(a_dict_of_lists, alike=BELOW_3, why="its trace is of the other tower: other losses"),
-    Script(other_methods_of_a_block),
-    Script(the_parts_of_a_block),
-    Script(the_forward_of_a_block),
     Script(a_part_that_is_called_from_outside),
     Script(another_method_of_the_model),
 )

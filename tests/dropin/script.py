@@ -128,23 +128,18 @@ def kept(value: Any) -> Any:
     return value
 
 
-def apart(mine: Any, theirs: Any, where: str = "") -> list[str]:
+def apart(mine: Any, theirs: Any, where: str = "", most: float = CLOSE) -> list[str]:
     """What is further apart than it may be; anything but a float must be equal."""
-    if isinstance(theirs, dict) or isinstance(mine, dict):
-        if not (isinstance(mine, dict) and isinstance(theirs, dict)) or mine.keys() != theirs.keys():
-            return [f"{where}: {mine!r} for {theirs!r}"]
-        return [found for key in theirs for found in apart(mine[key], theirs[key], f"{where} {key}")]
-    if isinstance(theirs, list):
-        if not isinstance(mine, list) or len(mine) != len(theirs):
-            return [f"{where}: {mine!r} for {theirs!r}"]
+    if isinstance(theirs, dict) and isinstance(mine, dict) and mine.keys() == theirs.keys():
+        return [found for key in theirs for found in apart(mine[key], theirs[key], f"{where} {key}", most)]
+    if isinstance(theirs, list) and isinstance(mine, list) and len(mine) == len(theirs):
         pairs = enumerate(zip(mine, theirs, strict=True))
-        return [found for number, (a, b) in pairs for found in apart(a, b, f"{where}[{number}]")]
+        return [found for number, (a, b) in pairs for found in apart(a, b, f"{where}[{number}]", most)]
     if isinstance(theirs, Tensor) and isinstance(mine, Tensor) and mine.shape == theirs.shape:
         mine, theirs = mine.double(), theirs.double()
-        most = CLOSE * max(1.0, theirs.abs().max().item() if theirs.numel() else 0.0)
+        most *= max(1.0, theirs.abs().max().item() if theirs.numel() else 0.0)
         worst = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
         return [] if worst <= most else [f"{where}: off by {worst:.3g}, at most {most:.3g}"]
-    if isinstance(theirs, float) and isinstance(mine, float):
-        close = abs(mine - theirs) <= CLOSE * max(1.0, abs(theirs))
-        return [] if close else [f"{where}: {mine} for {theirs}"]
+    if isinstance(theirs, float) and isinstance(mine, float):  # relative, and absolute near zero
+        return [] if abs(mine - theirs) <= most * max(1.0, abs(theirs)) else [f"{where}: {mine} for {theirs}"]
     return [] if mine == theirs else [f"{where}: {mine!r} for {theirs!r}"]

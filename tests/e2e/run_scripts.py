@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 tests/e2e/run_scripts.py zerodrift FOLDER plain accumulation ...
 
 Only the import changes: a script's text says `import deepspeed`, and for zerodrift that line is another. What
-a script tells goes to FOLDER/<script>.json.
+a script leaves in `told` goes to FOLDER/<script>.json.
 
 DeepSpeed needs two helping hands on a CPU: it refuses fp16 unless it is told that the CPU can do it, and its
 stage 3 waits for the last of several gathers only, which gloo does not end in order, so that now and then it
@@ -45,7 +45,7 @@ def arguments(name: str, folder: Path) -> list[str]:
     if name == "plain":
         config = folder / "plain_config.json"
         config.write_text(json.dumps(PLAIN))
-        return ["--deepspeed", "--deepspeed_config", str(config)]
+        return ["--deepspeed", "--deepspeed_config", str(config), "--out", str(folder / "plain.json")]
     return ["--folder", str(folder / "checkpoints")] if name == "resume" else []
 
 
@@ -73,9 +73,12 @@ def main() -> None:
 
         get_accelerator().is_fp16_supported = lambda: True
     for name in names:
-        sys.argv = [name, *arguments(name, Path(folder)), "--out", str(Path(folder) / f"{name}.json")]
+        sys.argv = [name, *arguments(name, Path(folder))]
         print(f"--- {name}", flush=True)
-        exec(compile(source(name, package), name, "exec"), {"__name__": "__main__"})
+        names_of_script: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source(name, package), name, "exec"), names_of_script)
+        if "told" in names_of_script and torch.distributed.get_rank() == 0:
+            (Path(folder) / f"{name}.json").write_text(json.dumps(names_of_script["told"]))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

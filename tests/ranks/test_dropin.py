@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 
 import zerodrift.deepspeed as deepspeed
 from tests.ranks.harness import run_ranks
-from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
-from zerodrift.deepspeed.zero.init import LENT
-from zerodrift.deepspeed.zero.slices import slice_of
+from zerodrift.deepspeed.parameter_shards import shard_of
+from zerodrift.deepspeed.zero_init import LENT
 from zerodrift.engine.habits.absent_parameter import AbsentParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 
@@ -87,7 +87,7 @@ def in_pieces() -> None:
     with deepspeed.zero.Init():
         model = Model()
     for parameter in model.parameters():
-        piece = slice_of(parameter)
+        piece = shard_of(parameter)
         assert piece is not None and piece.flat.numel() == -(-parameter.numel() // 2)
         assert parameter.shape == parameter.ds_shape
         assert parameter.untyped_storage().nbytes() <= 8
@@ -103,7 +103,7 @@ def in_pieces() -> None:
     with deepspeed.zero.GatheredParameters(model.parameters()):
         assert torch.equal(model(batch(0)), plain(batch(0)))
     engine = make(3, model)
-    assert all(slice_of(parameter) is None for parameter in model.parameters())
+    assert all(shard_of(parameter) is None for parameter in model.parameters())
     other = make(3, plain)
     assert train(engine, 3) == train(other, 3)
 
@@ -144,7 +144,7 @@ def loops_of_its_own() -> None:
     torch.manual_seed(0)
     with deepspeed.zero.Init():
         model = LoopsOfItsOwn()
-        assert sum(slice_of(p).lent is not None for p in model.parameters()) <= LENT  # type: ignore[union-attr]
+        assert sum(shard_of(p).lent is not None for p in model.parameters()) <= LENT  # type: ignore[union-attr]
     assert all(p.untyped_storage().nbytes() <= 8 for p in model.parameters())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -167,9 +167,9 @@ def apply_outside() -> None:
         nn.Linear(2, 2)
         raise ValueError("stop")
     assert nn.Module.apply is before
-    assert slice_of(nn.Sequential(nn.Linear(2, 2))[0].weight) is None
+    assert shard_of(nn.Sequential(nn.Linear(2, 2))[0].weight) is None
     with deepspeed.zero.Init(enabled=False):
-        assert slice_of(nn.Sequential(nn.Linear(2, 2))[0].weight) is None
+        assert shard_of(nn.Sequential(nn.Linear(2, 2))[0].weight) is None
 
 
 def test_init_takes_a_module_and_cleans_up() -> None:
@@ -356,38 +356,7 @@ def test_no_sync_changes_when_and_not_what() -> None:
     run_ranks(waiting, 2)
 
 
-# --- whole batches, dtypes, files -------------------------------------------------------------------------
-
-
-def whole() -> float:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Model()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x).square().mean()
-
-    engine = make(2, Loss(), gradient_accumulation_steps=2)
-    rank = deepspeed.comm.get_rank()
-    data = [torch.full((2, 16), float(rank + n)) for n in range(4)]
-    expected = engine.eval_batch(iter(data))
-    found = engine.train_batch(iter(data))
-    assert torch.allclose(expected, found) and engine.global_steps == 1
-    everywhere = [None, None]
-    deepspeed.comm.all_gather_object(everywhere, found.item())
-    assert everywhere[0] == everywhere[1]
-    outputs = engine.eval_batch(iter(data), compute_loss=False, num_micro_batches=3)
-    assert len(outputs) == 3 and engine.module.training
-    with pytest.raises(StopIteration):
-        engine.train_batch(iter(data[:1]))
-    assert engine.global_steps == 1 and engine.micro_steps == 2
-    engine.destroy()
-    return found.item()
-
-
-def test_train_batch_returns_the_mean_over_micro_batches_and_ranks() -> None:
-    run_ranks(whole, 2)
+# --- dtypes, files ----------------------------------------------------------------------------------------
 
 
 def wires() -> None:

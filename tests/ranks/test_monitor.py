@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-from tests.ranks.harness import run_ranks
-from zerodrift import deepspeed
-from zerodrift.deepspeed.monitor import monitor
 from zerodrift.deepspeed.monitor.config import get_monitor_config
 from zerodrift.deepspeed.monitor.csv_monitor import csvMonitor
 from zerodrift.deepspeed.monitor.monitor import MonitorMaster
+
+from tests.ranks.harness import run_ranks
+from zerodrift import deepspeed
+from zerodrift.deepspeed.log import logger
 from zerodrift.errors import ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_a_second_run_adds_to_the_same_files(tmp_path: Path) -> None:
 def lost(folder: str) -> tuple[int, list[str]]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor.logger, "warning", lambda text, *values: said.append(text % values))
+        patch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
         engine = engine_of(**csv_block(folder))
         steps(engine, 1)
         shutil.rmtree(folder)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.unsupported import (
+from zerodrift.deepspeed.errors import (
     MissingCheckpointError,
     MisuseError,
     NotHereError,

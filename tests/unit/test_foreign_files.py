@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import zerodrift as zd
 from tests.described import seal
 from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
-from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zerodrift.errors import ZerodriftError
 from zerodrift.io.checkpoint.folder import CheckpointFolder, latest_text, read_latest
 from zerodrift.io.checkpoint.inspect import inspect

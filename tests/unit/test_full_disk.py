@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 import zerodrift as zd
 import zerodrift.deepspeed as deepspeed
@@ -24,7 +25,6 @@ from tests.e2e.jobs import job
 from tests.unit.laid_out import lay_out
 from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
-from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
 from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.folder import CheckpointFolder

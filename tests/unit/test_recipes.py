@@ -13,7 +13,7 @@ from torch import nn
 
 from zerodrift import optimizers
 from zerodrift.api import make_plan
-from zerodrift.deepspeed.assemble import _of_block
+from zerodrift.deepspeed.initialization import optimizer_over
 from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
@@ -70,12 +70,12 @@ def test_a_block_over_groups_is_the_same_update(
     kind: str, params: dict[str, Any], algorithm: Algorithm, decay: float
 ) -> None:
     """The drop-in's, where `model_parameters` are groups; types are read in any case, as in a config."""
-    made = _of_block(kind, dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
+    made = optimizer_over(kind, dict(params), [{"params": [nn.Parameter(torch.zeros(2))]}])
     known = algorithm_of(made)
     assert known is not None and known[0] is algorithm
     assert made.param_groups[0]["weight_decay"] == decay
     with pytest.raises(UnsupportedError, match=r"must be AdamW, Adam, SGD or Lion where"):
-        _of_block("Muon", {}, [nn.Parameter(torch.zeros(2, 2))])
+        optimizer_over("Muon", {}, [nn.Parameter(torch.zeros(2, 2))])
 
 
 @pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01)])

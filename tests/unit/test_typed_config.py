@@ -222,7 +222,7 @@ def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
     job = {"model": {"source": "m"}, "data": {"train": "d"}, "config": config}
     assert read_job(job)[1].precision.mode == "bf16"
     pytest.importorskip("torch")
-    from zerodrift.deepspeed.assemble import written_config
+    from zerodrift.deepspeed.config import written_config
 
     assert written_config(None, config, None) == {"precision": {"mode": "bf16"}}
 

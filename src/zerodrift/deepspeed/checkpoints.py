@@ -1,31 +1,44 @@
 """`save_checkpoint` and `load_checkpoint`: DeepSpeed's calls on zerodrift's checkpoints.
 
-A folder has a folder per tag and a file `latest`, as with DeepSpeed; what is in a tag's folder loads on any
-number of ranks, at any stage. As in DeepSpeed the client state is rank 0's, and everybody gets it back; it
-is made of plain values, because loading a checkpoint runs no code that is in it. What DeepSpeed itself saved
-is loaded too, by way of `imports.py`.
+A folder has one folder per tag and a file `latest`. A tag loads on any number of ranks, at any stage. The
+client state is rank 0's, made of plain values, because loading a checkpoint runs no code from it. A
+checkpoint that DeepSpeed itself saved is converted by rank 0 into a temporary folder beside it, and loaded
+from there.
 
-Invariant: what `load` was told to leave alone is as it was before.
+Invariant: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
+either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.deepspeed.imports import ImportedCheckpoint, imported, saved_by_deepspeed
-from zerodrift.deepspeed.unsupported import MissingCheckpointError
-from zerodrift.deepspeed.utils import logger
+from zerodrift.deepspeed.errors import MissingCheckpointError
+from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.state_dicts import model_state, save_model
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.io.atomic import new_file
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
 from zerodrift.io.checkpoint.differences import Allowed
 from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.io.convert import to_checkpoint
+from zerodrift.io.deepspeed.checkpoint import open_deepspeed
+from zerodrift.io.deepspeed.files import find_tag, is_deepspeed
+from zerodrift.io.paths import kind_at
+from zerodrift.io.sources import from_deepspeed
 
 SCRIPT = """#!/usr/bin/env python
 # Makes one fp32 model of a checkpoint in this folder: python zero_to_fp32.py . output_folder
@@ -36,156 +49,260 @@ if __name__ == "__main__":
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What of a checkpoint to take."""
+class CheckpointedEngine(nn.Module):
+    """The methods of DeepSpeedEngine that save and load."""
 
-    optimizer: bool
-    """Masters' moments, the loss scale, random numbers."""
-    schedule: bool
-    counts: bool
-    """Steps, samples."""
-    strict: bool = True
-    """Whether names must be the same on both sides."""
+    _engine: Engine
+    _checkpoints: tuple[str, Checkpoints] | None = None
+    """The folder that was used last, and its checkpoints."""
 
-    @property
-    def allow(self) -> tuple[Allowed, ...]:
-        # A schedule of another kind is DeepSpeed's error only where the optimizer comes along.
-        free: tuple[Allowed, ...] = () if self.optimizer else ("schedule",)
-        return free if self.strict else (*free, "model", "buffers")
+    if TYPE_CHECKING:  # the attributes of DeepSpeedEngine
 
-    def parts(self, scheduled: bool) -> frozenset[Part]:
-        """What is taken beside the weights, by a run with a schedule or without."""
-        chosen: dict[Part, bool] = {
-            "optimizer": self.optimizer,
-            "schedule": self.schedule and (scheduled or self.optimizer),
-            "counts": self.counts,
-        }
-        return frozenset(part for part, wanted in chosen.items() if wanted)
+        def __getattr__(self, name: str) -> Any: ...
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's state dict, whole on every rank."""
+        if keep_vars:
+            must = "must be false: what is returned is a copy"
+            raise UnsupportedError("keep_vars", must, do="Use `named_parameters`.")
+        state = model_state(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load the state dict under `module`. Master weights follow."""
+        with self._engine.gathered(write=True):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=self.module)
+            else:
+                self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the whole state dict on rank 0's CPU, None on other ranks. transformers calls this."""
+        state = model_state(self._engine, "", exclude_frozen_parameters, everywhere=False)
+        return state if self.global_rank == 0 else None
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole model in its `export` dtypes to one file, for `torch.load` or safetensors."""
+        return save_model(self._engine, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def checkpoints_in(self, folder: str | os.PathLike[str]) -> Checkpoints:
+        """Return the checkpoints in a folder. All folders of an engine belong to one run."""
+        path = os.path.realpath(folder)
+        if self._checkpoints is None or self._checkpoints[0] != path:
+            run = "" if self._checkpoints is None else self._checkpoints[1].run
+            self._checkpoints = (path, Checkpoints(self._engine, folder, quiet=True, run=run, shared=True))
+        return self._checkpoints[1]
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all state of a run, to resume on any number of ranks at any stage. Without frozen parameters
+        the checkpoint needs `load_module_strict=False`."""
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine = self._engine
+        client = engine.comm.broadcast_object(dict(client_state), 0)
+        counts = {"micro_steps": self.micro_steps, "global_samples": self.global_samples}
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        state = {"client": client, "counts": counts}
+        frozen = not exclude_frozen_parameters
+        self.checkpoints_in(save_dir).save(tag, state, latest=save_latest, frozen=frozen, within=True)
+        script = Path(save_dir) / "zero_to_fp32.py"
+        with raise_on_all_ranks(engine.comm):
+            if engine.mesh.rank() == 0 and not os.path.lexists(script):
+                with new_file(script) as partial:
+                    partial.write_text(SCRIPT, encoding="utf-8")
+                    partial.chmod(0o755)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of zerodrift or of DeepSpeed. Return its path and client state, or two Nones.
+        Without `load_module_strict`, a name that only one side has is skipped."""
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "custom_load_fn",
+                "must be left out: masters and moments are loaded by name",
+                do=(
+                    "To load weights in a way of your own, do it inside "
+                    "`zero.GatheredParameters(parameters, modifier_rank=0)`."
+                ),
+            )
+        optimizer = load_optimizer_states and not load_module_only
+        counts = not load_module_only
+        # DeepSpeed refuses another kind of schedule only if the optimizer is loaded too.
+        allow: tuple[Allowed, ...] = () if optimizer else ("schedule",)
+        if not load_module_strict:
+            allow = (*allow, "model", "buffers")
+        has_schedule = self._engine.schedule is not None
+        schedule = load_lr_scheduler_states and not load_module_only and (has_schedule or optimizer)
+        wanted: dict[Part, bool] = {"optimizer": optimizer, "schedule": schedule, "counts": counts}
+        parts = frozenset(part for part, is_wanted in wanted.items() if is_wanted)
+        engine, found = self._engine, (False, "")
+        is_first = engine.mesh.rank() == 0
+        with raise_on_all_ranks(engine.comm):
+            if is_first:
+                found = _find(Path(load_dir), tag)
+        is_theirs, latest = engine.comm.broadcast_object(found, 0)
+        if is_theirs:
+            with _converted(engine.comm, load_dir, tag, engine.schedule) as converted:
+                theirs = Checkpoints(engine, converted.folder, quiet=True)
+                self._load(theirs, LATEST, parts, (*allow, *converted.missing))
+                self._restore_counts(counts, {"global_samples": converted.samples})
+                return converted.original, converted.client
+        if tag is None and not latest:
+            name = os.fspath(load_dir)
+            logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", name)
+            return None, None
+        loaded = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
+        client = loaded.client or {}
+        self._restore_counts(counts, client.get("counts", {}))
+        return str(loaded.path), dict(client.get("client", {}))
+
+    def _load(
+        self, folder: Checkpoints, tag: str, parts: frozenset[Part], allow: tuple[Allowed, ...]
+    ) -> Loaded:
+        loaded = folder.load_parts(tag, parts, allow)
+        for difference in loaded.differences:
+            if difference.what == "model":
+                logger.warning("%s: %s", loaded.path, difference)
+        return loaded
+
+    def _restore_counts(self, wanted: bool, saved: Mapping[str, int]) -> None:
+        if wanted:
+            per_step = self.gradient_accumulation_steps()
+            steps = saved.get("micro_steps", self.global_steps * per_step)
+            self.micro_steps = steps - steps % per_step  # gradients of an unfinished step are not saved
+            self.global_samples = saved.get("global_samples", self.global_steps * self.train_batch_size())
+        self.tell()
 
 
-class CheckpointedEngine(Protocol):
-    """What of DeepSpeed's engine is saved, loaded and counted anew."""
-
-    micro_steps: int
-    global_samples: int
-
-    @property
-    def running(self) -> Engine: ...
-    @property
-    def global_steps(self) -> int: ...
-    def checkpoints_in(self, folder: str | os.PathLike[str]) -> Checkpoints: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    def train_batch_size(self) -> int: ...
-    def tell(self) -> None: ...
-
-
-def save(
-    engine: CheckpointedEngine,
-    folder: str | os.PathLike[str],
-    tag: str | None,
-    client: Mapping[str, Any],
-    latest: bool,
-    frozen: bool = True,
-) -> bool:
-    """Everything, under a tag; `latest` names it afterwards where that is wanted."""
-    if not folder:
-        raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
-    below = engine.running
-    client = below.comm.broadcast_object(dict(client), 0)
-    counts = {"micro_steps": engine.micro_steps, "global_samples": engine.global_samples}
-    state = {"client": client, "counts": counts}
-    tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    engine.checkpoints_in(folder).save(tag, state, latest=latest, frozen=frozen, within=True)
-    with raise_on_all_ranks(below.comm):
-        if below.mesh.rank() == 0:
-            _write_script(Path(folder) / "zero_to_fp32.py")
-    return True
-
-
-def _write_script(path: Path) -> None:
-    """Beside the checkpoints, unless it is there."""
-    if os.path.lexists(path):
-        return
-    with new_file(path) as partial:
-        partial.write_text(SCRIPT, encoding="utf-8")
-        partial.chmod(0o755)
-
-
-def load(
-    engine: CheckpointedEngine, folder: str | os.PathLike[str], tag: str | None, wanted: LoadRequest
-) -> tuple[str | None, dict[str, Any] | None]:
-    """The path and the client state; two Nones where there is no `latest` and no tag was asked for."""
-    below = engine.running
-    lead = below.mesh.rank() == 0
-    path = Path(folder)
-    looked: list[tuple[bool, str]] = []
-    with raise_on_all_ranks(below.comm):
-        if lead:
-            there = CheckpointFolder(path)
-            looked.append((saved_by_deepspeed(path, tag), "" if tag is not None else there.latest()))
-            if tag is not None and not looked[0][0]:
-                require(there, str(tag))
-            if tag is None and looked[0] == (False, "") and there.halves():
-                there.newest()  # which says what is missing
-    theirs, named = below.comm.broadcast_object(looked[0] if lead else None, 0)
-    if theirs:
-        with imported(below.comm, folder, tag, below.schedule) as checkpoint:
-            return _load_theirs(engine, checkpoint, wanted)
-    if tag is None and not named:
-        logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", os.fspath(folder))
-        return None, None
-    loaded = _load(engine, engine.checkpoints_in(folder), str(tag or named), wanted, wanted.allow)
-    client = loaded.client or {}
-    _count(engine, wanted, client.get("counts", {}))
-    return str(loaded.path), dict(client.get("client", {}))
+def _find(path: Path, tag: str | None) -> tuple[bool, str]:
+    """Return True if DeepSpeed saved the checkpoint, and the tag in `latest` if none was asked for."""
+    folder = CheckpointFolder(path)
+    place = path if tag is None else path / str(tag)
+    is_theirs = kind_at(path) == "folder" and is_deepspeed(place)
+    latest = folder.latest() if tag is None else ""
+    if tag is not None and not is_theirs:
+        require(folder, str(tag))
+    if tag is None and not is_theirs and not latest and folder.halves():
+        folder.newest()  # raises, and names what is missing
+    return is_theirs, latest
 
 
 def require(folder: CheckpointFolder, tag: str) -> Path:
-    """The checkpoint of that tag, or DeepSpeed's kinds of error."""
+    """Return the checkpoint of a tag, or raise an error of DeepSpeed's kinds."""
     try:
         return folder.find(tag)
     except CheckpointError as error:
         raise MissingCheckpointError.joined([error]) from error
 
 
-def _load(
-    engine: CheckpointedEngine, parts: Checkpoints, tag: str, wanted: LoadRequest, allow: tuple[Allowed, ...]
-) -> Loaded:
-    loaded = parts.load_parts(tag, wanted.parts(engine.running.schedule is not None), allow)
-    for difference in loaded.differences:
-        if difference.what == "model":
-            logger.warning("%s: %s", loaded.path, difference)
-    return loaded
+# --- DeepSpeed's own checkpoints --------------------------------------------------------------------------
 
 
-def _load_theirs(
-    engine: CheckpointedEngine, checkpoint: ImportedCheckpoint, wanted: LoadRequest
-) -> tuple[str | None, dict[str, Any] | None]:
-    """What DeepSpeed itself saved."""
-    parts = Checkpoints(engine.running, checkpoint.folder, quiet=True)
-    _load(engine, parts, LATEST, wanted, (*wanted.allow, *checkpoint.without))
-    _count(engine, wanted, {"global_samples": checkpoint.samples})
-    return checkpoint.home, dict(checkpoint.client)
+@dataclass(frozen=True, slots=True)
+class ConvertedCheckpoint:
+    """A checkpoint of DeepSpeed's in zerodrift's format."""
+
+    folder: str
+    original: str
+    samples: int
+    client: dict[str, Any]
+    missing: tuple[Allowed, ...]
 
 
-def _count(engine: CheckpointedEngine, wanted: LoadRequest, counts: Mapping[str, int]) -> None:
-    if wanted.counts:
-        steps = engine.global_steps
-        per_step = engine.gradient_accumulation_steps()
-        saved = counts.get("micro_steps", steps * per_step)
-        engine.micro_steps = saved - saved % per_step  # gradients of a part of a step are in no checkpoint
-        engine.global_samples = counts.get("global_samples", steps * engine.train_batch_size())
-    engine.tell()
+@contextlib.contextmanager
+def _converted(
+    comm: Collectives, folder: str | os.PathLike[str], tag: str | None, schedule: Any
+) -> Iterator[ConvertedCheckpoint]:
+    """Convert a checkpoint of DeepSpeed's while the context is open. Collective. The state of a caller's own
+    schedule is taken as that of `schedule`, the run's."""
+    path = Path(folder)
+    is_first = comm.mesh.rank() == 0
+    rooms: list[Path] = []
+    written: list[ConvertedCheckpoint] = []
+    try:
+        with raise_on_all_ranks(comm):
+            if is_first:
+                rooms.append(_make_room(path))
+                written.append(_convert(path, str(tag or ""), rooms[0], schedule))
+        yield comm.broadcast_object(written[0] if is_first else None, 0)
+        comm.barrier()
+    finally:
+        for room in rooms:
+            shutil.rmtree(room, ignore_errors=True)
 
 
-def refuse_custom(custom: Callable[..., Any] | None) -> None:
-    if custom is not None:
-        raise UnsupportedError(
-            "custom_load_fn",
-            "must be left out: masters and moments are loaded by name",
-            do=(
-                "To load weights in a way of your own, do it inside "
-                "`zero.GatheredParameters(parameters, modifier_rank=0)`."
-            ),
-        )
+def _make_room(path: Path) -> Path:
+    """Make a folder beside the checkpoint, which every rank can read."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
+    except OSError as error:
+        raise CheckpointError(
+            path,
+            "must have room for the checkpoint in another form while it is loaded",
+            got=error.strerror or error,
+            do="Convert it to a place of your own once, with `zerodrift convert`.",
+        ) from error
+
+
+def _convert(path: Path, tag: str, room: Path, schedule: Any) -> ConvertedCheckpoint:
+    checkpoint = open_deepspeed(find_tag(path, tag))
+    source = from_deepspeed(checkpoint)
+    trained, notes = source.trained, source.notes
+    has_own = isinstance(checkpoint.schedule, Mapping) and schedule is not None
+    if trained is not None and not trained.schedule and has_own:
+        state = dict(checkpoint.schedule or {})
+        trained = replace(trained, schedule=type(schedule).__name__, schedule_state=state)
+        source = replace(source, trained=trained)
+    to_checkpoint(source, room)
+    for note in notes:
+        logger.warning("%s: %s", checkpoint.folder, note)
+    lacks: dict[Allowed, bool] = {
+        "optimizer": trained is None or not trained.optimizer,
+        "schedule": trained is None or not trained.schedule,
+    }
+    missing = tuple(part for part, is_missing in lacks.items() if is_missing)
+    samples, client = checkpoint.counters.samples, dict(checkpoint.client)
+    return ConvertedCheckpoint(str(room), str(checkpoint.folder), samples, client, missing)

@@ -1,59 +1,48 @@
 """DeepSpeedEngine: DeepSpeed's methods on zerodrift's engine.
 
-It translates: counts as DeepSpeed counts, decides which micro-batch ends a step as DeepSpeed does, and hands
-everything else on. Getters are in `getters.py`, the loop over a batch in `batches.py`, files in
-`checkpoints.py`; a name that none of them has is looked for in the module, as in DeepSpeed, and then refused
-with what to use instead.
+It counts as DeepSpeed counts, decides which micro-batch ends a step as DeepSpeed does, and passes everything
+else on. A name that neither it nor `getters.py` has is looked up in the module, as in DeepSpeed, and else
+refused with what to use instead.
 
-Invariant: dtypes, norms, scales and updates are the engine's; nothing of them is decided or kept here.
+Invariant: dtypes, norms, scales and updates are the engine's; none of them is decided or stored here.
 
-[Note: boundary] DeepSpeed counts calls of `step`, and `set_gradient_accumulation_boundary` overrides the
-count until it is set again. The engine below is told before every micro-batch whether it ends its step.
+[Note: boundary] DeepSpeed counts calls of `step`. `set_gradient_accumulation_boundary` overrides the count
+until it is called again. The engine below is told before every micro-batch whether it ends its step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from zerodrift.alias import errand
-from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupported
+from zerodrift.deepspeed.checkpoints import CheckpointedEngine
+from zerodrift.deepspeed.collectives import get_world_group
+from zerodrift.deepspeed.config import MANAGED
+from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
+from zerodrift.deepspeed.data import DeepSpeedDataLoader, make_loader
+from zerodrift.deepspeed.errors import MisuseError, absent, unknown
 from zerodrift.deepspeed.first_step import FirstStep
-from zerodrift.deepspeed.getters import ConfigGetters
+from zerodrift.deepspeed.getters import GETTERS, wire_dtype
 from zerodrift.deepspeed.launch import local_rank
-from zerodrift.deepspeed.loading import let_load
-from zerodrift.deepspeed.monitor.config import DeepSpeedMonitorConfig
-from zerodrift.deepspeed.monitor.monitor import MonitorMaster
-from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.deepspeed.parameter_offload import ParameterOffload
+from zerodrift.deepspeed.names import ENGINE_ABSENT
+from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
+from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
-from zerodrift.deepspeed.runtime.dataloader import DeepSpeedDataLoader, make_loader
-from zerodrift.deepspeed.spellings import MANAGED
-from zerodrift.deepspeed.unsupported import MisuseError
-from zerodrift.deepspeed.zero.slices import leave_in_pieces, release
+from zerodrift.deepspeed.state_dicts import attach_loading
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.errors import Problem, UnsupportedError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-
-
-def _optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
-    if engine.updater is not None:
-        return DeepSpeedOptimizer(engine)
-    return ParameterOffload(engine.module) if engine.plan.policy.sharding.stage == 3 else None
-
 
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
-"""Of the engine below, what messages name and DeepSpeed has not."""
+"""Attributes of zerodrift's engine that messages name and DeepSpeed has not."""
 
 
-class DeepSpeedEngine(nn.Module):
-    """Made by `initialize`."""
+class DeepSpeedEngine(CheckpointedEngine):
+    """The engine that `initialize` returns."""
 
     def __init__(
         self,
@@ -67,21 +56,18 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = engine.module
         self._engine = engine
-        self._getters = ConfigGetters(engine, written, client_optimizer)
         self._boundary: bool | None = None
-        """What `set_gradient_accumulation_boundary` said; None where `micro_steps` decides."""
+        """The value of `set_gradient_accumulation_boundary`; None if `micro_steps` decides."""
         self._inside_no_sync = False
-        self._managed = self._getters.managed_gradient_accumulation()
+        self._managed = bool(written.get(MANAGED, True))
         self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
-        """Writes the curves that the config asks for."""
         self._losses: list[torch.Tensor] = []
-        """Of the micro-batches of this step, where they are written."""
+        """The losses of this step, if a monitor writes them."""
         self._stepping = False
         self._backwards = 0
-        """Since the last step."""
+        """Backwards since the last step."""
         self._last_step_applied = False
         self.config = written
-        """What was written, as a dict."""
         self.device = engine.mesh.device
         self.global_rank = engine.mesh.rank()
         self.world_size = engine.mesh.size("world")
@@ -94,55 +80,53 @@ class DeepSpeedEngine(nn.Module):
         self.gradient_average = engine.plan.policy.averaging.mean
         self.client_optimizer = client_optimizer
         self.collate_fn = collate_fn
-        self.optimizer = _optimizer(engine)
-        """What DeepSpeed has there: at stage 3 without an optimizer, who gathers parameters."""
-        told = errand() is not None and engine.updater is not None
-        self._first_step = FirstStep(engine) if told else None
+        stage = engine.plan.policy.sharding.stage
+        trains = engine.updater is not None
+        self.optimizer: DeepSpeedOptimizer | ParameterOffload | None = None
+        if trains:
+            self.optimizer = DeepSpeedOptimizer(engine)
+        elif stage == 3:
+            self.optimizer = ParameterOffload(engine.module)
+        self._first_step = FirstStep(engine) if errand() is not None and trains else None
         self._micro_batch = engine.plan.policy.batch.micro
-        release(self.module)
+        forget_shards(self.module)
         mark_parameters(engine)
-        if engine.plan.policy.sharding.stage == 0:
+        if stage == 0:
             native(engine.executor).gradients.exposure_scale = engine.progress.unscale_of
-        let_load(engine)
+        attach_loading(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-        self._batches: Iterator[Any] | None = None
-        """What `train_batch` reads where it gets no iterator."""
-        self._checkpoints: tuple[str, Checkpoints] | None = None
-        """The folder that was used last, and what saves and loads there."""
         self.tell()
 
     @property
     def running(self) -> Engine:
-        """The engine below: `zerodrift.initialize`'s, with its reports and values."""
+        """The engine below, of `zerodrift.initialize`, with its reports and values."""
         return self._engine
 
     def __getattr__(self, name: str) -> Any:
-        """The getters, then the module's own attributes, as in DeepSpeed."""
-        getters = self.__dict__.get("_getters")
-        if getters is not None and not name.startswith("_") and hasattr(getters, name):
-            return getattr(getters, name)
+        """Return the module's attribute, as DeepSpeed does."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             pass
-        if name in unsupported.ENGINE:
-            raise unsupported.absent(f"engine.{name}", unsupported.ENGINE[name])
+        for instead, names in ENGINE_ABSENT.items():
+            if name in names.split():
+                raise absent(f"engine.{name}", instead)
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
         if name in OWN:
             return getattr(self._engine, name)
-        raise unsupported.unknown("engine", name, [*dir(type(self)), *dir(ConfigGetters)])
+        raise unknown("engine", name, dir(type(self)))
 
     @property
     def compile(self) -> Any:
-        """torch's own would compile the engine."""
-        raise unsupported.absent("engine.compile", unsupported.ENGINE["compile"])
+        """Refuse, because nn.Module's own `compile` would compile the engine."""
+        raise AttributeError
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model, in the plan's precision."""
+        """Run the model in the plan's precision."""
         if self._first_step is None or torch.compiler.is_compiling():
             return self._engine(*inputs, **kwargs)
         with self._first_step.call():
@@ -151,13 +135,13 @@ class DeepSpeedEngine(nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of one micro-batch; returns the loss divided by the number of micro-batches.
+        """Run the backward of one micro-batch. Return the loss divided by the number of micro-batches.
 
-        The division is made in the step, after the sum. With `scale_wrt_gas=False` the caller has divided
-        already, so the loss is multiplied first.
+        The step divides the gradients, after the sum. With `scale_wrt_gas=False` the caller has divided the
+        loss already, so it is multiplied first.
         """
         self._require_optimizer("backward")
-        batches.require_loss(loss)
+        _require_loss(loss)
         steps = self.gradient_accumulation_steps()
         kwargs = {"retain_graph": True} if retain_graph else {}
         with contextlib.nullcontext() if self._first_step is None else self._first_step.call():
@@ -168,14 +152,14 @@ class DeepSpeedEngine(nn.Module):
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on by hand."""
+        """Return the loss to call `backward` on by hand."""
         self._require_optimizer("scale")
         return self._engine.scale(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not reduced where the plan reduces once per step. At every stage; `step` must
-        be called outside."""
+        """Delay the reduction of the backwards inside, if the plan reduces once per step. `step` must be
+        called outside. Works at every stage."""
         if self._inside_no_sync:
             todo = "Leave the outer one first."
             raise MisuseError("no_sync", "must not be entered inside itself", do=todo)
@@ -188,13 +172,13 @@ class DeepSpeedEngine(nn.Module):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The same: what waits is reduced once, in the step."""
+        """Do the same as `no_sync`."""
         self._require_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch that is under way ends its step. See [Note: boundary]."""
+        """Return True if the current micro-batch ends its step. See [Note: boundary]."""
         if self._boundary is not None:
             return self._boundary
         if not self._managed:
@@ -202,19 +186,19 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so for the micro-batches that follow, until the next call."""
+        """Set the boundary for all micro-batches until the next call."""
         self._require_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
         self.tell()
 
     def tell(self) -> None:
-        """Tell the engine below. See [Note: boundary]."""
+        """Set the boundary of the engine below. See [Note: boundary]."""
         self._engine.progress.boundary = self.is_gradient_accumulation_boundary()
 
     # --- the step ---------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch; at a boundary, update. `lr_kwargs` are arguments of the schedule's step."""
+        """End a micro-batch, and update at a boundary. `lr_kwargs` are arguments of the schedule's step."""
         self._require_optimizer("step")
         if self._inside_no_sync:
             raise MisuseError("step", "must be called outside of `no_sync`", do="Leave that first.")
@@ -224,7 +208,8 @@ class DeepSpeedEngine(nn.Module):
             result = self._engine.step(schedule_arguments=lr_kwargs)
         finally:
             self._stepping = False
-        if self._first_step is not None and self._engine.progress.boundary:
+        ends = self._engine.progress.boundary
+        if self._first_step is not None and ends:
             first, self._first_step = self._first_step, None
             first.end()
         self._last_step_applied = result.updated
@@ -234,13 +219,13 @@ class DeepSpeedEngine(nn.Module):
             self._backwards = 0
         elif self.is_gradient_accumulation_boundary():
             self.global_samples += self.train_batch_size()
-        if self.monitor.enabled and self._engine.progress.boundary:
-            self._write_numbers()
+        if self.monitor.enabled and ends:
+            self._write_curves()
         self.micro_steps += 1
         self.tell()
 
-    def _write_numbers(self) -> None:
-        """Of the step that has ended, by the samples of all ranks so far."""
+    def _write_curves(self) -> None:
+        """Write the numbers of the step that has ended, by the samples of all ranks so far."""
         losses, self._losses = self._losses, []
         numbers = {"lr": self.get_lr()[0]}
         if losses:
@@ -251,17 +236,9 @@ class DeepSpeedEngine(nn.Module):
             (f"Train/Samples/{name}", float(value), self.global_samples) for name, value in numbers.items()
         )
 
-    def was_step_applied(self) -> bool:
-        """Whether the last call of `step` updated parameters."""
-        return self._last_step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last complete step, before clipping: of the averaged and unscaled gradient."""
-        return self._engine.grad_norm
-
     @property
     def global_steps(self) -> int:
-        """Complete steps, skipped ones too."""
+        """Complete steps, skipped ones included."""
         return self._engine.global_steps + self._engine.skipped_steps
 
     @property
@@ -269,72 +246,20 @@ class DeepSpeedEngine(nn.Module):
         return self._engine.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         self._engine.zero_grad()
 
     def _require_managed(self, what: str) -> None:
         if not self._managed:
-            raise MisuseError(
-                what,
-                f"must not be called where the config says `{MANAGED}: false`",
-                do="Call `step` where a step ends.",
-            )
+            must = f"must not be called where the config says `{MANAGED}: false`"
+            raise MisuseError(what, must, do="Call `step` where a step ends.")
 
     def _require_optimizer(self, what: str) -> None:
         if self._engine.updater is None:
-            raise MisuseError(
-                what,
-                "must have an optimizer",
-                got="none",
-                do="Pass one to `initialize`, or write an `optimizer` block.",
-            )
+            do = "Pass one to `initialize`, or write an `optimizer` block."
+            raise MisuseError(what, "must have an optimizer", got="none", do=do)
 
-    # --- whole batches ----------------------------------------------------------------------------------
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """All micro-batches of a step from an iterator; returns the mean loss over them and the ranks."""
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-        self.train()
-        losses = []
-        for batch in batches.take(self._iterator(data_iter), self.gradient_accumulation_steps()):
-            loss = batches.loss_of(batches.call(self, batch, self.device))
-            self.backward(loss)
-            losses.append(loss)
-            self.step()
-        return batches.mean_loss(losses, self._engine.comm)
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """The same without gradients and update. Without `compute_loss` the outputs of the micro-batches."""
-        if reduce_output not in ("avg", None):
-            raise UnsupportedError("reduce_output", "must be 'avg' or None", got=repr(reduce_output))
-        count = num_micro_batches or self.gradient_accumulation_steps()
-        trained = self.module.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                taken = batches.take(self._iterator(data_iter), count)
-                outputs = [batches.call(self, batch, self.device) for batch in taken]
-        finally:
-            self.train(trained)
-        if not compute_loss:
-            return outputs
-        losses = [batches.loss_of(output) for output in outputs]
-        mean = batches.mean_loss(losses, self._engine.comm) if reduce_output else losses
-        return (mean, outputs) if return_logits else mean
-
-    def _iterator(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
-        if given is None and self.training_dataloader is not None and self._batches is None:
-            self._batches = iter(self.training_dataloader)
-        return self._batches if given is None else given
+    # --- data and batch sizes ---------------------------------------------------------------------------
 
     def deepspeed_io(
         self,
@@ -346,7 +271,7 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's share of a dataset."""
+        """Make a loader of this rank's share of a dataset."""
         if num_local_io_workers:
             raise UnsupportedError(
                 "num_local_io_workers",
@@ -359,37 +284,24 @@ class DeepSpeedEngine(nn.Module):
             (self._engine.mesh.rank("data"), self.dp_world_size),
             data_sampler,
             collate_fn or self.collate_fn,
-            self._getters.dataloader_drop_last(),
+            self.dataloader_drop_last(),
             shuffle=route == "train",
         )
 
-    def set_dataloader(self, loader: Any) -> None:
-        self.training_dataloader, self._batches = loader, None
-
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        self._batches = iterator
-
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        """Called with every batch that `training_dataloader` loads."""
+        """Set a function that is called with every batch of `training_dataloader`."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
-
-    # --- batch numbers ----------------------------------------------------------------------------------
 
     def gradient_accumulation_steps(self) -> int:
         return self._engine.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """1 where the config leaves it to the caller's loader, as in DeepSpeed."""
+        """Return 1 if the config leaves it to the caller's loader, as in DeepSpeed."""
         return self._micro_batch or 1
 
     def train_batch_size(self) -> int:
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Batch over all ranks, micro-batch, micro-batches per step."""
-        micro, steps = self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-        return self.train_batch_size(), micro, steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, between two steps."""
@@ -401,10 +313,10 @@ class DeepSpeedEngine(nn.Module):
         self.tell()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the size of a micro-batch; loaders that are made afterwards obey it."""
+        """Change the size of a micro-batch for loaders that are made afterwards."""
         self._micro_batch = micro_batch_size
 
-    # --- learning rates ---------------------------------------------------------------------------------
+    # --- the module -------------------------------------------------------------------------------------
 
     @property
     def lr_scheduler(self) -> Any:
@@ -414,24 +326,13 @@ class DeepSpeedEngine(nn.Module):
     def lr_scheduler(self, schedule: Any) -> None:
         self._engine.progress.schedule = schedule
 
-    def get_lr(self) -> list[Any]:
-        return self._of_groups("lr")
+    @property
+    def data_parallel_group(self) -> Any:
+        return get_world_group()
 
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        """Betas per group, or momentum where the optimizer has no betas."""
-        groups = self._groups()
-        return self._of_groups("betas" if any("betas" in group for group in groups) else "momentum")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        return [group.get(key, 0.0) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if isinstance(self.optimizer, torch.optim.Optimizer) else []
-
-    # --- modes, values, files ---------------------------------------------------------------------------
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return wire_dtype(self)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.module.train(mode)
@@ -441,126 +342,36 @@ class DeepSpeedEngine(nn.Module):
     def eval(self) -> DeepSpeedEngine:
         return self.train(False)
 
-    @property
-    def data_parallel_group(self) -> Any:
-        return comm.get_world_group()
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """What gradients travel in, where no rule says otherwise."""
-        updates = [row.columns.update for row in self._engine.plan.rows if not row.columns.pinned]
-        wires = [update.reduce.wire.torch for update in updates if update is not None]
-        return wires[0] if wires else torch.float32
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The module's state dict, whole on every rank; at stage 3 DeepSpeed's holds placeholders."""
-        if keep_vars:
-            raise UnsupportedError(
-                "keep_vars", "must be false: what is returned is a copy", do="Use `named_parameters`."
-            )
-        state = consolidated.state_dict(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
-        if destination is None:
-            return state
-        destination.update(state)
-        return destination
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-    ) -> None:
-        """Load the state dict under `module`; masters follow."""
-        with self._engine.gathered(write=True):
-            if custom_load_fn is not None:
-                custom_load_fn(src=checkpoint["module"], dst=self.module)
-            else:
-                self.module.load_state_dict(checkpoint["module"], strict=strict)
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Whole and on the CPU, on rank 0; None on the others. The name is what transformers asks for."""
-        state = consolidated.state_dict(self._engine, "", exclude_frozen_parameters, everywhere=False)
-        return state if self.global_rank == 0 else None
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """The model in its `export` dtypes, whole, in one file that `torch.load` or safetensors reads."""
-        return consolidated.save(self._engine, save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_fp16_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
-    ) -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
-
-    def checkpoints_in(self, folder: str | os.PathLike[str]) -> Checkpoints:
-        """Of this run, in a folder. All folders that an engine saves to or loaded from are of one run."""
-        path = os.path.realpath(folder)
-        if self._checkpoints is None or self._checkpoints[0] != path:
-            run = "" if self._checkpoints is None else self._checkpoints[1].run
-            self._checkpoints = (path, Checkpoints(self._engine, folder, quiet=True, run=run, shared=True))
-        return self._checkpoints[1]
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] = {},
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Everything that a resume needs, for any number of ranks and any stage. Without frozen parameters it
-        loads with `load_module_strict=False`."""
-        return checkpoints.save(
-            self, save_dir, tag, client_state, save_latest, frozen=not exclude_frozen_parameters
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Back to where `save_checkpoint` was, ours or DeepSpeed's own; returns the path and the client
-        state, or two Nones. Without `load_module_strict`, what only one side has is left alone."""
-        checkpoints.refuse_custom(custom_load_fn)
-        wanted = checkpoints.LoadRequest(
-            optimizer=load_optimizer_states and not load_module_only,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            counts=not load_module_only,
-            strict=load_module_strict,
-        )
-        return checkpoints.load(self, load_dir, tag, wanted)
-
     def empty_partition_cache(self) -> None:
-        """Nothing is cached: a unit is released when it is left."""
+        """Do nothing: a unit is released when it is left."""
 
     def destroy(self) -> None:
-        """Take the hooks off and leave the process groups that were made for it. The module keeps its
-        weights, at stage 3 in slices, and may be given to `initialize` again."""
+        """Remove the hooks and leave the engine's process groups. The module keeps its weights, sharded at
+        stage 3, and may be given to `initialize` again."""
         if self._engine.progress.closed:
             return
         if self._first_step is not None:
             self._first_step.leave()
-        leave = leave_in_pieces(self._engine)
+        attach_shards = keep_shards(self._engine)
         self._engine.destroy()
         self._checkpoints = None
         for parameter in self.module.parameters():
             unmark(parameter)
-        leave()
+        attach_shards()
+
+
+def _require_loss(loss: Any) -> None:
+    """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
+        return
+    got, todo = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        got = f"one of shape {list(loss.shape)}"
+        todo = "Call `backward` of the outputs with their gradients."
+    elif isinstance(loss, torch.Tensor):
+        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
+    raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=todo)
+
+
+for _name, _getter in GETTERS.items():
+    setattr(DeepSpeedEngine, _name, _getter)

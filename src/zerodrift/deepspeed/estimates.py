@@ -1,9 +1,7 @@
-"""DeepSpeed's estimates of the memory that ZeRO-2 and ZeRO-3 need, from a model or from its size.
+"""DeepSpeed's estimates of the memory that ZeRO-2 and ZeRO-3 need, by its own formulas for Adam in 16 bits.
 
-They are its own formulas, for Adam in 16 bits, so that a script that prints or compares them reads what it
-expects; `zerodrift plan` has the bytes of a config as it runs here, and each table says so at its end.
-
-Invariant: nothing is allocated and no process group is asked.
+A script that prints or compares them gets DeepSpeed's numbers. `zerodrift plan` prints the bytes of a config
+as it runs here, which each table says at its end.
 """
 
 from __future__ import annotations
@@ -16,14 +14,10 @@ GIB = 2**30
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters of a model, tied ones once, and of its largest module, without what is below that."""
-    largest = max(
-        (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0
-    )
-    return sum(parameter.numel() for parameter in model.parameters()), largest
-
-
-# --- ZeRO-2 -----------------------------------------------------------------------------------------------
+    """Return the number of parameters, tied ones once, and that of the largest module without its
+    children."""
+    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
+    return sum(parameter.numel() for parameter in model.parameters()), max(own, default=0)
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -33,44 +27,12 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of CPU memory per node and of memory per GPU."""
+    """Return the bytes of CPU memory per node and of GPU memory per GPU."""
     ranks = num_nodes * num_gpus_per_node
     if cpu_offload:
         return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), 2 * total_params
     on_gpu = 2 * total_params + int(18 * total_params / ranks)
     return int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), on_gpu
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print them for a model, with and without offload."""
-    total, _ = sizes(model)
-    estimate_zero2_model_states_mem_needs_all_cold(
-        total, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print them for a model of a size."""
-    _head(num_nodes, num_gpus_per_node, f"{_millions(total_params)} total params")
-    for offload in (True, False):
-        on_cpu, on_gpu = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-        )
-        _row(on_cpu, on_gpu, f"offload_optimizer={_device(offload)}")
-    _tail()
-
-
-# --- ZeRO-3 -----------------------------------------------------------------------------------------------
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -83,31 +45,48 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of CPU memory per node, of memory per GPU, and of the largest layer."""
+    """Return the bytes of CPU memory per node, of GPU memory per GPU, and of the largest layer."""
     ranks, layer = num_nodes * num_gpus_per_node, 4 * largest_layer_params
-    rests = (18 if cpu_offload_params else 16) / num_nodes if cpu_offload else 0
-    """Bytes per parameter that rest on the CPU of a node."""
-    loads = 4 * num_gpus_per_node
-    """Bytes per parameter while every process of a node makes the model."""
+    at_init = 4 * num_gpus_per_node  # bytes per parameter while every process of a node builds the model
     if not cpu_offload:
         on_gpu = layer + int(18 * total_params / ranks)
-        made = largest_layer_params if zero_init else total_params
-        return int(made * loads * additional_buffer_factor), on_gpu, layer
+        built = largest_layer_params if zero_init else total_params
+        return int(built * at_init * additional_buffer_factor), on_gpu, layer
     on_gpu = layer if cpu_offload_params else layer + int(2 * total_params / ranks)
-    per_parameter = rests if zero_init else max(loads, rests)
+    offloaded = (18 if cpu_offload_params else 16) / num_nodes
+    per_parameter = offloaded if zero_init else max(at_init, offloaded)
     return int(total_params * per_parameter * additional_buffer_factor), on_gpu, layer
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print them for a model, with what may be offloaded and without."""
-    total, largest = sizes(model)
+    """Print the estimates for a model."""
+    total, _ = sizes(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates for the size of a model."""
+    machines, rows = (num_gpus_per_node, num_nodes), []
+    for offload in (True, False):
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params, *machines, offload, additional_buffer_factor
+        )
+        rows.append((*needs, f"offload_optimizer={_device(offload)}"))
+    _print(*machines, f"{_millions(total_params)} total params", rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates for a model."""
     estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+        *sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
 
 
@@ -118,28 +97,17 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print them for a model of a size."""
-    model = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params"
-    _head(num_nodes, num_gpus_per_node, model)
-    for (optimizer, params), init in itertools.product(
-        ((True, True), (True, False), (False, False)), (True, False)
-    ):
-        on_cpu, on_gpu, _ = estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            optimizer,
-            params,
-            init,
-            additional_buffer_factor,
+    """Print the estimates for the size of a model."""
+    counts, machines, rows = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes), []
+    places = ((True, True), (True, False), (False, False))
+    for (optimizer, params), init in itertools.product(places, (True, False)):
+        needs = estimate_zero3_model_states_mem_needs(
+            *counts, *machines, optimizer, params, init, additional_buffer_factor
         )
         offload = f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}"
-        _row(on_cpu, on_gpu, f"{offload}, zero_init={int(init)}")
-    _tail()
-
-
-# --- how it is printed ------------------------------------------------------------------------------------
+        rows.append((*needs[:2], f"{offload}, zero_init={int(init)}"))
+    model = "{} total params, {} largest layer params".format(*map(_millions, counts))
+    _print(*machines, model, rows)
 
 
 def _millions(count: int) -> str:
@@ -150,15 +118,10 @@ def _device(offload: bool) -> str:
     return "cpu " if offload else "none"
 
 
-def _head(nodes: int, gpus: int, model: str) -> None:
+def _print(gpus: int, nodes: int, model: str, rows: list[tuple[int, int, str]]) -> None:
     machines = f"{nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node"
     print("Estimated memory needed for params, optim states and gradients for a:")
     print(f"HW: Setup with {machines}.\nSW: Model with {model}.\n  per CPU  |  per GPU |   Options")
-
-
-def _row(on_cpu: int, on_gpu: int, options: str) -> None:
-    print(f" {on_cpu / GIB:7.2f}GB | {on_gpu / GIB:6.2f}GB | {options}")
-
-
-def _tail() -> None:
+    for on_cpu, on_gpu, options in rows:
+        print(f" {on_cpu / GIB:7.2f}GB | {on_gpu / GIB:6.2f}GB | {options}")
     print("These are DeepSpeed's formulas; `zerodrift plan` has the bytes of a config.")

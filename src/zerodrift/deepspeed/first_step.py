@@ -1,9 +1,7 @@
-"""Under `run`, the precision line of somebody else's loop: what its first step was seen to do, on all ranks.
+"""Under `zerodrift run`: print the precision that the first step of a caller's loop used, on all ranks.
 
-It begins with the first forward that trains and ends with the step; operations are looked at inside of calls
-of the engine alone. What differs from the plan is said and ends nothing: the loop is not ours.
-
-Invariant: it is said once, on rank 0, and nothing of it is left behind that.
+Operations are recorded inside calls of the engine only, from the first forward that trains to the end of the
+step. A difference from the plan is printed and does not end the run, for the loop is the caller's.
 """
 
 from __future__ import annotations
@@ -24,41 +22,37 @@ from zerodrift.observer.operations import anything_compiled
 
 
 class FirstStep:
-    """What is seen until a step ends."""
+    """Records an engine's first step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stack = contextlib.ExitStack()
-        self._seen: Observed | None = None
+        self._observed: Observed | None = None
         self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def call(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward or a backward."""
-        trains = self._engine.module.training and torch.is_grad_enabled()
-        if self._seen is None and trains:
-            looking = observe_calls(self._engine, operations=not self._compiled)
-            self._seen, self._calls = self._stack.enter_context(looking)
+        """Return the context for a forward or a backward."""
+        module = self._engine.module
+        if self._observed is None and module.training and torch.is_grad_enabled():
+            compiled = anything_compiled() or any(map(is_compiled, module.modules()))
+            observing = observe_calls(self._engine, operations=not compiled)
+            self._observed, self._calls = self._stack.enter_context(observing)
         return self._calls()
 
-    @property
-    def _compiled(self) -> bool:
-        """Whether something may run that cannot be watched."""
-        return anything_compiled() or any(map(is_compiled, self._engine.module.modules()))
-
     def leave(self) -> None:
-        """Look no more."""
+        """Stop recording."""
         self._stack.close()
 
     def end(self) -> None:
-        """Say what was seen. Collective."""
+        """Print the result on rank 0. Collective."""
         self.leave()
         engine = self._engine
-        seen = merged(engine.comm.all_gather_object(self._seen or Observed()))
-        if engine.mesh.rank() or self._seen is None:
+        observed = merged(engine.comm.all_gather_object(self._observed or Observed()))
+        if engine.mesh.rank() or self._observed is None:
             return
-        lines = [compare.line(engine.plan, seen), *compare.widened(engine.plan, seen)]
+        lines = [compare.line(engine.plan, observed), *compare.widened(engine.plan, observed)]
         try:
-            compare.require_declared(engine.plan, seen)
+            compare.require_declared(engine.plan, observed)
         except PrecisionError as error:
             lines.append(str(error))
         print("\n".join(lines), flush=True)

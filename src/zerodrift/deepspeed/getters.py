@@ -1,208 +1,153 @@
-"""What an engine says of its settings, by the names of DeepSpeed's getters.
+"""DeepSpeed's getters on an engine, as one table.
 
-They mirror the config in DeepSpeed; here they read the plan, so that a script is told what really happens.
-Switches of machinery that is not here say no. A getter that is not in this file tunes what is not here:
-`engine.py` says so when somebody asks for it.
+In DeepSpeed they repeat the config. Here they read the plan, so that a script is told what really happens.
+Switches of features that are not here return False.
 
-Invariant: no answer is kept: each is read from the plan or the config when it is asked.
+Invariant: nothing is stored; each answer is read when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.spellings import MANAGED
-from zerodrift.engine.engine import Engine
+from zerodrift.deepspeed.config import MANAGED
 from zerodrift.policy.nouns import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
-"""Optimizers that DeepSpeed has itself, and names in lower case."""
+"""Optimizers that DeepSpeed names in lower case."""
+
+FALSE = (
+    "amp_enabled autotuning_enabled curriculum_enabled_legacy curriculum_learning_enabled "
+    "data_efficiency_enabled data_sampling_enabled dump_state eigenvalue_enabled elasticity_enabled "
+    "flops_profiler_enabled graph_harvesting is_deepcompile_active is_deepcompile_enabled "
+    "load_universal_checkpoint memory_breakdown pld_enabled random_ltd_enabled sparse_gradients_enabled "
+    "super_offload use_node_local_storage wall_clock_breakdown zero_nvme_offload_optimizer "
+    "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights "
+)
+"""Switches of features that are not here."""
 
 
-def _never(self: ConfigGetters) -> bool:
-    """A switch of something that is not here."""
-    return False
+def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Return the model's dtype and the accumulation dtype of gradients."""
+    mode = self.running.plan.policy.mode
+    sums = [update.accumulate.dtype.torch for update in _updates(self)]
+    return torch.float32 if mode.autocast else mode.dtype.torch, sums[0] if sums else torch.float32
 
 
-class ConfigGetters:
-    """The getters of one engine."""
+def wire_dtype(self: Any) -> torch.dtype:
+    """Return the dtype in which gradients are sent, unless a rule says otherwise."""
+    wires = [update.reduce.wire.torch for update in _updates(self)]
+    return wires[0] if wires else torch.float32
 
-    def __init__(self, engine: Engine, written: dict[str, Any], client_optimizer: Any) -> None:
-        self._client = client_optimizer
-        self._engine = engine
-        self._policy = engine.plan.policy
-        self._written = written
 
-    # --- precision --------------------------------------------------------------------------------------
+def _updates(self: Any) -> list[Any]:
+    rows = [row.columns for row in self.running.plan.rows if not row.columns.pinned]
+    return [columns.update for columns in rows if columns.update is not None]
 
-    def bfloat16_enabled(self) -> bool:
-        return self._policy.mode is Mode.BF16
 
-    def fp16_enabled(self) -> bool:
-        return self._policy.mode is Mode.FP16
+def _loss_scale_args(self: Any) -> dict[str, float] | None:
+    scale = self.running.plan.policy.loss_scale
+    return scale and {
+        "init_scale": scale.initial,
+        "scale_window": scale.window,
+        "min_scale": scale.minimum,
+        "delayed_shift": scale.hysteresis,
+        "consecutive_hysteresis": scale.consecutive,
+    }
 
-    def torch_autocast_enabled(self) -> bool:
-        return self._policy.mode.autocast
 
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return self._policy.mode.dtype.torch if self._policy.mode.autocast else None
+def _optimizer_name(self: Any) -> str | None:
+    """Return the class of the caller's optimizer, or the name in the config."""
+    if self.client_optimizer is not None:
+        return type(self.client_optimizer).__name__
+    name = _block(self, "optimizer").get("type")
+    return name.lower() if isinstance(name, str) and name.lower() in THEIRS else name
 
-    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        return list(self._policy.safe)
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The model's dtype, and the one that gradients are accumulated in."""
-        model = torch.float32 if self._policy.mode.autocast else self._policy.mode.dtype.torch
-        updates = [row.columns.update for row in self._engine.plan.rows if not row.columns.pinned]
-        sums = [update.accumulate.dtype.torch for update in updates if update is not None]
-        return model, sums[0] if sums else torch.float32
+def _block(self: Any, key: str) -> Mapping[str, Any]:
+    return self.config.get(key) or {}
 
-    def loss_scale(self) -> float:
-        """The static loss scale; 0 where it is dynamic or there is none, as in the config."""
-        scale = self._policy.loss_scale
-        return 0 if scale is None or scale.dynamic else scale.initial
 
-    def dynamic_loss_scale(self) -> bool:
-        scale = self._policy.loss_scale
-        return scale is not None and scale.dynamic
+def _of_groups(self: Any, key: str) -> list[Any]:
+    return [group.get(key, 0.0) for group in _groups(self)]
 
-    def initial_dynamic_scale(self) -> float:
-        scale = self._policy.loss_scale
-        return scale.initial if scale is not None else 1.0
 
-    def dynamic_loss_scale_args(self) -> dict[str, float] | None:
-        scale = self._policy.loss_scale
-        if scale is None:
-            return None
-        return {
-            "init_scale": scale.initial,
-            "scale_window": scale.window,
-            "min_scale": scale.minimum,
-            "delayed_shift": scale.hysteresis,
-            "consecutive_hysteresis": scale.consecutive,
-        }
+def _groups(self: Any) -> list[dict[str, Any]]:
+    return self.optimizer.param_groups if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
-    # --- sharding ---------------------------------------------------------------------------------------
 
-    def zero_optimization(self) -> bool:
-        return self._policy.sharding.stage > 0
+def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: read(self.running.plan.policy)
 
-    def zero_optimization_stage(self) -> int:
-        return self._policy.sharding.stage
 
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._policy.sharding.stage >= 2
+def _stage(least: int) -> Callable[[Any], Any]:
+    return lambda self: self.running.plan.policy.sharding.stage >= least
 
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._policy.sharding.stage >= 3
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """A saved model is always whole."""
-        return True
+_offload = _policy(lambda policy: policy.sharding.offload)
 
-    def zero_cpu_offload(self) -> bool:
-        return self._policy.sharding.offload
-
-    zero_use_cpu_optimizer = zero_cpu_offload
-
-    def zero_offload_optimizer(self) -> dict[str, Any] | None:
-        return self._written.get("zero_optimization", {}).get("offload_optimizer")
-
-    def zero_offload_param(self) -> dict[str, Any] | None:
-        """As it is written; parameters rest on their device."""
-        return self._written.get("zero_optimization", {}).get("offload_param")
-
-    def mics_shard_size(self) -> int:
-        shape = self._engine.plan.mesh
-        return shape.shard if shape.replicate > 1 else -1
-
-    # --- the step ---------------------------------------------------------------------------------------
-
-    def gradient_clipping(self) -> float:
-        return self._policy.clip
-
-    def postscale_gradients(self) -> bool:
-        return self._policy.averaging.before == 1.0
-
-    def gradient_predivide_factor(self) -> float:
-        return self._policy.averaging.before
-
-    def steps_per_print(self) -> int | None:
-        return self._policy.print_every or None
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether micro-batches are counted; else every call of `step` updates."""
-        return bool(self._written.get(MANAGED, True))
-
-    def dataloader_drop_last(self) -> bool:
-        return bool(self._written.get("dataloader_drop_last", False))
-
-    # --- optimizer and schedule -------------------------------------------------------------------------
-
-    def optimizer_name(self) -> str | None:
-        """The class of the caller's, or what the config names."""
-        if self._client is not None:
-            return type(self._client).__name__
-        named = self._block("optimizer").get("type")
-        return named.lower() if isinstance(named, str) and named.lower() in THEIRS else named
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """As they are written."""
-        return self._block("optimizer").get("params")
-
-    def scheduler_name(self) -> str | None:
-        return self._block("scheduler").get("type")
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self._block("scheduler").get("params")
-
-    def _block(self, key: str) -> Mapping[str, Any]:
-        return self._written.get(key) or {}
-
-    def zero_allow_untested_optimizer(self) -> bool:
-        """Any elementwise optimizer runs on shards."""
-        return True
-
-    # --- ranks ------------------------------------------------------------------------------------------
-
-    def get_data_parallel_rank(self) -> int:
-        return self._engine.mesh.rank("data")
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def autotp_size(self) -> int:
-        return 0
-
-    # --- what is not here -------------------------------------------------------------------------------
-
-    amp_enabled = _never
-    autotuning_enabled = _never
-    curriculum_enabled_legacy = _never
-    curriculum_learning_enabled = _never
-    data_efficiency_enabled = _never
-    data_sampling_enabled = _never
-    dump_state = _never
-    eigenvalue_enabled = _never
-    elasticity_enabled = _never
-    flops_profiler_enabled = _never
-    graph_harvesting = _never
-    is_deepcompile_active = _never
-    is_deepcompile_enabled = _never
-    load_universal_checkpoint = _never
-    memory_breakdown = _never
-    pld_enabled = _never
-    random_ltd_enabled = _never
-    sparse_gradients_enabled = _never
-    super_offload = _never
-    use_node_local_storage = _never
-    wall_clock_breakdown = _never
-    zero_nvme_offload_optimizer = _never
-    zero_quantized_gradients = _never
-    zero_quantized_nontrainable_weights = _never
-    zero_quantized_weights = _never
+GETTERS: Mapping[str, Callable[[Any], Any]] = {
+    # precision
+    "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
+    "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),
+    "torch_autocast_enabled": _policy(lambda policy: policy.mode.autocast),
+    "torch_autocast_dtype": _policy(lambda policy: policy.mode.dtype.torch if policy.mode.autocast else None),
+    "torch_autocast_lower_precision_safe_modules": _policy(lambda policy: list(policy.safe)),
+    "get_data_types": _data_types,
+    "loss_scale": _policy(  # 0 if dynamic or absent, as in the config
+        lambda policy: (
+            0 if policy.loss_scale is None or policy.loss_scale.dynamic else policy.loss_scale.initial
+        )
+    ),
+    "dynamic_loss_scale": _policy(lambda policy: policy.loss_scale is not None and policy.loss_scale.dynamic),
+    "initial_dynamic_scale": _policy(lambda policy: policy.loss_scale.initial if policy.loss_scale else 1.0),
+    "dynamic_loss_scale_args": _loss_scale_args,
+    # sharding
+    "zero_optimization": _stage(1),
+    "zero_optimization_stage": _policy(lambda policy: policy.sharding.stage),
+    "zero_optimization_partition_gradients": _stage(2),
+    "zero_optimization_partition_weights": _stage(3),
+    "zero_gather_16bit_weights_on_model_save": lambda self: True,  # a saved model is always whole
+    "zero_cpu_offload": _offload,
+    "zero_use_cpu_optimizer": _offload,
+    "zero_offload_optimizer": lambda self: self.config.get("zero_optimization", {}).get("offload_optimizer"),
+    "zero_offload_param": lambda self: self.config.get("zero_optimization", {}).get("offload_param"),
+    "zero_allow_untested_optimizer": lambda self: True,  # any elementwise optimizer runs on shards
+    "mics_shard_size": lambda self: (
+        self.running.plan.mesh.shard if self.running.plan.mesh.replicate > 1 else -1
+    ),
+    # the step
+    "gradient_clipping": _policy(lambda policy: policy.clip),
+    "postscale_gradients": _policy(lambda policy: policy.averaging.before == 1.0),
+    "gradient_predivide_factor": _policy(lambda policy: policy.averaging.before),
+    "steps_per_print": _policy(lambda policy: policy.print_every or None),
+    "managed_gradient_accumulation": lambda self: bool(self.config.get(MANAGED, True)),
+    "dataloader_drop_last": lambda self: bool(self.config.get("dataloader_drop_last", False)),
+    "was_step_applied": lambda self: self._last_step_applied,
+    "get_global_grad_norm": lambda self: self.running.grad_norm,  # averaged and unscaled, before clipping
+    "get_batch_info": lambda self: (
+        self.train_batch_size(),
+        self.train_micro_batch_size_per_gpu(),
+        self.gradient_accumulation_steps(),
+    ),
+    # optimizer and schedule
+    "optimizer_name": _optimizer_name,
+    "optimizer_params": lambda self: _block(self, "optimizer").get("params"),
+    "scheduler_name": lambda self: _block(self, "scheduler").get("type"),
+    "scheduler_params": lambda self: _block(self, "scheduler").get("params"),
+    "get_lr": lambda self: _of_groups(self, "lr"),
+    "get_type": lambda self: _of_groups(self, "type"),
+    "get_mom": lambda self: _of_groups(
+        self, "betas" if any("betas" in g for g in _groups(self)) else "momentum"
+    ),
+    # ranks
+    "get_data_parallel_rank": lambda self: self.running.mesh.rank("data"),
+    "get_model_parallel_rank": lambda self: 0,
+    "get_tensor_parallel_rank": lambda self: 0,
+    "autotp_size": lambda self: 0,
+    **dict.fromkeys(FALSE.split(), lambda self: False),
+}
+"""Method of the engine -> its answer."""

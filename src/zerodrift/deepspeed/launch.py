@@ -1,11 +1,10 @@
-"""`init_distributed`: joins the ranks that a launcher started, whichever it was.
+"""`init_distributed`: join the ranks that a launcher started.
 
-`deepspeed`, `torchrun` and `accelerate launch` set the same variables. MPI launchers set others, which are
-written into the usual ones, as DeepSpeed does: torch.distributed and a script's own code read those. A
-process that nobody launched is a world of one, with a process group all the same, because scripts ask
-torch.distributed for their rank.
+`deepspeed`, `torchrun` and `accelerate launch` set the same variables. Those of MPI launchers are copied to
+the usual ones, as DeepSpeed does. A process without a launcher gets a process group of one rank, because
+scripts ask torch.distributed for their rank.
 
-Invariant: a process that some launcher started among others never trains alone.
+Invariant: a process that a launcher started with others never trains alone.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from zerodrift.errors import MeshError, RankError, first_line
 PORT = 29500
 TIMEOUT = timedelta(minutes=10)
 
+USUAL = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""Rank, world size and local rank, as launchers spell them that do not speak torch's words."""
-
-USUAL = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""The variables of MPI launchers, in the same order."""
 
 
 def init_distributed(
@@ -44,8 +42,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, unless it runs. `verbose` and `config` change nothing here: there is nothing
-    to tell and no log of collectives to configure."""
+    """Start torch.distributed unless it runs. `verbose` and `config` change nothing."""
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -79,7 +76,7 @@ def init_distributed(
 
 
 def _translate(port: int) -> None:
-    """Another launcher's variables become torch's, where those are missing."""
+    """Copy the variables of an MPI launcher to torch's, unless torch's are set."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     for names in LAUNCHERS:
@@ -93,13 +90,11 @@ def _translate(port: int) -> None:
                 got="nothing",
                 do="Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`.",
             )
-        for usual, value in zip(USUAL, values, strict=True):
-            if value is not None:
-                os.environ[usual] = value
+        os.environ.update({usual: value for usual, value in zip(USUAL, values, strict=True) if value})
         os.environ.setdefault("MASTER_PORT", str(port))
         return
 
 
 def local_rank() -> int:
-    """This process's place on its machine, as the launcher says; 0 without one."""
+    """Return this process's rank on its machine, 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)

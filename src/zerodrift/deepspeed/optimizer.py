@@ -1,33 +1,71 @@
-"""The optimizer that `initialize` returns: the parameter groups of the real one, and what DeepSpeed adds.
+"""The optimizer that `initialize` returns: the engine's parameter groups, with DeepSpeed's additions.
 
-Groups, their learning rates and other numbers are live: schedulers of torch and of DeepSpeed write them, and
-every step reads them. The update itself is `engine.step()`'s.
+Groups and their numbers are live: schedules of torch and of DeepSpeed write them, and every step reads them.
+`engine.step()` does the update.
 
-Invariant: nothing is kept here; every answer is the engine's.
+Invariant: nothing is stored here; every answer is the engine's.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
-from zerodrift.deepspeed import optimizer_state
-from zerodrift.deepspeed.parameter_offload import ParameterOffload
+from zerodrift.deepspeed import state_dicts
+from zerodrift.deepspeed.errors import absent
 from zerodrift.deepspeed.parameters import engine_gone
-from zerodrift.deepspeed.unsupported import absent
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a method of DeepSpeed that has nothing to do here."""
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload` of stage 3, whose hooks TRL and others remove around a generation.
+
+    No hook has to be removed: a unit that is gathered in `zero.GatheredParameters` stays gathered until the
+    context ends. The lists of hooks are empty, and nothing done with them changes the engine.
+    """
+
+    empty_partition_cache = setup_zero_stage3_hooks = staticmethod(_nothing)
+    _register_deepspeed_module = _register_hooks_recursively = staticmethod(_nothing)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        # The plan decides the order of parameters, so there is no trace that could be complete.
+        self.param_coordinator = SimpleNamespace(
+            is_complete_trace=lambda: False,
+            is_invalid_trace=lambda: True,
+            is_record_trace=lambda: False,
+            _invalidate_trace=_nothing,
+            reset_step=_nothing,
+        )
+
+    def get_param_coordinator(self) -> SimpleNamespace:
+        return self.param_coordinator
+
+
 class LossScaler:
-    """The loss scale as it is now, by the names of DeepSpeed's `loss_scaler` and `loss_scale_config`."""
+    """The current loss scale, by the names of DeepSpeed's `loss_scaler` and `loss_scale_config`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._spec = engine.plan.policy.loss_scale
+        scale = engine.plan.policy.loss_scale
+        self.use_grad_scaling = scale is not None
+        self.scale_factor = 2.0
+        self.dynamic = self.dynamic_loss_scale = scale is not None and scale.dynamic
+        self.scale_window = None if scale is None else scale.window
+        self.min_scale = self.min_loss_scale = None if scale is None else scale.minimum
+        self.delayed_shift = None if scale is None else scale.hysteresis
+        self.consecutive_hysteresis = scale is not None and scale.consecutive
 
     @property
     def cur_scale(self) -> float:
@@ -35,65 +73,25 @@ class LossScaler:
 
     loss_scale = cur_scale
 
-    @property
-    def dynamic(self) -> bool:
-        return self._spec is not None and self._spec.dynamic
-
-    dynamic_loss_scale = dynamic
-
-    @property
-    def use_grad_scaling(self) -> bool:
-        return self._spec is not None
-
-    @property
-    def scale_factor(self) -> float:
-        return 2.0
-
-    @property
-    def scale_window(self) -> int | None:
-        return None if self._spec is None else self._spec.window
-
-    @property
-    def min_scale(self) -> float | None:
-        return None if self._spec is None else self._spec.minimum
-
-    min_loss_scale = min_scale
-
-    @property
-    def delayed_shift(self) -> int | None:
-        return None if self._spec is None else self._spec.hysteresis
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        return self._spec is not None and self._spec.consecutive
-
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `backward` on by hand."""
+        """Return the loss to call `backward` on by hand."""
         return self._engine.scale(loss)
 
 
-class StageOfOptimizer(type):
-    """A class of DeepSpeed's for some stages: what it says of an optimizer is its stage."""
-
-    stages: tuple[int, ...]
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, DeepSpeedOptimizer) and value.stage in cls.stages
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """An optimizer to torch's schedulers, which accept nothing else; its groups are another's.
+    """Passes for a torch optimizer, because torch's schedulers accept nothing else. Its groups are the
+    engine's.
 
-    At stage 0 without 16-bit parameters DeepSpeed returns the caller's own. There this is an instance of that
-    one's class, and equal to it; it is not that one, whose `step` would do nothing.
+    At stage 0 without 16-bit parameters DeepSpeed returns the caller's own optimizer. There this is an
+    instance of that one's class, and equal to it; it is not that one, whose `step` would do nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
-        # Not torch's own __init__, which would make groups and state.
+        # torch's own __init__ would make groups and state.
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
-        """Of ZeRO."""
-        self._passes = optimizer_state.is_plain(engine.plan)
+        """The ZeRO stage."""
+        self._passes = state_dicts.is_plain(engine.plan)
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 
@@ -106,10 +104,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return other is self or (self._passes and other is self.optimizer)
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> Hashable:
-        return self.optimizer if self._passes else id(self)
+        return hash(self.optimizer) if self._passes else id(self)
 
     def _running(self) -> Engine:
         engine = self._engine()
@@ -119,7 +114,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that was passed, or that the config named."""
+        """The optimizer that was passed, or that the config named."""
         optimizer = self._running().optimizer
         if optimizer is None:
             raise AssertionError("an engine without an optimizer has no DeepSpeedOptimizer")
@@ -140,9 +135,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
-        raise absent(
-            f"optimizer.{name}", "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
-        )
+        instead = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
+        raise absent(f"optimizer.{name}", instead)
 
     def __repr__(self) -> str:
         return f"DeepSpeedOptimizer({self.optimizer})"
@@ -150,40 +144,37 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     # --- the loss scale ---------------------------------------------------------------------------------
 
     @property
-    def cur_scale(self) -> float:
-        """The multiplier of the loss; 1 without one."""
-        return self._running().scaler.scale
-
-    @property
-    def loss_scale(self) -> float:
-        return self._running().scaler.scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        spec = self._running().plan.policy.loss_scale
-        return spec is not None and spec.dynamic
-
-    @property
     def loss_scaler(self) -> LossScaler:
         return LossScaler(self._running())
 
     loss_scale_config = loss_scaler
 
+    @property
+    def cur_scale(self) -> float:
+        """The multiplier of the loss, 1 without loss scaling."""
+        return self._running().scaler.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
     def needs_scaler(self) -> bool:
-        """Whether a loss must go through `engine.scale` before a backward by hand."""
+        """Return True if a loss must go through `engine.scale` before a backward by hand."""
         return self._running().scaler.active
 
     @property
     def overflow(self) -> bool:
-        """Whether the last complete step was skipped for a gradient that is not finite."""
+        """True if the last complete step was skipped for a gradient that is not finite."""
         norm = self._running().grad_norm
         return norm is not None and norm - norm != 0.0
 
-    # --- what is the engine's ---------------------------------------------------------------------------
+    # --- the engine's methods ---------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update, as `engine.step()` does at the end of a step, but for the schedule, which the caller steps.
-        Lightning's Fabric calls this one."""
+        """Update like `engine.step()` at the end of a step, except that the caller steps the schedule.
+        Lightning's Fabric calls this method."""
         engine = self._running()
         if closure is not None or not engine.micro_batches or not engine.progress.is_boundary:
             raise UnsupportedError(
@@ -205,9 +196,22 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._running().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank holds: see `optimizer_state.py`."""
-        return optimizer_state.state_dict(self._running())
+        """Return this rank's shard of the optimizer state."""
+        return state_dicts.optimizer_state(self._running())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back. Every rank calls it."""
-        optimizer_state.load_state_dict(self._running(), state_dict)
+        """Load this rank's shard of the optimizer state. All ranks must call it."""
+        state_dicts.load_optimizer_state(self._running(), state_dict)
+
+
+class OptimizerOfStages(type):
+    """Makes a class that a DeepSpeedOptimizer of some ZeRO stages is an instance of."""
+
+    stages: tuple[int, ...]
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, DeepSpeedOptimizer) and value.stage in cls.stages
+
+
+DeepSpeedZeroOptimizer = OptimizerOfStages("DeepSpeedZeroOptimizer", (), {"stages": (1, 2)})
+DeepSpeedZeroOptimizer_Stage3 = OptimizerOfStages("DeepSpeedZeroOptimizer_Stage3", (), {"stages": (3,)})

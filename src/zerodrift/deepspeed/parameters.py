@@ -1,16 +1,17 @@
-"""From a parameter to whoever holds its values: the engine, a slice of `zero.Init`, or the parameter itself.
+"""What DeepSpeed's functions and others read from a parameter: its engine, `ds_id` and its kin, the dtype on
+the wire.
 
-DeepSpeed's functions take parameters and nothing else, so what is known of one hangs on it: `ds_id` and its
-kin, which PEFT, TRL and transformers read, and `ENGINE_PARAMETER`, which leads to the engine.
+DeepSpeed's functions get a parameter and nothing else. So the place of a parameter in an engine is an
+attribute of it, and so are the attributes that PEFT, TRL and transformers read.
 
-Invariant: a parameter has an owner exactly while an engine runs it, and keeps no engine alive.
+Invariant: a parameter has `ENGINE_PARAMETER` exactly while an engine runs it, and keeps no engine alive.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,15 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.absent_parameter import STAYS, AbsentParameter
 from zerodrift.engine.native import native
 from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.policy.resolve import SAFE_MODULES
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+ZERO_OPTIMIZATION = "zero_optimization"
+
+DS_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_param_type", "ds_active_sub_modules")
 
 GATHER = (
     "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or in a forward of its "
@@ -30,20 +37,28 @@ GATHER = (
 )
 
 
-class ZeroParamType(enum.Enum):
-    """How a parameter rests between steps; values as in DeepSpeed."""
+# --- enums of DeepSpeed, with its values ------------------------------------------------------------------
 
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
+ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
+ZeroStageEnum = enum.Enum(
+    "ZeroStageEnum",
+    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
+    type=int,
+    module=__name__,
+)
+OffloadDeviceEnum = enum.Enum(
+    "OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str, module=__name__
+)
+OffloadStateTypeEnum = enum.Enum(  # type: ignore[misc]
+    "OffloadStateTypeEnum",
+    {name: name for name in ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")},
+    type=str,
+    module=__name__,
+)
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether the full values of a parameter are there; values as in DeepSpeed."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+# --- a parameter's engine ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,77 +75,20 @@ class EngineParameter:
         return engine
 
 
-def mark_parameters(engine: Engine) -> None:
-    """Hang on every parameter where it is, and what others read of a sharded one."""
-    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
-    segments = native(engine.executor).segments
-    stage_3 = engine.plan.policy.sharding.stage == 3
-    for number, row in enumerate(engine.plan.rows):
-        parameter = parameters[row.name]
-        setattr(parameter, ENGINE_PARAMETER, EngineParameter(weakref.ref(engine), row.name))
-        update = row.columns.update
-        if engine.plan.policy.mode.autocast and update is not None and not row.columns.pinned:
-            wire = update.reduce.wire.torch
-            if wire is engine.plan.policy.mode.dtype.torch:
-                parameter.comm_dtype = wire  # type: ignore[attr-defined]
-        if stage_3:
-            mark(parameter, number)
-        if segments[row.segment].sharded:
-            if isinstance(parameter, AbsentParameter):
-                type(parameter).advice = GATHER
-            setattr(parameter, STAYS, True)  # as with DeepSpeed, whose pieces stay where they are too
-    native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
-    if any(segment.sharded for segment in segments):
-        for module in engine.module.modules():
-            module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
-
-
-def _external_parameters() -> ItemsView[str, nn.Parameter]:
-    """A module's `ds_external_parameters()`: none, since what it uses of others is gathered with its unit."""
-    return {}.items()
-
-
-def mark(parameter: nn.Parameter, number: int) -> None:
-    """What DeepSpeed hangs on every parameter of stage 3, also on one that is whole here: a small one, or any
-    on one rank. Only inside `GatheredParameters` it reads as available; gathering it again costs nothing."""
-    parameter.ds_id = number  # type: ignore[attr-defined]
-    parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
-    parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
-    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
-    parameter.ds_param_type = ZeroParamType.PARTITIONED  # type: ignore[attr-defined]
-    parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
-
-
-def unmark(parameter: nn.Parameter) -> None:
-    for name in (
-        "ds_id",
-        "ds_shape",
-        "ds_numel",
-        "ds_status",
-        "ds_param_type",
-        "ds_active_sub_modules",
-        "comm_dtype",
-        STAYS,
-        ENGINE_PARAMETER,
-    ):
-        if hasattr(parameter, name):
-            delattr(parameter, name)
-
-
 def engine_gone(name: str) -> UnsupportedError:
-    """For what is used after its engine."""
+    """Return the error for an object that is used after its engine is gone."""
     return UnsupportedError(
         name, "must be used while its engine exists", got="one that is gone", do="Keep the engine."
     )
 
 
 def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
-    """Where a parameter is, None for one that no engine runs."""
+    """Return a parameter's place, or None if no engine runs it."""
     return getattr(parameter, ENGINE_PARAMETER, None)
 
 
 def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
-    """The engine that runs a parameter, and the parameter's name in it."""
+    """Return the engine that runs a parameter, and the parameter's name in it."""
     owner = engine_parameter(parameter)
     if owner is None:
         raise ModelError(
@@ -140,3 +98,82 @@ def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
             do="Pass parameters of `engine.module`.",
         )
     return owner.running(), owner.name
+
+
+def mark_parameters(engine: Engine) -> None:
+    """Set the attributes of every parameter of an engine."""
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    segments = native(engine.executor).segments
+    policy = engine.plan.policy
+    for number, row in enumerate(engine.plan.rows):
+        parameter = parameters[row.name]
+        setattr(parameter, ENGINE_PARAMETER, EngineParameter(weakref.ref(engine), row.name))
+        update = row.columns.update
+        if policy.mode.autocast and update is not None and not row.columns.pinned:
+            wire = update.reduce.wire.torch
+            if wire is policy.mode.dtype.torch:
+                setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, wire)
+        if policy.sharding.stage == 3:
+            mark(parameter, number)
+        if segments[row.segment].sharded:
+            if isinstance(parameter, AbsentParameter):
+                type(parameter).advice = GATHER
+            setattr(parameter, STAYS, True)  # DeepSpeed's shards stay where they are, too
+    native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
+    if any(segment.sharded for segment in segments):
+        for module in engine.module.modules():
+            module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
+
+
+def _external_parameters() -> ItemsView[str, nn.Parameter]:
+    """Return no parameters: those of other modules are gathered with their units."""
+    return {}.items()
+
+
+def mark(parameter: nn.Parameter, number: int) -> None:
+    """Set the attributes that DeepSpeed sets at stage 3, on parameters that are whole here too. The status is
+    AVAILABLE only inside `GatheredParameters`."""
+    status, kind, modules = ZeroParamStatus.NOT_AVAILABLE, ZeroParamType.PARTITIONED, set[nn.Module]()
+    values = (number, parameter.shape, parameter.numel(), status, kind, modules)
+    for name, value in zip(DS_ATTRIBUTES, values, strict=True):
+        setattr(parameter, name, value)
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Remove the attributes of `mark` and `mark_parameters`."""
+    for name in (*DS_ATTRIBUTES, PARAM_COMM_DTYPE_ATTR_NAME, STAYS, ENGINE_PARAMETER):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
+
+
+# --- `deepspeed.runtime.torch_autocast`: the dtype of a gradient on the wire ------------------------------
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    """Return the classes whose gradients are sent in the autocast dtype, unless the config names others."""
+    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in SAFE_MODULES]
+    return [f"{kind.__module__}.{kind.__name__}" for kind in classes]
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Return True if the gradient is sent in the autocast dtype."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """Return the planned dtype of the gradient on the wire. Without an engine it is the parameter's own
+    dtype."""
+    owner = engine_parameter(param)
+    if owner is not None:
+        row = owner.running().plan.row(owner.name)
+        if row is not None and row.columns.update is not None:
+            return row.columns.update.reduce.wire.torch
+    return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    return {get_comm_dtype(parameter) for parameter in params}
+
+
+def sort_dtypes(dtypes: list[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=str)

@@ -1,12 +1,12 @@
-"""An engine for verl: what its trainers ask of `fsdp` or `megatron`, done by zerodrift as a config says.
+"""An engine for verl: its trainers use zerodrift instead of `fsdp` or `megatron`.
 
     python -m verl.trainer.sft_trainer engine=zerodrift engine.config=zero3.yaml ...
 
-verl finds it by itself where zerodrift is installed. `groups.py` tells hydra, `config.py` has what a user
-writes and what is refused, `model.py` makes the model, `engine.py` trains it, `weights.py` hands it to a
-sampler with a digest of every tensor, and `checkpoints.py` saves it.
+verl finds the engine where zerodrift is installed. `config.py` has the user's block and refuses unsupported
+settings, `engine.py` trains, `model.py` builds the model and hands its weights to a sampler, and
+`checkpoints.py` saves.
 
-Invariant: nothing of verl decides a dtype.
+Invariant: no code of verl decides a dtype.
 """
 
 from importlib.metadata import version
@@ -20,26 +20,21 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "verl":
         raise
-    absent = Problem(
-        "zerodrift.verl",
-        "must have `verl` beside it",
-        got="no such package",
-        do=f"Run `pip install verl=={TESTED}`.",
-    )
+    must, do = "must have `verl` beside it", f"Run `pip install verl=={TESTED}`."
+    absent = Problem("zerodrift.verl", must, got="no such package", do=do)
     raise ImportError(str(absent), name="verl") from error
 
 try:
-    from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported
+    from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, register, require_supported
     from zerodrift.verl.engine import ZeroDriftEngine, ZeroDriftValueEngine
-    from zerodrift.verl.groups import register
-    from zerodrift.verl.weights import digests_of, require_same
+    from zerodrift.verl.model import digests_of, require_same
 except ImportError as error:
     if not (error.name or "").startswith(verl.__name__):
         raise
-    other = Problem(
-        "verl", f"must have what {TESTED} has", got=f"{version('verl')}: {error}", do=f"Install {TESTED}."
-    )
-    raise ImportError(str(other), name=error.name) from error
+    got, do = f"{version('verl')}: {error}", f"Install {TESTED}."
+    raise ImportError(
+        str(Problem("verl", f"must have what {TESTED} has", got=got, do=do)), name=error.name
+    ) from error
 
 register()
 

@@ -1,10 +1,10 @@
-"""What `checkpoint.save_contents` and `load_contents` of verl say, in the engine's own checkpoints.
+"""verl's `checkpoint.save_contents` and `load_contents`, in the engine's own checkpoints.
 
-The state of the engine is one thing, which has `model`, `optimizer` and `extra` in it and loads at any stage
-and on any number of ranks; it is saved where any of them is asked for. `huggingface` beside it has what
+The engine's state is one checkpoint with `model`, `optimizer` and `extra`, and loads at any stage on any
+number of ranks; it is saved if any of them is asked for. The folder `huggingface` beside it has what
 `transformers` needs: with `hf_model` the weights too, in the dtypes of the `export` column, or the adapter.
 
-Invariant: what fails on one rank is an error on all.
+Invariant: an error on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError
 from zerodrift.io.checkpoint.checkpoints import Checkpoints, Part
 from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.verl.weights import adapter_of, adapter_weights
+from zerodrift.verl.model import adapter_of, adapter_weights
 
 TAG = "state"
 FOLDER = "huggingface"
 
 
 class SavedRuns:
-    """The checkpoints that this process wrote, for one engine."""
+    """Saves and loads the checkpoints of one engine."""
 
     def __init__(self, contents: Any, model: Any) -> None:
         """`contents` is verl's `checkpoint` block, `model` its `model`."""
@@ -41,7 +41,7 @@ class SavedRuns:
         self._saved: list[Path] = []
 
     def save(self, engine: Engine, path: Path, schedule: Any, to: str | None, keep: int | None) -> None:
-        """`to` is where a copy goes, and `keep` how many of this process stay."""
+        """Save a checkpoint, copy it to `to`, and keep the last `keep` of this process."""
         wanted = set(self._contents.save_contents)
         client = {"lr_scheduler": None if schedule is None else schedule.state_dict()}
         if wanted - {"hf_model"}:
@@ -55,12 +55,14 @@ class SavedRuns:
                 if to is not None:
                     hdfs_io.makedirs(to, exist_ok=True)
                     hdfs_io.copy(str(path), to, dirs_exist_ok=True)
-                self._forget(path, keep)
+                self._delete_old(path, keep)
 
     def _describe(self, engine: Engine, folder: Path) -> None:
-        """Config, tokenizer and code of the model; what an export wrote stays."""
+        """Write the model's config, tokenizer and code, unless an export wrote them."""
         folder.mkdir(parents=True, exist_ok=True)
-        given, model = self._model, _bare(engine)
+        given, model = self._model, engine.module
+        if hasattr(model, "get_base_model"):  # an adapter's
+            model = model.get_base_model()  # type: ignore[operator]
         config = copy.deepcopy(given.hf_config)
         config.architectures = [type(model).__name__]
         for name, part in (("config.json", config), ("generation_config.json", given.generation_config)):
@@ -71,7 +73,7 @@ class SavedRuns:
         if getattr(config, "auto_map", None):
             custom_object_save(model, folder, config=config)
 
-    def _forget(self, path: Path, keep: int | None) -> None:
+    def _delete_old(self, path: Path, keep: int | None) -> None:
         self._saved = [*(old for old in self._saved if old != path), path]
         if keep:
             for old in self._saved[:-keep]:
@@ -79,13 +81,12 @@ class SavedRuns:
             self._saved = self._saved[-keep:]
 
     def load(self, engine: Engine, path: Path, schedule: Any) -> None:
-        """Weights, and moments and schedule where they are trained and asked for."""
+        """Load the weights, and moments and schedule if they are trained and asked for."""
         wanted = set(self._contents.load_contents)
         if not wanted - {"hf_model"}:
             return
-        trains = engine.updater is not None
         parts: frozenset[Part] = frozenset()
-        if trains and "optimizer" in wanted:
+        if engine.updater is not None and "optimizer" in wanted:
             parts = frozenset({"optimizer", "counts"})
         without: tuple[Allowed, ...] = ("model",) if self._adapter_alone else ()
         with raise_on_all_ranks(engine.comm):
@@ -95,14 +96,8 @@ class SavedRuns:
             schedule.load_state_dict(loaded.client["lr_scheduler"])
 
 
-def _bare(engine: Engine) -> Any:
-    """The model beneath an adapter."""
-    model: Any = engine.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _export(engine: Engine, folder: Path) -> None:
-    """A folder that `transformers` loads; of an adapter one that `peft` loads."""
+    """Write a folder that `transformers` loads, or `peft` if there is an adapter."""
     settings = adapter_of(engine)
     if settings is None:
         export(engine, folder, overwrite=True)

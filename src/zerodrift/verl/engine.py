@@ -1,10 +1,10 @@
-"""A step as verl drives it: micro-batches, their loss, the update, and what is asked of an engine beside it.
+"""The engine that verl's trainers drive: micro-batches and their loss, the update, weights and checkpoints.
 
-Model inputs, log-probabilities and values are made by verl's own code for models of `transformers`;
-optimizer, schedule and clipping norm are those of its `optim` block.
+verl's own code for models of `transformers` makes model inputs, log-probabilities and values. Optimizer,
+schedule and clipping norm are those of its `optim` block.
 
-Invariant: gradients are summed over the micro-batches of a step and averaged over ranks, as verl's losses are
-written for; temperature, softmax and entropy see logits in fp32.
+Invariant: gradients are summed over the micro-batches of a step and averaged over ranks, as verl's losses
+expect; temperature, softmax and entropy get logits in fp32.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, UnsupportedError, first_line
 from zerodrift.verl.checkpoints import SavedRuns
 from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported, written
-from zerodrift.verl.model import empty_model, read_model
-from zerodrift.verl.weights import Weights, adapter_of, adapter_weights, counted, model_weights
+from zerodrift.verl.model import (
+    Weights,
+    adapter_of,
+    adapter_weights,
+    counted,
+    empty_model,
+    model_weights,
+    read_model,
+)
 
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
 class ZeroDriftEngine(FSDPEngineWithLMHead):
-    """What verl calls. Of its base there is what makes model inputs and outputs; none of FSDP."""
+    """The engine for language models. Only its base's code for model inputs and outputs is used, none for
+    FSDP."""
 
     def __init__(
         self,
@@ -55,12 +63,12 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self.mode: str | None = None
         self.rank = torch.distributed.get_rank()
         self.sent: dict[str, str] = {}
-        """Name of each tensor that was last given to a sampler -> its digest."""
+        """Name -> digest of the tensors that a sampler got last."""
         self._zerodrift: Engine | None = None
         self._changes = 0
-        """How often weights have changed."""
+        """The number of times that weights changed."""
         self._runs = SavedRuns(checkpoint_config, model_config)
-        # What verl's code for inputs and outputs reads.
+        # verl's code for inputs and outputs reads these.
         self.use_remove_padding = model_config.use_remove_padding
         self.use_ulysses_sp, self.ulysses_device_mesh = False, None
         self.ulysses_sequence_parallel_size = 1
@@ -72,12 +80,10 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     @property
     def engine(self) -> Engine:
-        """Of zerodrift."""
+        """zerodrift's engine."""
         if self._zerodrift is None:
             raise UnsupportedError("engine", "must be asked for after `initialize`", got="none yet")
         return self._zerodrift
-
-    # --- making it --------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         if self._zerodrift is not None:
@@ -94,26 +100,23 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         if given.lora_rank:
             model = self._build_lora_module(model)
         optimizer = self._client_optimizer(model) if trains else None
-        self._zerodrift = initialize(
-            model, optimizer, config, weights=weights, quiet=self.engine_config.quiet
-        )
-        self._zerodrift.progress.accumulation = 1  # the losses of verl are divided already
+        quiet = self.engine_config.quiet
+        self._zerodrift = initialize(model, optimizer, config, weights=weights, quiet=quiet)
+        self._zerodrift.progress.accumulation = 1  # verl's losses are divided already
         self.module = _Callable(self._zerodrift)
         self.optimizer = self._zerodrift.optimizer
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer) if trains else None
 
     def _client_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        said = self.optimizer_config
-        if said.lr_warmup_steps is None:  # as verl documents it: the ratio counts
-            said.lr_warmup_steps = -1
+        block = self.optimizer_config
+        if block.lr_warmup_steps is None:  # the ratio counts then, as verl documents
+            block.lr_warmup_steps = -1
         try:
-            made: torch.optim.Optimizer = build_optimizer(model.parameters(), said)
+            optimizer: torch.optim.Optimizer = build_optimizer(model.parameters(), block)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
-            name = f"{said.optimizer_impl}.{said.optimizer}"
-            raise ConfigError(
-                "optim.optimizer", f"must be one that verl can build, {name} here", got=first_line(error)
-            ) from error
-        return made
+            must = f"must be one that verl can build, {block.optimizer_impl}.{block.optimizer} here"
+            raise ConfigError("optim.optimizer", must, got=first_line(error)) from error
+        return optimizer
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -121,7 +124,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def train_mode(
         self, disable_auto_offload: bool = False, zero_grad_on_exit: bool = True
     ) -> Iterator[None]:
-        """Training; the gradients are forgotten at its end."""
+        """Train, and drop the gradients at the end."""
         self.mode = "train"
         self.engine.train()
         try:
@@ -147,11 +150,10 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self.engine.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip and update, or skip where a gradient is not finite. Returns the norm before clipping."""
+        """Clip and update, or skip a gradient that is not finite. Return the norm before clipping."""
         if not self.engine.micro_batches:
-            raise UnsupportedError(
-                "optimizer_step", "must follow a `forward_backward_batch`", got="none since the last step"
-            )
+            must = "must follow a `forward_backward_batch`"
+            raise UnsupportedError("optimizer_step", must, got="none since the last step")
         self._changes += 1
         norm = self.engine.step().grad_norm
         assert norm is not None
@@ -188,8 +190,8 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
             outputs.append(output)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
-    def prepare_model_outputs(self, output: Any, *about: Any, **more: Any) -> dict[str, Any]:
-        return FSDPEngineWithLMHead.prepare_model_outputs(self, _in_fp32(output), *about, **more)
+    def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return FSDPEngineWithLMHead.prepare_model_outputs(self, _to_fp32(output), *args, **kwargs)
 
     @property
     def _reduces_every(self) -> bool:
@@ -214,7 +216,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
             )
         return loss, {"model_output": detach_tree(output), "loss": loss.detach().item(), "metrics": metrics}
 
-    # --- ranks and places -------------------------------------------------------------------------------
+    # --- ranks and devices ------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
         return torch.distributed.get_rank()
@@ -234,7 +236,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        return False  # it never has to be moved: `zero_optimization.offload_optimizer` keeps it on the host
+        return False  # with `zero_optimization.offload_optimizer` it stays on the host
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         there = self.engine.mesh.device.type
@@ -251,9 +253,9 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any
     ) -> tuple[Weights, dict[str, Any] | None]:
-        """Whole tensors by name, a unit at a time, in the dtypes of the `export` column. Every rank takes all
-        of them, before the next update. With an adapter: its tensors where `base_sync_done`, else those of
-        the model beneath."""
+        """Return whole tensors by name, one unit at a time, in the dtypes of the `export` column. All ranks
+        must take all of them before the next update. An adapter's tensors are returned after
+        `base_sync_done`, and its base model's before."""
         engine, adapter = self.engine, adapter_of(self.engine)
         if adapter is not None and base_sync_done:
             weights = adapter_weights(engine)
@@ -264,12 +266,8 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         return counted(weights, self.sent, lambda: self._changes), settings
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
-        raise UnsupportedError(
-            "rollout.checkpoint_engine.backend",
-            "must be one that sends whole tensors",
-            got="one that sends parts of them",
-            do="Write `naive` or `nccl`.",
-        )
+        where, must = "rollout.checkpoint_engine.backend", "must be one that sends whole tensors"
+        raise UnsupportedError(where, must, got="one that sends parts of them", do="Write `naive` or `nccl`.")
 
     prime_delta_snapshots = get_per_tensor_param_delta_shard = get_per_tensor_param_shard
 
@@ -292,38 +290,34 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_: Any
     ) -> None:
-        """As with verl's own engine for fsdp, a folder that is no copy of another is not deleted."""
+        """Load a checkpoint. A folder that is no copy is not deleted, as in verl's own engine for fsdp."""
         self._changes += 1
         self._runs.load(self.engine, Path(local_path), self.lr_scheduler)
 
 
 @EngineRegistry.register(model_type="value_model", backend=NAME, device=["cuda", "cpu"])
 class ZeroDriftValueEngine(ZeroDriftEngine):
-    """The same for a critic, whose outputs are values."""
+    """The engine for a critic, whose outputs are values."""
 
-    def prepare_model_outputs(self, output: Any, *about: Any, **more: Any) -> dict[str, Any]:
-        return FSDPEngineWithValueHead.prepare_model_outputs(self, _in_fp32(output), *about, **more)
+    def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return FSDPEngineWithValueHead.prepare_model_outputs(self, _to_fp32(output), *args, **kwargs)
 
 
-def _in_fp32(output: Any) -> Any:
-    """Of a model: verl's softmax and losses run in the dtype of its logits."""
+def _to_fp32(output: Any) -> Any:
+    """Cast a model's logits, because verl's softmax and losses run in their dtype."""
     if output.logits.dtype.itemsize < 4:
         output.logits = output.logits.float()
     return output
 
 
 def _entropy(config: ZeroDriftEngineConfig) -> Callable[..., torch.Tensor]:
-    chunked = config.entropy_from_logits_with_chunking
-    made: Any = (
-        torch_functional.entropy_from_logits_with_chunking
-        if chunked
-        else torch_functional.entropy_from_logits
-    )
-    return torch.compile(made, dynamic=True) if config.use_torch_compile else made
+    chunking = "_with_chunking" if config.entropy_from_logits_with_chunking else ""
+    entropy: Any = getattr(torch_functional, f"entropy_from_logits{chunking}")
+    return torch.compile(entropy, dynamic=True) if config.use_torch_compile else entropy
 
 
 class _Callable:
-    """An engine as the module that verl's code calls and looks at."""
+    """The engine as the module that verl's code calls."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,8 +1,5 @@
 """Gradient accumulation whose boundaries the script sets itself; `step` is called once per batch."""
 
-import argparse
-import json
-
 import deepspeed
 import torch
 from torch import nn
@@ -15,11 +12,7 @@ CONFIG = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+def main() -> dict:
     deepspeed.init_distributed()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(32, 24), nn.Flatten(), nn.Linear(4 * 24, 32))
@@ -40,18 +33,16 @@ def main() -> None:
         engine.step()
         assert engine.was_step_applied()
         norms.append(float(engine.get_global_grad_norm()))
-    if deepspeed.comm.get_rank() == 0 and args.out:
-        told = {
-            "losses": losses,
-            "norms": norms,
-            "boundaries": boundaries,
-            "steps": engine.global_steps,
-            "train_batch_size": engine.train_batch_size(),
-        }
-        with open(args.out, "w") as file:
-            json.dump(told, file)
+    told = {
+        "losses": losses,
+        "norms": norms,
+        "boundaries": boundaries,
+        "steps": engine.global_steps,
+        "train_batch_size": engine.train_batch_size(),
+    }
     engine.destroy()
+    return told
 
 
 if __name__ == "__main__":
-    main()
+    told = main()

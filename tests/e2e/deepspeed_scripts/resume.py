@@ -1,7 +1,6 @@
 """Checkpoint and resume: with a client state, in the middle of a schedule, and the weights in fp32."""
 
 import argparse
-import json
 import os
 
 import deepspeed
@@ -38,11 +37,9 @@ def train(engine, first: int, last: int) -> list:
     return losses
 
 
-def main() -> None:
+def main() -> dict:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--folder", default="checkpoints")
-    parser.add_argument("--out", default="")
     args = parser.parse_args()
     deepspeed.init_distributed()
     engine, _, _, _ = build()
@@ -57,30 +54,28 @@ def main() -> None:
     engine, _, _, scheduler = build()
     path, client = engine.load_checkpoint(args.folder)
     resumed = train(engine, 5, 9)
-    if deepspeed.comm.get_rank() == 0 and args.out:
-        weights = torch.load(os.path.join(args.folder, "weights.bin"), weights_only=True)
-        masters = get_fp32_state_dict_from_zero_checkpoint(args.folder)
-        with open(os.path.join(args.folder, "latest")) as file:
-            latest = file.read().strip()
-        told = {
-            "nothing": nothing,
-            "before": before,
-            "after": after,
-            "resumed": resumed,
-            "client": {key: client[key] for key in ("epoch", "seen")},
-            "steps": engine.global_steps,
-            "rate": scheduler.get_last_lr(),
-            "latest": latest,
-            "folders": sorted(n for n in os.listdir(args.folder) if os.path.isdir(f"{args.folder}/{n}")),
-            "path_is_in": os.path.abspath(args.folder) in os.path.abspath(path),
-            "weights": {name: value.double().sum().item() for name, value in weights.items()},
-            "masters": {name: value.double().sum().item() for name, value in masters.items()},
-            "dtypes": sorted({str(value.dtype) for value in weights.values()}),
-        }
-        with open(args.out, "w") as file:
-            json.dump(told, file)
+    weights = torch.load(os.path.join(args.folder, "weights.bin"), weights_only=True)
+    masters = get_fp32_state_dict_from_zero_checkpoint(args.folder)
+    with open(os.path.join(args.folder, "latest")) as file:
+        latest = file.read().strip()
+    told = {
+        "nothing": nothing,
+        "before": before,
+        "after": after,
+        "resumed": resumed,
+        "client": {key: client[key] for key in ("epoch", "seen")},
+        "steps": engine.global_steps,
+        "rate": scheduler.get_last_lr(),
+        "latest": latest,
+        "folders": sorted(n for n in os.listdir(args.folder) if os.path.isdir(f"{args.folder}/{n}")),
+        "path_is_in": os.path.abspath(args.folder) in os.path.abspath(path),
+        "weights": {name: value.double().sum().item() for name, value in weights.items()},
+        "masters": {name: value.double().sum().item() for name, value in masters.items()},
+        "dtypes": sorted({str(value.dtype) for value in weights.values()}),
+    }
     engine.destroy()
+    return told
 
 
 if __name__ == "__main__":
-    main()
+    told = main()

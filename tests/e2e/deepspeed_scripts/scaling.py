@@ -1,8 +1,5 @@
 """fp16 with a dynamic loss scale that begins too high: the first steps are skipped."""
 
-import argparse
-import json
-
 import deepspeed
 import torch
 from torch import nn
@@ -16,11 +13,7 @@ CONFIG = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+def main() -> dict:
     deepspeed.init_distributed()
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -41,18 +34,16 @@ def main() -> None:
         scales.append(optimizer.cur_scale)
         overflows.append(bool(optimizer.overflow))
         skipped.append(engine.skipped_steps)
-    if deepspeed.comm.get_rank() == 0 and args.out:
-        told = {
-            "losses": losses,
-            "scales": scales,
-            "skipped": skipped,
-            "overflows": overflows,
-            "steps": engine.global_steps,
-        }
-        with open(args.out, "w") as file:
-            json.dump(told, file)
+    told = {
+        "losses": losses,
+        "scales": scales,
+        "skipped": skipped,
+        "overflows": overflows,
+        "steps": engine.global_steps,
+    }
     engine.destroy()
+    return told
 
 
 if __name__ == "__main__":
-    main()
+    told = main()

@@ -1,8 +1,5 @@
 """ZeRO-3: a model that is built in pieces, weights that one rank sets, and full values of sharded ones."""
 
-import argparse
-import json
-
 import deepspeed
 import torch
 from torch import nn
@@ -38,11 +35,7 @@ class Model(nn.Module):
         return self.outward(x)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+def main() -> dict:
     deepspeed.init_distributed()
     rank = deepspeed.comm.get_rank()
     torch.manual_seed(4 + rank)  # rank 0's values are everybody's
@@ -74,20 +67,18 @@ def main() -> None:
         visible = {name: p.detach().sum().item() for name, p in model.named_parameters()}
     master = deepspeed.utils.safe_get_full_fp32_param(weight)
     moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
-    if rank == 0 and args.out:
-        told = {
-            "losses": losses,
-            "norms": norms,
-            "gradients": gradients,
-            "visible": visible,
-            "master": master.flatten()[:40].tolist(),
-            "moment": moment.flatten()[:40].tolist(),
-            "shape": list(weight.ds_shape),
-        }
-        with open(args.out, "w") as file:
-            json.dump(told, file)
+    told = {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "visible": visible,
+        "master": master.flatten()[:40].tolist(),
+        "moment": moment.flatten()[:40].tolist(),
+        "shape": list(weight.ds_shape),
+    }
     engine.destroy()
+    return told
 
 
 if __name__ == "__main__":
-    main()
+    told = main()

@@ -1,0 +1,210 @@
+"""Read the config that was passed to `initialize`, in any form that DeepSpeed accepts.
+
+A config may be a dict, a file (JSON, YAML or Hjson) or base64 of JSON, and may come by four arguments. Keys
+that accelerate and TRL write with dots are moved to their blocks, old spellings become new ones, and the keys
+of `zerodrift run` are added. `zerodrift.config` decides what the keys mean.
+
+Invariant: the caller's object is not changed, and a key that is read otherwise than written is logged.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import copy
+import enum
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerodrift.alias import errand
+from zerodrift.config.additions import Additions
+from zerodrift.config.known import is_path
+from zerodrift.config.plain import plain, shown
+from zerodrift.config.read import read
+from zerodrift.config.schema import Config
+from zerodrift.deepspeed.log import logger
+from zerodrift.errors import ConfigError, Problems, ZerodriftError
+from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
+
+MANAGED = "managed_gradient_accumulation"
+"""A key that `DeepSpeedEngine.step` obeys, and the plan does not know."""
+
+OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """Return the one config that was passed, in the spellings that `zerodrift.config` knows."""
+    return _respelled(_nested(_passed(args, config, config_params)))
+
+
+def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    ways = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in ways.items() if value is not None}
+    if not given:
+        do = "Pass `config=` to `initialize`, or `--deepspeed_config` on the command line."
+        raise ConfigError("config", "must be given", got="none", do=do)
+    if len(given) > 1:
+        raise ConfigError("config", "must be given once", got=" and ".join(given), do="Keep one.")
+    (value,) = given.values()
+    if isinstance(value, Config):
+        return plain(value, Problems())
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, (str, os.PathLike)):
+        must = "must be a path, a dict or a `zerodrift.Config`"
+        raise ConfigError("config", must, got=type(value).__name__)
+    if isinstance(value, str) and not os.path.exists(value):
+        decoded = _decode(value)
+        if decoded is not None:
+            return decoded
+    parsed = _read_file(value)
+    if not isinstance(parsed, dict):
+        raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
+    return parsed
+
+
+def _read_file(path: str | os.PathLike[str]) -> Any:
+    """Read JSON or YAML, else Hjson."""
+    try:
+        return read(path)
+    except ConfigError as error:
+        try:
+            return _parse_hjson(Path(path).read_text(encoding="utf-8"))
+        except ModuleNotFoundError:
+            do = "Or run `pip install hjson`, if it is Hjson or JSON with comments."
+            raise error.reworded(lambda text: f"{text} {do}".strip()) from None
+        except (OSError, ValueError):
+            raise error from None
+
+
+def _decode(text: str) -> dict[str, Any] | None:
+    """Decode base64 of JSON, as launchers pass it. Return None for anything else."""
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+        try:
+            config = json.loads(decoded, object_pairs_hook=_unique)
+        except json.JSONDecodeError:
+            config = _parse_hjson(decoded)
+    except (binascii.Error, ModuleNotFoundError, UnicodeDecodeError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _parse_hjson(text: str) -> Any:
+    """Parse Hjson, by the package that DeepSpeed requires. Raise ModuleNotFoundError without it."""
+    return importlib.import_module("hjson").loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        raise ValueError("a key is there twice")
+    return block
+
+
+# --- spellings --------------------------------------------------------------------------------------------
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """Move keys with dots into their blocks. accelerate and TRL set `zero_optimization.reduce_bucket_size` at
+    the top, where DeepSpeed reads nothing. A value in the block wins."""
+    tree: Any = copy.copy(config)  # keeps the record of keys that were written twice
+    for key, value in config.items():
+        if not isinstance(key, str) or "." not in key or not is_path(key):
+            continue
+        *blocks, last = key.split(".")
+        place: Any = tree
+        for block in blocks:
+            below = place.get(block)
+            if not isinstance(below, (dict, type(None))):
+                break
+            below = {} if below is None else copy.copy(below)
+            place[block] = place = below
+        else:
+            del tree[key]
+            if place.get(last) in (None, "auto"):
+                place[last] = value
+            elif place[last] != value:
+                logger.warning(
+                    "`%s: %s` is in its block as %s, which holds", key, shown(value), shown(place[last])
+                )
+    return tree
+
+
+def _respelled(written: dict[str, Any]) -> dict[str, Any]:
+    """Replace enums, old spellings of offload, and warmup types that DeepSpeed does not know."""
+    config: dict[str, Any] = _without_enums(written)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        _respell_offload(zero)
+    scheduler = config.get("scheduler")
+    if isinstance(scheduler, dict) and scheduler.get("type") in VALID_LR_SCHEDULES:
+        params = scheduler.get("params")
+        params = params if isinstance(params, dict) else {}
+        kind = params.get("warmup_type")
+        if isinstance(kind, str) and kind != "auto" and not is_warmup_type(kind):
+            where = "scheduler.params.warmup_type"
+            logger.warning("`%s` is %s, which is none: it is %r", where, shown(kind), WARMUP_LOG_RATE)
+            params["warmup_type"] = WARMUP_LOG_RATE
+    return config
+
+
+def _without_enums(value: Any) -> Any:
+    """Replace members of enums by their values, in copies. A dict keeps its class and attributes."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        copied = type(value)(value)
+        if type(value) is not dict:
+            copied.__dict__.update(getattr(value, "__dict__", {}))
+        for key, item in value.items():
+            copied[key] = _without_enums(item)
+        return copied
+    if isinstance(value, (list, tuple)):
+        return [_without_enums(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _respell_offload(zero: dict[str, Any]) -> None:
+    """Replace `cpu_offload: true` and its kin, which DeepSpeed deprecated and still reads."""
+    pin_key = "cpu_offload_use_pin_memory"
+    pinned = zero.pop(pin_key, None) if isinstance(zero.get(pin_key), bool) else None
+    for old, new in OLD_OFFLOAD.items():
+        if not isinstance(zero.get(old), bool):
+            continue
+        if zero.pop(old) and zero.get(new) is None:
+            logger.warning('`zero_optimization.%s` is old: write `"%s": {"device": "cpu"}`', old, new)
+            zero[new] = {"device": "cpu"} if pinned is None else {"device": "cpu", "pin_memory": pinned}
+
+
+# --- `zerodrift run` --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def with_additions(passed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the config with the keys that `zerodrift run` adds. Errors inside name its flags."""
+    given = errand()
+    if given is None:
+        yield passed
+        return
+    given.reached("initialized")
+    additions = Additions(dict(given.config), given.flags)
+    precision = passed.get("precision")
+    rules = precision.get("rules") if isinstance(precision, Mapping) else None
+    try:
+        yield additions.added_to(passed)
+    except ZerodriftError as error:
+        flagged = additions.flagged(error, len(rules or ()))
+        if flagged is error:
+            raise
+        raise flagged from None

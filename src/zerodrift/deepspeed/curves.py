@@ -1,0 +1,221 @@
+"""`deepspeed.monitor`: write curves of a run to CSV files, TensorBoard and Weights & Biases.
+
+Rank 0 writes, and a monitor of another rank does nothing. An error while writing (a full disk, a service that
+does not answer) is logged once, and training goes on without that monitor.
+
+Invariant: a monitor that is enabled and cannot start is an error before training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import Field
+
+from zerodrift.config.schema import Block
+from zerodrift.deepspeed.log import logger
+from zerodrift.errors import ConfigError, Problems, first_line, said
+
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+"""Blocks of a config that are obeyed."""
+
+Event = Sequence[Any]
+"""Name, value, step."""
+
+
+class CSVConfig(Block):
+    """One CSV file per curve."""
+
+    enabled: bool = False
+    """Write the curves."""
+    output_path: str = ""
+    """The folder that gets a folder of the job."""
+    job_name: str = "DeepSpeedJobName"
+    """The name of that folder."""
+
+
+class TensorBoardConfig(CSVConfig):
+    """Curves for TensorBoard, which must be installed."""
+
+
+class WandbConfig(Block):
+    """A run of Weights & Biases."""
+
+    enabled: bool = False
+    """Start a run; `wandb` must be installed."""
+    group: str | None = None
+    """The group of the run."""
+    team: str | None = None
+    """The owner of the run."""
+    project: str = "deepspeed"
+    """The project of the run."""
+
+
+class DeepSpeedMonitorConfig(Block):
+    """All monitors of a config."""
+
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    """Curves for TensorBoard."""
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """A run of Weights & Biases."""
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+    """CSV files."""
+
+    @property
+    def enabled(self) -> bool:
+        """Return True if any monitor is enabled."""
+        return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Read the monitors' blocks of a whole config. A block that is null or missing is off."""
+    written = {key: param_dict[key] for key in MONITORS if param_dict.get(key) is not None}
+    problems = Problems()
+    for key, value in written.items():
+        if not isinstance(value, Mapping):
+            problems.add(key, "must be a block", got=repr(value), do='Write `{"enabled": true}`.')
+    problems.raise_as(ConfigError)
+    return DeepSpeedMonitorConfig(**{key: dict(value) for key, value in written.items()})
+
+
+class Monitor(ABC):
+    """Takes events. The settings of its block are attributes too."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        vars(self).update(dict(monitor_config))
+        self.enabled = monitor_config.enabled
+        self.writes = self.enabled and _is_rank_0()
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Event]) -> None: ...
+
+
+class csvMonitor(Monitor):  # noqa: N801
+    """Writes `OUTPUT_PATH/JOB_NAME/Train_Samples_lr.csv`, named by the event."""
+
+    def __init__(self, csv_config: CSVConfig) -> None:
+        super().__init__(csv_config)
+        self.log_dir = _make_folder("csv_monitor", csv_config) if self.writes else None
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        if self.log_dir is None:
+            return
+        for name, value, step in event_list:
+            with (self.log_dir / f"{name.replace('/', '_').replace(' ', '_')}.csv").open("a") as file:
+                rows = csv.writer(file)
+                if not file.tell():
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([step, value])
+
+
+class TensorBoardMonitor(Monitor):
+    """Writes scalars by name."""
+
+    def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
+        super().__init__(tensorboard_config)
+        self.summary_writer: Any = None
+        if self.writes:
+            with _starting("tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
+
+                folder = _make_folder("tensorboard", tensorboard_config)
+                self.summary_writer = SummaryWriter(log_dir=str(folder))
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        if self.summary_writer is None:
+            return
+        for event in event_list:
+            self.summary_writer.add_scalar(*event)
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
+
+class WandbMonitor(Monitor):
+    """Calls `wandb.log`."""
+
+    def __init__(self, wandb_config: WandbConfig) -> None:
+        super().__init__(wandb_config)
+        self._run: Any = None
+        if self.writes:
+            with _starting("wandb"):
+                import wandb
+
+                block = wandb_config
+                self._run = wandb.init(project=block.project, group=block.group, entity=block.team)
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        if self._run is not None:
+            self._run.log(data, step=step, commit=commit)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        for name, value, step in event_list:
+            self.log({name: value}, step=step)
+
+
+class MonitorMaster(Monitor):
+    """Passes events to all monitors of a config."""
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        super().__init__(monitor_config)
+        self.tb_monitor = self._make(TensorBoardMonitor, monitor_config.tensorboard)
+        self.wandb_monitor = self._make(WandbMonitor, monitor_config.wandb)
+        self.csv_monitor = self._make(csvMonitor, monitor_config.csv_monitor)
+        self._failed: set[str] = set()
+
+    @staticmethod
+    def _make(kind: Any, block: Any) -> Any:
+        return kind(block) if block.enabled and _is_rank_0() else None
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        events = list(event_list)
+        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
+            kind = type(monitor).__name__
+            if monitor is None or kind in self._failed:
+                continue
+            try:
+                monitor.write_events(events)
+            except Exception as error:
+                self._failed.add(kind)
+                logger.warning("%s: nothing more is written: %s", kind, first_line(error))
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def _starting(package: str) -> Iterator[None]:
+    """Turn an error of a package into one of its block in the config."""
+    where = f"{package}.enabled"
+    if importlib.util.find_spec(package) is None:
+        must, do = f"`{package}` must be installed", f"Run `pip install {package}`."
+        raise ConfigError(where, must, got="no such package", do=do)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        must, do = f"`{package}` must be able to start", f"Mend what it says, or switch `{where}` off."
+        raise ConfigError(where, must, got=said(error), do=do) from error
+
+
+def _make_folder(key: str, block: CSVConfig) -> Path:
+    folder = Path(block.output_path) / block.job_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where, must = f"{key}.output_path", "must be a folder that can be written"
+        raise ConfigError(where, must, got=f"{folder}: {first_line(error)}") from error
+    return folder

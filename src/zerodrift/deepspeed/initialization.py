@@ -1,0 +1,184 @@
+"""`initialize`: from DeepSpeed's arguments to an engine, its optimizer, a loader and a schedule.
+
+A model may be sharded by `zero.Init`. Optimizer and schedule may be objects, functions that make them, or
+blocks of the config, which may name any class of torch's.
+
+Invariant: all ranks refuse the same arguments, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.alias import errand
+from zerodrift.api import initialize as make_engine
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.config.load import load
+from zerodrift.config.schema import Config
+from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
+from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
+from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.errors import RefusedConfigError
+from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
+from zerodrift.optim.flat import TORCH_DECAY
+from zerodrift.optim.schedules import SCHEDULES
+from zerodrift.optimizers import ADAMW, TYPES, either, meant
+
+Path = str | os.PathLike[str]
+
+TORCH_CLASSES = {
+    "optimizer": (torch.optim, torch.optim.Optimizer, TYPES),
+    "scheduler": (torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler, SCHEDULES),
+}
+"""Block of the config that may name a class of torch -> its module, its base class, and zerodrift's own
+names."""
+
+
+def initialize(  # DeepSpeed's thirteen parameters
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Path | Mapping[str, Any] | Config | None = None,
+    mesh_param: Any = None,
+    config_params: Path | Mapping[str, Any] | Config | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Return the engine, its optimizer, a loader of `training_data` and the schedule, each None if there is
+    none."""
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        raise ModelError("model", "must be a torch.nn.Module", got=got, do="Pass `model=...`.")
+    _refuse_axes(mpu, mesh_param)
+    try:
+        passed = written_config(args, config, config_params)
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        if hasattr(args, "local_rank"):
+            args.local_rank = local_rank()
+        with with_additions(passed) as written:
+            built = _build_optimizer(optimizer, model_parameters, model, written)
+            schedule = _torch_class(written, "scheduler") if lr_scheduler is None else lr_scheduler
+            loaded = load(_without_drop_in_keys(written))
+            curves = get_monitor_config(written)
+            has_optimizer = built is not None or loaded.optimizer is not None
+            engine = make_engine(
+                model, built, loaded, schedule=schedule if has_optimizer else None, quiet=errand() is None
+            )
+        with raise_on_all_ranks(engine.comm):
+            monitor = MonitorMaster(curves)
+    except ConfigError as error:
+        raise RefusedConfigError.joined([error]) from error
+    wrapper = DeepSpeedEngine(engine, written, training_data, collate_fn, optimizer, monitor)
+    return wrapper, wrapper.optimizer, wrapper.training_dataloader, wrapper.lr_scheduler
+
+
+def _refuse_axes(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        got, do = (
+            f"{mpu.get_model_parallel_world_size()} ranks",
+            "Shard with `zero_optimization.stage: 3` instead.",
+        )
+        raise UnsupportedError("mpu", "must have no model parallelism", got=got, do=do)
+    if mesh_param is not None and len(mesh_param) > 1 and mesh_param[1] > 1:
+        must = "must have no sequence-parallel ranks"
+        raise UnsupportedError("mesh_param", must, got=repr(mesh_param), do="Leave it out.")
+
+
+def _build_optimizer(
+    given: Any, model_parameters: Any, model: nn.Module, written: Mapping[str, Any]
+) -> torch.optim.Optimizer | None:
+    """Return an optimizer over the model's parameters, or None if the config's block applies to all of
+    them."""
+    if isinstance(given, DeepSpeedOptimizer):
+        raise UnsupportedError("optimizer", "must be your own", got="another engine's", do="Build one.")
+    if isinstance(given, torch.optim.Optimizer):
+        given.param_groups[:] = [group for group in given.param_groups if group["params"]]
+        return given
+    parameters = None if model_parameters is None else _listed(model_parameters)
+    if callable(given):
+        return given(list(model.parameters()) if parameters is None else parameters)
+    if given is not None:
+        must = "must be a torch.optim.Optimizer or a function that makes one"
+        raise UnsupportedError("optimizer", must, got=type(given).__name__)
+    make = _torch_class(written, "optimizer")
+    if make is not None:
+        return make([p for p in model.parameters() if p.requires_grad] if parameters is None else parameters)
+    block = written.get("optimizer")
+    if not block or parameters is None or _is_everything(parameters, model):
+        return None
+    return optimizer_over(block.get("type", ""), dict(block.get("params") or {}), parameters)
+
+
+def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
+    """Return a function that makes the class of torch that a block names, or None if it names none."""
+    block = written.get(key)
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        return None
+    kind, (module, base, own) = block["type"], TORCH_CLASSES[key]
+    named = getattr(module, kind, None)
+    if not (isinstance(named, type) and issubclass(named, base)) or {kind, kind.lower()} & own.keys():
+        return None
+    return functools.partial(_make, named, f"{key}.params", dict(block.get("params") or {}))
+
+
+def _make(kind: type, where: str, params: dict[str, Any], over: Any) -> Any:
+    try:
+        return kind(over, **params)
+    except (TypeError, ValueError) as error:
+        must = f"must be arguments of `torch.optim`'s {kind.__name__}"
+        raise ConfigError(where, must, got=first_line(error)) from error
+
+
+def _without_drop_in_keys(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config for the engine below, which gets torch's classes as objects and writes no curves."""
+    dropped = {MANAGED, *MONITORS, *(key for key in TORCH_CLASSES if _torch_class(written, key) is not None)}
+    return {key: value for key, value in written.items() if key not in dropped}
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return parameters or groups of them. Names from `named_parameters()` are dropped."""
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    items = [given] if isinstance(given, torch.Tensor) else list(given)
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _is_everything(parameters: list[Any], model: nn.Module) -> bool:
+    """Return True if these are all trained parameters of the model, without groups."""
+    if any(isinstance(item, dict) for item in parameters):
+        return False
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return {id(parameter) for parameter in parameters if parameter.requires_grad} == trained
+
+
+def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
+    """Make the config's optimizer over parameter groups, or over a part of the parameters."""
+    name = TYPES.get(kind.lower())
+    algorithm = None if name is None else meant(name, params)
+    make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
+    if make is None:
+        raise UnsupportedError(
+            "optimizer.type",
+            f"must be {either(known.name for known in OVER_PARAMETERS)} where `model_parameters` "
+            "are groups or a part of the model",
+            got=repr(kind),
+            do="Leave `model_parameters` out, or pass an optimizer.",
+        )
+    params.pop("adam_w_mode", None)
+    if params.pop("torch_adam", False) and algorithm is ADAMW:
+        params.setdefault("weight_decay", TORCH_DECAY)
+    return make(parameters, **params)

@@ -1,1 +1,0 @@
-"""`deepspeed.launcher`: the command `deepspeed`."""

@@ -1,1 +1,0 @@
-"""`deepspeed.monitor`: curves of a run in CSV files, TensorBoard and Weights & Biases."""

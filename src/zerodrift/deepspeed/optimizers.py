@@ -1,0 +1,186 @@
+"""`deepspeed.ops`: the optimizers that scripts build by hand, and the builders of DeepSpeed's compiled
+operations.
+
+FusedAdam and DeepSpeedCPUAdam make torch's fused AdamW or Adam, which the engine replaces by its one-pass
+update on flat shards. FusedLion and DeepSpeedCPULion are one optimizer, since torch has no Lion. No operation
+is compiled: a builder is compatible if its work is done here without it.
+
+Invariant: an argument that would mean something else here is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zerodrift.errors import UnsupportedError
+from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
+
+
+class FusedAdam:
+    """Makes a `torch.optim.AdamW` or `Adam`."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Adam:
+        if amsgrad:
+            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        _require_correction(bias_correction)
+        return _adam(params, adam_w_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPUAdam:
+    """Makes a `torch.optim.AdamW` or `Adam`."""
+
+    optimizer_id = 0
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Adam:
+        _require_correction(bias_correction)
+        if amsgrad:
+            do = "Pass `torch.optim.AdamW(amsgrad=True)`."
+            raise UnsupportedError("amsgrad", "must be false", got="true", do=do)
+        if not fp32_optimizer_states:
+            do = "Moments follow their column: set `precision.state` in the config."
+            raise UnsupportedError("fp32_optimizer_states", "must be true", got="false", do=do)
+        return _adam(model_params, adamw_mode, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _require_correction(bias_correction: bool) -> None:
+    if not bias_correction:
+        do = "Use an optimizer of your own."
+        raise UnsupportedError("bias_correction", "must be true", got="false", do=do)
+
+
+def _adam(params: Any, decoupled: bool, **numbers: Any) -> torch.optim.Adam:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, fused=True, **numbers)
+
+
+class FusedLion(torch.optim.Optimizer):
+    """DeepSpeed's FusedLion: decoupled decay, the sign of the interpolated momentum, then the momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum = state["exp_avg"]
+                parameter.mul_(1 - rate * group["weight_decay"])
+                direction = momentum.mul(beta1).add_(parameter.grad, alpha=1 - beta1).sign_()
+                parameter.add_(direction, alpha=-rate)
+                momentum.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
+        return loss
+
+
+def DeepSpeedCPULion(  # noqa: N802 (DeepSpeed's name)
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0,
+    fp32_optimizer_states: bool = True,
+) -> FusedLion:
+    """Make a FusedLion. The plan decides where masters and moments rest, and their dtypes."""
+    return FusedLion(model_params, lr, betas, weight_decay)
+
+
+OVER_PARAMETERS: Mapping[Algorithm, Callable[..., torch.optim.Optimizer]] = {
+    ADAMW: FusedAdam,
+    ADAM: functools.partial(FusedAdam, adam_w_mode=False),
+    SGD: torch.optim.SGD,
+    LION: FusedLion,
+}
+"""Algorithm of a config -> a function that makes it over parameter groups, or over a part of the
+parameters."""
+
+
+# --- builders ---------------------------------------------------------------------------------------------
+
+
+class OpBuilder:
+    """A builder of one of DeepSpeed's operations."""
+
+    NAME = ""
+    needless = False
+    """The operation's work is done here without it."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return self.needless
+
+    def load(self, verbose: bool = True) -> None:
+        if not self.needless:
+            must = "must be an operation whose work is done here"
+            do = "Ask `is_compatible` first."
+            raise UnsupportedError(self.NAME, must, got="one of DeepSpeed's alone", do=do)
+
+
+def _builders(names: str, needless: bool) -> dict[str, type[OpBuilder]]:
+    pairs = (pair.split("=") for pair in names.split())
+    return {
+        kind: type(kind, (OpBuilder,), {"NAME": name, "needless": needless, "__module__": __name__})
+        for name, kind in pairs
+    }
+
+
+_BUILDERS = {
+    **_builders(
+        "cpu_adam=CPUAdamBuilder fused_adam=FusedAdamBuilder cpu_lion=CPULionBuilder "
+        "fused_lion=FusedLionBuilder utils=UtilsBuilder",
+        True,
+    ),
+    **_builders(
+        "cpu_adagrad=CPUAdagradBuilder fused_lamb=FusedLambBuilder async_io=AsyncIOBuilder gds=GDSBuilder "
+        "quantizer=QuantizerBuilder fp_quantizer=FPQuantizerBuilder random_ltd=RandomLTDBuilder "
+        "sparse_attn=SparseAttnBuilder spatial_inference=SpatialInferenceBuilder "
+        "transformer=TransformerBuilder stochastic_transformer=StochasticTransformerBuilder "
+        "transformer_inference=InferenceBuilder inference_core_ops=InferenceCoreBuilder "
+        "ragged_device_ops=RaggedOpsBuilder evoformer_attn=EvoformerAttnBuilder",
+        False,
+    ),
+}
+globals().update(_BUILDERS)
+
+ALL_OPS: Mapping[str, type[OpBuilder]] = {kind.NAME: kind for kind in _BUILDERS.values()}
+COMPATIBLE = {name: kind.needless for name, kind in ALL_OPS.items()}
+INSTALLED = dict.fromkeys(ALL_OPS, False)

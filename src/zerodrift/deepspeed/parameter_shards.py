@@ -1,0 +1,292 @@
+"""Parameters that are sharded before there is an engine, by `zero.Init`, or after it was destroyed.
+
+Each rank holds a part of the parameter, in the dtype in which the model made it. The parameter itself has its
+shape and no values (`engine/habits/absent_parameter.py`). `GatheredParameters` gathers it, and an engine does
+when it takes over. While a model is built, a parameter is lent to any code that asks for its values.
+
+Invariant: the parts together are rank 0's values, bit for bit, until a `GatheredParameters` with a
+`modifier_rank` replaces them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerodrift.deepspeed import collectives as comm
+from zerodrift.deepspeed.parameters import mark, unmark
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.absent_parameter import (
+    STAYS,
+    AbsentParameter,
+    absent_class,
+    mark_absent,
+    mark_gathered,
+)
+from zerodrift.engine.native import native
+from zerodrift.engine.place import ELSEWHERE
+from zerodrift.errors import ModelError
+
+SHARD = "_zerodrift_slice"
+"""The attribute of a sharded parameter."""
+
+BEFORE_ENGINE = (
+    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or give the model to "
+    "`initialize` first."
+)
+AFTER_ENGINE = (
+    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or call `initialize` "
+    "again, for its engine was destroyed."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpans:
+    """The elements of a parameter that each rank held in an engine's segment."""
+
+    offset: int
+    """The parameter's first element in the segment."""
+    numel: int
+    count: int
+    """Elements of the segment per rank."""
+    parts: int
+    """The number of different shards: rank `parts` holds what rank 0 does."""
+
+    def of(self, rank: int) -> slice:
+        start = rank % self.parts * self.count - self.offset
+        low = min(max(start, 0), self.numel)
+        return slice(low, max(low, min(start + self.count, self.numel)))
+
+
+@dataclass(slots=True)
+class ParameterShard:
+    """This rank's part of a parameter."""
+
+    number: int
+    """Parameters are gathered in the order of their numbers, on every rank."""
+    shape: torch.Size
+    flat: torch.Tensor
+    """The values. Shape [ceil(numel / ranks)], padded at the end, unless there are `spans`."""
+    absent: type[AbsentParameter]
+    """The class of the parameter while it is sharded."""
+    spans: SegmentSpans | None = None
+    """The elements of each rank if the parts are not equal."""
+    placeholder: torch.Tensor | None = None
+    """The one element that the parameter shows instead of its values; None while it is gathered."""
+    casts: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    """Placeholders in other dtypes. A parameter that shows one of them was cast."""
+    lent: nn.Parameter | None = None
+    """The parameter while it is lent."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return True if a `GatheredParameters` shows the values."""
+        return self.placeholder is None and self.lent is None
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the whole values, padded."""
+        if self.spans is not None:
+            return values.reshape(-1)[self.spans.of(dist.get_rank())]
+        count = self.flat.numel()
+        mine = values.reshape(-1)[dist.get_rank() * count :][:count]
+        return torch.cat([mine, mine.new_zeros(count - mine.numel())])
+
+    def replace(self, values: torch.Tensor) -> None:
+        self.flat = self.part_of(values).to(self.flat)
+
+    def whole(self) -> torch.Tensor:
+        """Gather the values. Collective."""
+        spans, ranks = self.spans, dist.get_world_size()
+        if spans is None:
+            flat = self.flat.new_empty(self.flat.numel() * ranks)
+            comm.all_gather_into_tensor(flat, self.flat)
+            return flat[: math.prod(self.shape)].view(self.shape)
+        most = min(spans.count, spans.numel)
+        sent = self.flat.new_zeros(most)
+        sent[: self.flat.numel()] = self.flat
+        received = self.flat.new_empty(most * ranks)
+        comm.all_gather_into_tensor(received, sent)
+        whole = self.flat.new_empty(spans.numel)
+        for rank in range(spans.parts):
+            span = spans.of(rank)
+            whole[span] = received[rank * most :][: span.stop - span.start]
+        return whole.view(self.shape)
+
+    def values_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Gather the values, unless another tensor was put in the parameter's place. Collective."""
+        self.take_back()
+        if self.placeholder is not None and not self.follow_cast(parameter):
+            raise ModelError(
+                self.absent.path,
+                "must be written inside `zero.GatheredParameters` while it is in pieces",
+                got="another tensor in its place",
+                do="Pass `modifier_rank=0`, and write into it there.",
+            )
+        return self.whole()
+
+    def gather(self, parameter: nn.Parameter) -> None:
+        """Give the parameter its values. Collective."""
+        values = self.values_of(parameter)
+        mark_gathered([parameter])
+        parameter.data, self.placeholder = values, None
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Replace the parameter's values by a placeholder."""
+        self.placeholder = _placeholder(self.flat.dtype, self.flat.device)
+        self.casts = {}
+        self.absent.cast = staticmethod(self.cast)
+        mark_gathered([parameter])
+        parameter.data = self.placeholder.expand(self.shape)
+        mark_absent([parameter], [self.absent])
+
+    def take_back(self) -> None:
+        """Shard a lent parameter again. Rank 0's values are kept. Collective."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            values = lent.detach().contiguous()
+            comm.broadcast(values, 0)
+            self.flat = self.part_of(values)
+            self.release(lent)
+
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the placeholder in another dtype, for a module that is cast."""
+        self.follow_cast(parameter)
+        if not (self.flat.is_floating_point() and dtype.is_floating_point):
+            return None
+        element = self.casts.setdefault(dtype, _placeholder(dtype, self.flat.device))
+        expanded = element.expand(self.shape)
+        expanded.__class__ = self.absent
+        return expanded
+
+    def follow_cast(self, parameter: nn.Parameter) -> bool:
+        """Cast the part if the parameter was cast. Return False if the parameter shows no placeholder."""
+        if self.placeholder is None:
+            return False
+        place = parameter.data_ptr()
+        if place == self.placeholder.data_ptr():
+            return True
+        cast = self.casts.get(parameter.dtype)
+        if cast is None or place != cast.data_ptr():
+            return False
+        self.flat, self.placeholder, self.casts = self.flat.to(cast.dtype), cast, {}
+        return True
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one element that cannot pass for a value."""
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def shard_of(parameter: torch.Tensor) -> ParameterShard | None:
+    return getattr(parameter, SHARD, None)
+
+
+def _attach(parameter: nn.Parameter, shard: ParameterShard) -> None:
+    setattr(parameter, SHARD, shard)
+    setattr(parameter, ELSEWHERE, functools.partial(_values_for_engine, weakref.ref(parameter), shard))
+    mark(parameter, shard.number)
+    shard.release(parameter)
+
+
+def _values_for_engine(reference: weakref.ref[nn.Parameter], shard: ParameterShard) -> torch.Tensor:
+    """Return the values for an engine that takes the parameter over."""
+    parameter = reference()
+    if parameter is None:
+        return shard.whole()
+    values = shard.values_of(parameter)
+    mark_gathered([parameter])
+    return values
+
+
+# --- before an engine -------------------------------------------------------------------------------------
+
+
+def shard_parameter(
+    parameter: nn.Parameter, number: int, dtype: torch.dtype | None, path: str, lend: Callable[[], bool]
+) -> None:
+    """Keep this rank's part of rank 0's values. One rank keeps the whole. Collective."""
+    if shard_of(parameter) is not None or parameter.is_meta:
+        return
+    values = parameter.detach()
+    if dtype is not None and values.is_floating_point():
+        values = values.to(dtype)
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        mark(parameter, number)
+        parameter.data = values
+        return
+    values = values.contiguous()
+    comm.broadcast(values, 0)
+    flat = values.new_empty(-(-values.numel() // ranks))
+    shard = ParameterShard(number, values.shape, flat, absent_class(path, lend, BEFORE_ENGINE))
+    shard.replace(values)
+    _attach(parameter, shard)
+    setattr(parameter, STAYS, True)
+
+
+def guard(module: nn.Module) -> None:
+    """Make a forward before `initialize` an error, for it would compute with NaN."""
+    if _require_gathered not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_require_gathered)
+
+
+def _require_gathered(module: nn.Module, args: object) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        shard = shard_of(parameter)
+        if shard is not None and shard.follow_cast(parameter):
+            raise ModelError(
+                f"forward of {type(module).__name__}",
+                "must come after `deepspeed.initialize`, and on its engine, where a model was made in pieces "
+                "(`zero.Init`, or `from_pretrained` at stage 3)",
+                got=f"`{name}` of shape {list(shard.shape)}, whose values are on all ranks",
+                do="Give the model to `initialize`, or run it inside `zero.GatheredParameters`.",
+            )
+
+
+def forget_shards(model: nn.Module) -> None:
+    """Remove all attributes and hooks after an engine took the values over."""
+    for parameter in model.parameters():
+        if shard_of(parameter) is not None:
+            delattr(parameter, SHARD)
+        unmark(parameter)
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _require_gathered]:
+            del hooks[key]
+
+
+# --- after an engine --------------------------------------------------------------------------------------
+
+
+def keep_shards(engine: Engine) -> Callable[[], None]:
+    """Record the shards of an engine that will be destroyed. Call the result afterwards: the parameters stay
+    sharded, and can be gathered or given to another engine."""
+    shards: list[tuple[nn.Parameter, ParameterShard]] = []
+    for segment in native(engine.executor).segments:
+        if not segment.sharded or segment.axis != "shard":
+            continue
+        count = segment.spec.padded // segment.ranks
+        for row, parameter in zip(segment.rows, segment.parameters, strict=True):
+            if row.parts > 1:
+                continue  # experts differ between ranks
+            spans = SegmentSpans(row.offset, row.numel, count, segment.ranks)
+            mine = spans.of(dist.get_rank())
+            first = max(row.offset + mine.start - segment.rank * count, 0)
+            flat = segment.storage[first : first + mine.stop - mine.start]
+            absent = absent_class(row.name, lambda: False, AFTER_ENGINE)
+            shards.append((parameter, ParameterShard(len(shards), parameter.shape, flat, absent, spans)))
+
+    def attach() -> None:
+        for parameter, shard in shards:
+            if isinstance(parameter, AbsentParameter):  # else it was gathered, and is an ordinary one
+                _attach(parameter, shard)
+
+    return attach

@@ -1,0 +1,133 @@
+"""The command `deepspeed SCRIPT`, on this machine.
+
+torchrun starts the processes, ends all of them when one fails, and passes signals on. This file adds
+DeepSpeed's choice of GPUs, and `rank.py` adds `--local_rank`. Several machines need one call of torchrun on
+each; options that would reach them by ssh are refused.
+
+Invariant: an option that is not obeyed changes nothing in training, or is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from zerodrift.deepspeed.launch import PORT
+from zerodrift.errors import Problems, UnsupportedError
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""The file with variables for other machines. accelerate writes it."""
+
+_ELSEWHERE = "Start `zerodrift run -- torchrun --nnodes ...` on each machine."
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse DeepSpeed's options, the script, and the script's arguments. Hidden options are accepted only."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed", description="Start a script on the GPUs of this machine, with zerodrift."
+    )
+    add = parser.add_argument
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="number of processes; default: all GPUs",
+    )
+    add("-i", "--include", default="", help="GPUs to use: localhost:0,2")
+    add("-e", "--exclude", default="", help="GPUs not to use: localhost:1")
+    add("--master_port", type=int, default=PORT, help="the port of rank 0")
+    add("--master_addr", default="127.0.0.1", help="the address of rank 0")
+    add("--module", action="store_true", help="the script is a module, as for python -m")
+    add("--no_python", action="store_true", help="the script is a program")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    hidden = argparse.SUPPRESS
+    texts = (
+        "launcher launcher_args venv_script log_level ssh_port autotuning enable_each_rank_log bind_core_list"
+    )
+    numbers = "num_nodes node_rank min_elastic_nodes max_elastic_nodes"
+    switches = "no_ssh no_ssh_check force_multi elastic_training save_pid bind_cores_to_rank"
+    add("-H", "--hostfile", default="", help=hidden)
+    add("-q", "--quiet", action="store_true", help=hidden)
+    for name in texts.split():
+        add(f"--{name}", default="", help=hidden)
+    for name in numbers.split():
+        add(f"--{name}", type=int, default=-1, help=hidden)
+    for name in switches.split():
+        add(f"--{name}", action="store_true", help=hidden)
+    add("user_script", help="the script")
+    add("user_args", nargs=argparse.REMAINDER, help="its own arguments")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Start the script, and exit with its code."""
+    given = parse_args(args)
+    try:
+        _refuse(given)
+        devices = _devices(given.include, given.exclude)
+    except UnsupportedError as error:
+        print(f"deepspeed: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    environment = dict(os.environ)
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    count = given.num_gpus if given.num_gpus > 0 else len(devices or ()) or torch.cuda.device_count() or 1
+    code = subprocess.call(command(given, count), env=environment)
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def command(given: argparse.Namespace, count: int) -> list[str]:
+    """Return the call of torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
+    torchrun += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
+    kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
+    start = kind if given.no_local_rank else ["-m", "zerodrift.deepspeed.rank", *kind]
+    return [*torchrun, *start, given.user_script, *given.user_args]
+
+
+def _refuse(given: argparse.Namespace) -> None:
+    problems = Problems()
+    several = given.num_nodes > 1 or given.force_multi or given.node_rank > 0 or given.elastic_training
+    if several or os.path.isfile(given.hostfile):
+        problems.add("deepspeed", "must start processes of this machine alone", got="several", do=_ELSEWHERE)
+    if given.autotuning:
+        do = "`zerodrift plan` prints memory and traffic of a config without running it."
+        problems.add("--autotuning", "must be left out", got=given.autotuning, do=do)
+    if given.no_python and given.module:
+        problems.add("--no_python", "must not come with `--module`", got="both", do="Keep one.")
+    if (given.include or given.exclude) and given.num_gpus >= 0:
+        must = "must not come with `--include` or `--exclude`"
+        problems.add("--num_gpus", must, got="both", do="Keep one.")
+    problems.raise_as(UnsupportedError)
+
+
+def _devices(include: str, exclude: str) -> list[int] | None:
+    """Return the GPUs to use, or None if no option names any."""
+    if include and ":" in include:
+        return _slots("--include", include)
+    if exclude:
+        left_out = _slots("--exclude", exclude)
+        return [number for number in range(torch.cuda.device_count()) if number not in left_out]
+    return None
+
+
+def _slots(option: str, text: str) -> list[int]:
+    host, _, slots = text.partition(":")
+    try:
+        numbers = [int(slot) for slot in slots.split(",")]
+    except ValueError:
+        numbers = []
+    if host not in ("localhost", "127.0.0.1") or not numbers:
+        raise UnsupportedError(option, "must name GPUs as `localhost:0,1`", got=repr(text), do=_ELSEWHERE)
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""`deepspeed.runtime.activation_checkpointing`: torch's own, by DeepSpeed's names."""
