@@ -17,11 +17,11 @@ from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import Run, config, finish, make, train
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint import contents
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint import contents
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
 def later(engine: Engine, start: int, steps: int) -> Run:

@@ -21,14 +21,14 @@ from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import weights
 from zerodrift.api import make_plan
+from zerodrift.checkpoint import folder as checkpoint_folder
+from zerodrift.checkpoint import save as checkpoint_writing
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.lock import Lock
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError
-from zerodrift.io.checkpoint import folder as checkpoint_folder
-from zerodrift.io.checkpoint import writing as checkpoint_writing
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.lock import Lock
 
 pytestmark = pytest.mark.fresh_ranks
 

@@ -11,8 +11,8 @@ import pytest
 from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
 from tests.unit.test_checkpoint_folder import manifest
 from tests.unit.test_policy import at, plan
+from zerodrift.checkpoint.differences import CheckpointDifference, Running, differences
 from zerodrift.dtypes import DType
-from zerodrift.io.checkpoint.differences import CheckpointDifference, Running, differences
 from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.cost import cost

@@ -12,13 +12,13 @@ from torch import nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.io.safetensors import reader
-from zerodrift.io.safetensors.boxes import Layout, within
-from zerodrift.io.safetensors.matching import Strict, dtypes, expected
-from zerodrift.io.safetensors.reader import SafetensorsReader
-from zerodrift.io.safetensors.weights import SafetensorsWeights
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import stored
+from zerodrift.weights import reader
+from zerodrift.weights.boxes import Layout, within
+from zerodrift.weights.load import SafetensorsWeights
+from zerodrift.weights.matching import Strict, dtypes, expected
+from zerodrift.weights.reader import SafetensorsReader
 
 
 class Small(nn.Module):

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded, Part
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.imports import ImportedCheckpoint, imported, saved_by_deepspeed
 from zerodrift.deepspeed.unsupported import MissingCheckpointError
 from zerodrift.deepspeed.utils import logger
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
-from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
 
 SCRIPT = """#!/usr/bin/env python
 # Makes one fp32 model of a checkpoint in this folder: python zero_to_fp32.py . output_folder

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from zerodrift.checkpoint.atomic import new_file
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
-from zerodrift.io.atomic import new_file
-from zerodrift.io.whole import whole_values
+from zerodrift.weights.export import whole_values
 
 
 def state_dict(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:

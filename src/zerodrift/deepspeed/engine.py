@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from zerodrift.alias import errand
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.deepspeed import batches, checkpoints, comm, consolidated, unsupported
 from zerodrift.deepspeed.first_step import FirstStep
 from zerodrift.deepspeed.getters import ConfigGetters
@@ -39,7 +40,6 @@ from zerodrift.deepspeed.zero.slices import leave_in_pieces, release
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.errors import Problem, UnsupportedError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
 def _optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:

@@ -18,16 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.checkpoint.folder import is_deepspeed
+from zerodrift.checkpoint.paths import kind_at
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.utils import logger
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.io.convert import to_checkpoint
-from zerodrift.io.deepspeed.checkpoint import open_deepspeed
-from zerodrift.io.deepspeed.files import find_tag, is_deepspeed
-from zerodrift.io.paths import kind_at
-from zerodrift.io.sources import from_deepspeed
+from zerodrift.weights.convert import to_checkpoint
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.deepspeed.files import find_tag
+from zerodrift.weights.sources import Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +88,22 @@ def _room(path: Path) -> Path:
 
 
 def _write(path: Path, tag: str, room: Path, schedule: Any) -> ImportedCheckpoint:
-    checkpoint = open_deepspeed(find_tag(path, tag))
-    source = from_deepspeed(checkpoint)
-    trained = source.trained
-    notes = source.notes
-    theirs = (
-        checkpoint.schedule if isinstance(checkpoint.schedule, Mapping) and schedule is not None else None
-    )
-    if trained is not None and not trained.schedule and theirs is not None:
-        trained = replace(trained, schedule=type(schedule).__name__, schedule_state=dict(theirs))
+    source = open_deepspeed(find_tag(path, tag))
+    trained = source.trained or Trained()
+    if not trained.schedule and trained.schedule_state is not None and schedule is not None:
+        trained = replace(trained, schedule=type(schedule).__name__)
         source = replace(source, trained=trained)
     to_checkpoint(source, room)
-    for note in notes:
-        logger.warning("%s: %s", checkpoint.folder, note)
+    for note in source.notes:
+        logger.warning("%s: %s", source.path, note)
     lacking: dict[Allowed, bool] = {
-        "optimizer": trained is None or not trained.optimizer,
-        "schedule": trained is None or not trained.schedule,
+        "optimizer": not trained.optimizer,
+        "schedule": not trained.schedule,
     }
     return ImportedCheckpoint(
         str(room),
-        str(checkpoint.folder),
-        checkpoint.counters.samples,
-        dict(checkpoint.client),
+        str(source.path),
+        trained.samples,
+        dict(trained.client),
         tuple(word for word, lacks in lacking.items() if lacks),
     )

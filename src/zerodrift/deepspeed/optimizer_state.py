@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerodrift.checkpoint.state import groups, put_groups, put_scale
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint.state import groups, put_groups, put_scale
 from zerodrift.plan.table import Plan
 from zerodrift.versions import DEEPSPEED
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerodrift.io.safetensors.matching import expected
 from zerodrift.numerics.sent import SentTensor, read_sent
 from zerodrift.numerics.tensors import TensorVerdict, digest, judged
 from zerodrift.numerics.trainer import Trainer
+from zerodrift.weights.matching import expected
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint.atomic import new_folder
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-from zerodrift.io.atomic import new_folder
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.convert import Converted
-from zerodrift.io.paths import writing
-from zerodrift.io.safetensors.export import exported_dtype
-from zerodrift.io.safetensors.files import SHARD_SIZE, size_in_bytes
 from zerodrift.model.factory import importable
 from zerodrift.model.meta import attempt
 from zerodrift.train import adapters
@@ -35,6 +32,9 @@ from zerodrift.train.found import FoundModel, base_of, checkpoints_at, model_at
 from zerodrift.train.hub import advice, path_of
 from zerodrift.train.job import Model
 from zerodrift.train.tokens import holds
+from zerodrift.weights.convert import Converted
+from zerodrift.weights.export import exported_dtype
+from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
 
 
 @dataclass(frozen=True, slots=True)

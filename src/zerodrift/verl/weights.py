@@ -16,7 +16,7 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from zerodrift.engine.digest import tensor_digest
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError, UnsupportedError
-from zerodrift.io.whole import whole_values
+from zerodrift.weights.export import whole_values
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -16,20 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
+from zerodrift.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.checkpoint.paths import writing
+from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.deepspeed import unsupported
 from zerodrift.deepspeed.checkpoints import require
 from zerodrift.deepspeed.consolidated import write
 from zerodrift.deepspeed.parameters import engine_parameter
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.checkpoint.items import CheckpointReader
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries
-from zerodrift.io.deepspeed.checkpoint import open_deepspeed
-from zerodrift.io.deepspeed.files import is_deepspeed
-from zerodrift.io.paths import writing
-from zerodrift.io.safetensors.files import size_in_bytes
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.writer import size_in_bytes
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -67,12 +65,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _of_deepspeed(folder: Path, tag: str, without_frozen: bool) -> StateDict:
-    checkpoint = open_deepspeed(folder, tag)
+    source = open_deepspeed(folder, tag)
     state: StateDict = {}
-    for saved in checkpoint.parameters:
-        if not (without_frozen and not saved.trained):
-            state |= dict.fromkeys((saved.name, *saved.aliases), checkpoint.weight(saved.name).float())
-    return state | dict(checkpoint.buffers)
+    for entry in source.entries:
+        if not (without_frozen and entry.group < 0):
+            state |= dict.fromkeys(entry.names, source.whole(entry.name).float())
+    return state | dict(source.buffers)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
