@@ -84,7 +84,7 @@ def test_the_rest_of_the_run(saved: Saved, case: Case) -> None:
     if case.hard:
         assert "layers.0.norm1.weight" not in trained
         assert all(entry.group == int(len(entry.shape) <= 1) for entry in trained.values())
-    for group in run.groups[:1]:
+    for group in filter(None, run.groups[:1]):  # an elastic checkpoint has no options
         assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (LR, BETAS, DECAY)
     assert next(entry.name for entry in found.entries if "head.weight" in entry.names) == "embed.weight"
 

@@ -1,12 +1,8 @@
 """Write folders and files under another name, and rename them once they are whole.
 
-    models/a                       a folder
-    models/.a.writing-4f1c09ab     a folder that is being written, or was cut short
-    models/.a.old-4f1c09ab         a folder that is being replaced
-
-The next writer to the same place removes what a killed one left behind, and refuses to disturb a live one.
-
-Invariant: under its own name nothing was ever anything but whole.
+models/a                       a folder
+models/.a.writing-4f1c09ab     being written, or cut short: removed by the next writer to the same place
+models/.a.old-4f1c09ab         being replaced
 """
 
 from __future__ import annotations

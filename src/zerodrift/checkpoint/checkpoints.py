@@ -1,4 +1,4 @@
-"""Save and load checkpoints of an engine: resumed exactly, on any number of ranks and at any stage.
+"""Save and load checkpoints of an engine, on any number of ranks and at any stage.
 
 Invariant: a run that is killed at any moment and resumed from the newest checkpoint ends in the bits of one
 that was not, on as many ranks and at the same stage.
@@ -138,7 +138,7 @@ class Checkpoints:
 
         def prepare() -> tuple[bytes, Counters]:
             counters = {} if engine.updater is None else engine.updater.counters()
-            return contents.own_state(engine, client, different), counters
+            return states.packed(states.rank_state(engine, client, different), "client"), counters
 
         own, counters = everywhere(comm, prepare)
         counters = contents.merged(comm.all_gather_object(counters, "data"))

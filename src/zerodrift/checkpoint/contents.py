@@ -1,10 +1,7 @@
-"""Read a checkpoint's contents out of an engine, and fill an engine from them.
+"""Read a checkpoint's contents out of an engine, and fill an engine from them, without collective calls.
 
-Weights are plain fp32 whatever the master scheme, moments fp32 under torch's names, each parameter flat.
-Everything here is local to a rank; `checkpoints.py` makes the ranks agree.
-
-Invariant: an engine that is filled with the contents of another has equal masters, moments and counters,
-whatever the stage, the number of ranks and the master scheme of each.
+Invariant: a filled engine has equal masters, moments and counters, whatever its stage, ranks and master
+scheme.
 """
 
 from __future__ import annotations
@@ -14,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import Running
-from zerodrift.checkpoint.manifest import Manifest, RankFiles, SavedParameter
+from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
 from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
 from zerodrift.dtypes import DType
@@ -112,9 +109,7 @@ def head(
         ranks=plan.mesh.world,
         parameters=len(rows),
         elements=sum(row.whole_numel for row in rows),
-        files=(),
         digests=((FORM, _form(engine)), *digest.by_kind().items()),
-        of_ranks=RankFiles("", 0, 0, ""),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
     elsewhere: dict[str, tuple[str, ...]] = {}
@@ -130,11 +125,6 @@ def head(
         table.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
     packed = states.packed(shared, "optimizer, schedule and buffers")
     return Head(manifest, tuple(table), plan.to_json(), packed)
-
-
-def own_state(engine: Engine, client: Any, different: frozenset[str]) -> bytes:
-    """Pack this rank's own state."""
-    return states.packed(states.rank_state(engine, client, different), "client")
 
 
 def schedule_name(engine: Engine) -> str:

@@ -1,10 +1,7 @@
 """Compare a checkpoint with the run that loads it.
 
-Another stage, world size, master scheme or dtype changes where and how values rest, not their meaning: it is
-reported. Another model, optimizer, grouping or schedule would change the meaning: it is refused, with every
-name at once, unless it is allowed by its word.
-
-Invariant: a load that neither raises nor reports a difference continues the run bit for bit.
+A difference that changes the meaning of values, such as another model or optimizer, is refused unless it is
+allowed by its word. One that changes where and how values rest, such as another stage or dtype, is reported.
 """
 
 from __future__ import annotations

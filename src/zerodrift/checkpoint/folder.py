@@ -1,18 +1,12 @@
 """A folder of checkpoints: how a new one appears in it, and how old ones go.
 
-A save writes into a hidden folder, which is renamed to its tag: before the rename nothing has happened, after
-it everything has.
-
     runs/a/latest                      the tag of the newest
-    runs/a/step-00000200/              a checkpoint
+    runs/a/step-00000200/              a checkpoint that was written to its end
     runs/a/.writing-step-00000300@x/   a save that is under way, or was cut short
     runs/a/.old-step-00000200@x/       replaced, or on its way out
     runs/a/.lock                       the lock of a save under way
 
-Only checkpoints and rests of them are renamed or removed, and never through a link: the folder may hold
-anybody's files.
-
-Invariant: a folder with a tag's name holds a checkpoint that was written to its end.
+The folder may hold anybody's files: only checkpoints are renamed or removed, and never through a link.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Show what is in a checkpoint, a folder of them or safetensors files, without loading anything.
-
-Only the manifest, the table of parameters and the sizes of files are read; with `verify` every bit of them.
-Neither torch nor a process group is needed.
+"""Show what is in a checkpoint, a folder of them or safetensors files, without torch.
 
 Invariant: a checkpoint that is called complete is one that a load would accept, as far as it was verified.
 """

@@ -2,8 +2,6 @@
 
 A process on the same machine is identified by its number and start time. One on another machine counts as
 gone when the file was not touched for STALE seconds, by the clock of the file system.
-
-Invariant: of two processes that try at once, one gets the lock.
 """
 
 from __future__ import annotations

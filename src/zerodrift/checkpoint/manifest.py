@@ -1,11 +1,9 @@
 """The small files of a checkpoint: its manifest, its table of parameters, and each rank's description.
 
-The manifest is the last file of a save, so a folder without one is a save that was cut short. Each rank
-describes its own two files beside them; the manifest holds only the sum of the descriptions' checksums, so it
-has the same size on any number of ranks. Nothing here needs torch.
+The manifest is the last file of a save. It holds only the sum of the descriptions' checksums, so it has the
+same size on any number of ranks. Nothing here needs torch.
 
-Invariant: what is read here is what was written, bit for bit; and a checkpoint without damage has every file
-of its save.
+Invariant: what is read here is what was written, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,17 +35,10 @@ Sums = np.ndarray
 """`[5]`, int64: checksums of descriptions, added as four numbers modulo 2^64, and bytes."""
 NO_SUMS = np.zeros(5, np.int64)
 
-
-def tensors_file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
-def state_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def description_file(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+tensors_file = "__{}_0.distcp".format
+state_file = "rank-{:05d}.pt".format
+description_file = "rank-{:05d}.json".format
+"""Names of the three files of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +135,11 @@ class Manifest:
     """Ranks that saved random numbers and a client state of their own."""
     parameters: int
     elements: int
-    files: tuple[File, ...]
+    files: tuple[File, ...] = ()
     """All files but this one and those of the ranks."""
     digests: tuple[tuple[str, str], ...] = field(default=(), metadata={"omitted": True})
     """Digests of the saved values; empty after a conversion."""
-    of_ranks: RankFiles = field(kw_only=True)
+    of_ranks: RankFiles = RankFiles("", 0, 0, "")
 
     @property
     def file_count(self) -> int:

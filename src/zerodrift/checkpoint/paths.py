@@ -1,9 +1,4 @@
-"""Open only regular files, and turn the operating system's refusals into sentences.
-
-Opening a pipe waits for ever and reading a device never ends, so a path is checked before it is opened.
-
-Invariant: nothing is opened that is not a regular file, and no OSError leaves this file as itself.
-"""
+"""Open only regular files, as a pipe would wait for ever, and turn the system's refusals into sentences."""
 
 from __future__ import annotations
 

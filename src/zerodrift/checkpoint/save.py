@@ -1,7 +1,6 @@
 """One save on all ranks: begun together, written by each alone, and published together.
 
-Between its two collective ends a rank only writes its own files, so that part may run in a thread. If one
-rank fails, every rank raises the same error, and what was written is removed.
+Between its two collective ends a rank only writes its own files, so that part may run in a thread.
 
 Invariant: a tag appears in the folder if and only if every rank has written all of its files to the disk.
 """
@@ -78,6 +77,28 @@ def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> 
         raise CheckpointError(folder.path, "must hold checkpoints of this run alone", got=got, do=do)
 
 
+def write_rank_files(path: Path, rank: int, contents: RankContents) -> tuple[list[Chunk], Sums]:
+    """Write the files of one rank, and return their chunks and checksums."""
+    file, chunks = write_items(path / manifests.tensors_file(rank), contents.items)
+    state = manifests.write_whole(path / manifests.state_file(rank), contents.own)
+    description = Description(save_of(path), rank, file, state, tuple(chunks))
+    return chunks, manifests.write_description(path, description)
+
+
+def write_head(path: Path, head: Head, ranks: int, chunks: list[Chunk], sums: Sums) -> Manifest:
+    """Write the files of rank 0, the manifest last. `chunks` and `sums` are those of all ranks."""
+    files = [manifests.write_entries(path, head.entries), manifests.write_whole(path / SHARED, head.shared)]
+    if ranks <= FEW:
+        files.append(write_index(path, chunks))
+    if head.plan is not None:
+        files.append(manifests.write_plan(path, head.plan))
+    ordered = tuple(sorted(files, key=lambda file: file.name))
+    of_ranks = manifests.rank_files(save_of(path), ranks, sums)
+    manifest = replace(head.manifest, files=ordered, of_ranks=of_ranks)
+    manifests.write_manifest(path, manifest)
+    return manifest
+
+
 class Save:
     """A save under way."""
 
@@ -111,13 +132,9 @@ class Save:
 
     def write(self, contents: RankContents) -> None:
         """Write this rank's files. An error is kept for `finish`."""
-        path, rank = self._path, self._rank
         try:
-            tensors = path / manifests.tensors_file(rank)
-            file, self._chunks = write_items(tensors, self._until_stopped(contents.items))
-            state = manifests.write_whole(path / manifests.state_file(rank), contents.own)
-            description = Description(save_of(path), rank, file, state, tuple(self._chunks))
-            self._sums = manifests.write_description(path, description)
+            stoppable = replace(contents, items=self._until_stopped(contents.items))
+            self._chunks, self._sums = write_rank_files(self._path, self._rank, stoppable)
         except Exception as error:
             self._error = _refused(error, self._folder.path)
 
@@ -184,18 +201,7 @@ class Save:
             raise CheckpointError(self._folder.path, must, got="another lock", do=do)
         if head is None:
             raise AssertionError("rank 0 has the head")
-        path, ranks = self._path, len(errors)
-        files = [
-            manifests.write_entries(path, head.entries),
-            manifests.write_whole(path / SHARED, head.shared),
-        ]
-        if ranks <= FEW:
-            files.append(write_index(path, chunks))
-        if head.plan is not None:
-            files.append(manifests.write_plan(path, head.plan))
-        ordered = tuple(sorted(files, key=lambda file: file.name))
-        of_ranks = manifests.rank_files(save_of(path), ranks, sums)
-        manifests.write_manifest(path, replace(head.manifest, files=ordered, of_ranks=of_ranks))
+        write_head(self._path, head, len(errors), chunks, sums)
         return self._folder.publish(self._new, self._latest)
 
     def abandon(self) -> None:

@@ -1,10 +1,7 @@
 """Collect and restore everything of a run that is not a weight or a moment.
 
-Rank 0 saves what is equal on every rank: counters, schedule, loss scale, parameter groups and buffers. Each
-rank saves its own random numbers, client state and differing buffers. Files are read with `weights_only`,
-extended by classes that only hold data; a state that could not be read again is refused while the run lives.
-
-Invariant: restoring what was collected leaves a run that continues as the other would have.
+Rank 0 saves what is equal on every rank, each rank its own random numbers, client state and differing
+buffers. Files are read with `weights_only`, extended by classes that only hold data.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Write and read flat pieces of parameters in files of `torch.distributed.checkpoint` (DCP).
 
 A weight and each moment is one DCP tensor of one dimension, `weights.<name>` and `moments.<key>.<name>`, cut
-into chunks where ranks or CHUNK cut it. DCP's own reader reads these files. Its writer would keep every
-tensor of a file until the file is closed (torch 2.13), so the same bytes are written here, one chunk at a
-time.
+into chunks. DCP's own writer would keep all tensors of a file until it is closed (torch 2.13), so the same
+bytes are written here, one chunk at a time. A reader opens the descriptions of the ranks that wrote its
+elements, which follow from the plan.
 
-A reader opens the descriptions of the ranks that wrote its elements. The plan says which ranks these are, and
-if the plan is missing or wrong all descriptions are searched.
-
-Invariant: neither direction holds more than one chunk beside the caller's tensors, and a tensor that is read
-has each of its elements in exactly one chunk.
+Invariant: neither direction holds more than one chunk, and each element is read from exactly one.
 
 [Note: DCP] `_StorageInfo`, in `write_index`, is private in torch. Tested on torch 2.13 to 2.15.
 """
@@ -53,13 +49,8 @@ FEW = 64
 """Ranks up to which a save writes DCP's index, which takes 30 us and 2.6 KB per chunk on one rank."""
 OTHER = "Load another checkpoint."
 
-
-def weight_key(name: str) -> str:
-    return f"weights.{name}"
-
-
-def moment_key(key: str, name: str) -> str:
-    return f"moments.{key}.{name}"
+weight_key = "weights.{}".format
+moment_key = "moments.{}.{}".format
 
 
 # --- writing ----------------------------------------------------------------------------------------------

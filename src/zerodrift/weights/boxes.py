@@ -1,9 +1,7 @@
 """Arithmetic on offsets and strides: where the elements of one tensor lie in other tensors.
 
-A `Box` says that some elements of a target are some elements of one source, as two strided views of equal
-shape. A parameter that is stored as it is has one box; a parameter of stacked experts has one for each tensor
-in the files. Reading and writing use the same boxes: the target is a parameter, the source a tensor of a
-file.
+A parameter that is stored as it is has one `Box`; one of stacked experts has a box for each tensor in the
+files. Reading and writing use the same boxes: the target is a parameter, the source a tensor of a file.
 
 Invariant: cut to any range of the target, boxes give every element of the range once and no other.
 """

@@ -1,12 +1,10 @@
 """Run the weight conversions of `transformers` on tensors that only remember where their elements come from.
 
 Some architectures hold their weights in another form than their checkpoints: experts stacked, gate and up
-joined, names changed. `transformers` declares how, as patterns and operations on whole tensors. Here its own
-functions choose names and run, in both directions, on `SymbolicTensor`s, whose `Layout` follows every view,
-stack, concatenation and transposition. The result says which elements of which files a parameter is, so a
-slice of it can be read and written alone.
+joined, names changed. `transformers`' own functions run here on `SymbolicTensor`s, in both directions, so a
+slice of a parameter can be read and written alone.
 
-Invariant: an operation that does more than move elements is refused by name; nothing is approximated.
+Invariant: an operation that does more than move elements is refused by name.
 """
 
 from __future__ import annotations
@@ -60,10 +58,6 @@ class SymbolicTensor(torch.Tensor):
         return tuple(SymbolicTensor.make(layout, first.dtype) for layout in moved)
 
 
-def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> Layout:
-    return concatenate([t.elements for t in tensors], dim % tensors[0].dim())
-
-
 def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> Layout:
     place = dim % (tensors[0].dim() + 1)
     return concatenate([t.elements.unsqueeze(place) for t in tensors], place)
@@ -93,19 +87,11 @@ def _select(tensor: SymbolicTensor, dim: int, index: int) -> Layout:
     return tensor.elements.narrow(dim, index % tensor.shape[dim], 1).reshape(shape)
 
 
-def _unbind(tensor: SymbolicTensor, dim: int = 0) -> list[Layout]:
-    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
-
-
 def _transpose(tensor: SymbolicTensor, dim0: int = 0, dim1: int = 1) -> Layout:
     dims = list(range(tensor.dim()))
     if dims:
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return tensor.elements.permute(dims)
-
-
-def _permute(tensor: SymbolicTensor, dims: Sequence[int]) -> Layout:
-    return tensor.elements.permute([dim % tensor.dim() for dim in dims])
 
 
 def _view(tensor: SymbolicTensor, shape: Sequence[int]) -> Layout:
@@ -122,10 +108,6 @@ def _squeeze(tensor: SymbolicTensor, dims: int | Sequence[int] | None = None) ->
     )
 
 
-def _unsqueeze(tensor: SymbolicTensor, dim: int) -> Layout:
-    return tensor.elements.unsqueeze(dim % (tensor.dim() + 1))
-
-
 def _copy(tensor: SymbolicTensor, dtype: torch.dtype | None = None, **_: Any) -> Layout:
     if dtype not in (None, tensor.dtype):
         raise NotTraceableError(f"a cast to {dtype}")
@@ -133,22 +115,14 @@ def _copy(tensor: SymbolicTensor, dtype: torch.dtype | None = None, **_: Any) ->
 
 
 _MOVES: dict[str, Callable[..., Layout | list[Layout]]] = {
-    "cat": _cat,
-    "stack": _stack,
-    "split": _split,
-    "split_with_sizes": _split,
-    "slice": _slice,
-    "select": _select,
-    "unbind": _unbind,
-    "transpose": _transpose,
-    "permute": _permute,
-    "t": _transpose,
-    "view": _view,
-    "_unsafe_view": _view,
-    "squeeze": _squeeze,
-    "unsqueeze": _unsqueeze,
-    **dict.fromkeys(("clone", "detach", "alias", "_to_copy"), _copy),
+    "cat": lambda ts, dim=0: concatenate([t.elements for t in ts], dim % ts[0].dim()),
+    "permute": lambda t, dims: t.elements.permute([dim % t.dim() for dim in dims]),
+    "unsqueeze": lambda t, dim: t.elements.unsqueeze(dim % (t.dim() + 1)),
+    "unbind": lambda t, dim=0: [_select(t, dim, index) for index in range(t.shape[dim])],
 }
+_MOVES |= {f.__name__[1:]: f for f in (_stack, _split, _slice, _select, _transpose, _view, _squeeze)}
+_MOVES |= {"t": _transpose, "split_with_sizes": _split, "_unsafe_view": _view}
+_MOVES |= dict.fromkeys(("clone", "detach", "alias", "_to_copy"), _copy)
 """Operations of torch that only move elements."""
 
 

@@ -1,8 +1,7 @@
 """Convert a checkpoint of one kind to another, in one process and without a whole model in memory.
 
-The source is our checkpoint, DeepSpeed's, or safetensors files, as its files tell. The target is a folder of
-safetensors files, with `transformers`' config if the model is known, or a checkpoint that an engine resumes
-from. Moments are kept if the source has them.
+The target is a folder of safetensors files, with `transformers`' config if the model is known, or a
+checkpoint that an engine resumes from.
 
 Invariant: fp32 weights stay fp32 or are rounded once, and a note says what was left out.
 """
@@ -20,14 +19,14 @@ from typing import Literal
 
 from torch import nn
 
-from zerodrift.checkpoint import manifest as manifests
 from zerodrift.checkpoint.atomic import new_folder
 from zerodrift.checkpoint.contents import VERSIONS
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, is_deepspeed, save_of
-from zerodrift.checkpoint.manifest import MANIFEST, SHARED, Description, Manifest, SavedParameter
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, is_deepspeed
+from zerodrift.checkpoint.manifest import MANIFEST, Manifest, SavedParameter
 from zerodrift.checkpoint.paths import kind_at, short, writing
+from zerodrift.checkpoint.save import Head, RankContents, write_head, write_rank_files
 from zerodrift.checkpoint.state import packed
-from zerodrift.checkpoint.tensors import Item, moment_key, weight_key, write_index, write_items
+from zerodrift.checkpoint.tensors import Item, moment_key, weight_key
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
@@ -186,14 +185,21 @@ def _to_safetensors(
         writer.create()
         write_config(new.path, files, model)
         if folder is not None:
-            for file in (
-                file for pattern in ALIKE for file in sorted(folder.glob(pattern)) if file.is_file()
-            ):
-                shutil.copyfile(file, new.path / file.name)
+            for file in sorted(file for pattern in ALIKE for file in folder.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, new.path / file.name)
         total = sum(tensor.nbytes for file in files for tensor in file.tensors)
         bar = ProgressBar(f"writing {len(files)} files", total, shown)
         try:
-            _write_tensors(source, names, writer, bar)
+            for name, entry in names.items():
+                for start, values in source.weight(entry):
+                    before = writer.written
+                    writer.write(name, start, values)
+                    bar(writer.written - before)
+            for name, buffer in source.buffers.items():
+                if name in writer:
+                    writer.write(name, 0, buffer.reshape(-1))
+            writer.close()
         finally:
             bar.close()
             writer.close(sync=False)
@@ -217,38 +223,21 @@ def _select(
     tied = getattr(model, "all_tied_weights_keys", None) or ()
     names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
-    dtypes = {name: _target_dtype(source, entry, dtype) for name, entry in names.items()}
+    dtypes = {}
+    for name, entry in names.items():
+        # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
+        row = None if source.plan is None else source.plan.row(entry.name)
+        dtypes[name] = DType(entry.dtype)
+        if dtypes[name].is_floating and row is not None and (dtype is None or row.columns.pinned):
+            dtypes[name] = row.columns.export
+        elif dtypes[name].is_floating and dtype is not None:
+            dtypes[name] = dtype
     hidden = transient(model) if model is not None else ()
     known: Collection[str] = source.buffers if model is None else dict(model.named_buffers())
     for name, buffer in source.buffers.items():
         if name in known and name not in hidden:
             shapes[name], dtypes[name] = tuple(buffer.shape), dtype_of(buffer.dtype, "buffer")
     return names, shapes, dtypes
-
-
-def _target_dtype(source: ConvertSource, entry: SavedParameter, dtype: DType | None) -> DType:
-    """Return the dtype that was asked for, unless a plan pins it; else the plan's; else the source's."""
-    row = None if source.plan is None else source.plan.row(entry.name)
-    held = DType(entry.dtype)
-    if not held.is_floating:
-        return held
-    if row is not None and (dtype is None or row.columns.pinned):
-        return row.columns.export
-    return held if dtype is None else dtype
-
-
-def _write_tensors(
-    source: ConvertSource, names: dict[str, SavedParameter], writer: SafetensorsWriter, bar: ProgressBar
-) -> None:
-    for name, entry in names.items():
-        for start, values in source.weight(entry):
-            before = writer.written
-            writer.write(name, start, values)
-            bar(writer.written - before)
-    for name, buffer in source.buffers.items():
-        if name in writer:
-            writer.write(name, 0, buffer.reshape(-1))
-    writer.close()
 
 
 def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> Converted:
@@ -276,12 +265,6 @@ def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> C
 def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: str, shown: bool) -> int:
     entries = tuple(_as_fp32(entry) for entry in source.entries)
     total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
-    bar = ProgressBar(f"writing {path.parent}", total, shown)
-    try:
-        data, chunks = write_items(path / manifests.tensors_file(0), _items(source, bar))
-    finally:
-        bar.close()
-    files = [write_index(path, chunks), manifests.write_entries(path, entries)]
     shared = {
         "global_steps": trained.step,
         "skipped_steps": trained.skipped,
@@ -292,11 +275,7 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
         "buffers": {name: buffer.detach().clone() for name, buffer in source.buffers.items()},
         "alike": True,
     }
-    files.append(manifests.write_whole(path / SHARED, packed(shared, "schedule")))
     own = packed({"random": None, "client": trained.client, "modules": {}, "buffers": {}}, "client")
-    state = manifests.write_whole(path / manifests.state_file(0), own)
-    description = Description(save_of(path), 0, data, state, tuple(chunks))
-    sums = manifests.write_description(path, description)
     manifest = Manifest(
         run=uuid.uuid4().hex,
         tag=tag,
@@ -316,11 +295,14 @@ def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: 
         ranks=0,
         parameters=len(entries),
         elements=source.elements,
-        files=tuple(sorted(files, key=lambda file: file.name)),
-        of_ranks=manifests.rank_files(save_of(path), 1, sums),
     )
-    manifests.write_manifest(path, manifest)
-    return manifest.bytes
+    head = Head(manifest, entries, None, packed(shared, "schedule"))
+    bar = ProgressBar(f"writing {path.parent}", total, shown)
+    try:
+        chunks, sums = write_rank_files(path, 0, RankContents(_items(source, bar), own))
+    finally:
+        bar.close()
+    return write_head(path, head, 1, chunks, sums).bytes
 
 
 def _as_fp32(entry: SavedParameter) -> SavedParameter:

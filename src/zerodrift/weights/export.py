@@ -1,8 +1,7 @@
 """Export a trained model as a folder that `transformers` and everybody else can load.
 
-Every rank writes its own slices at their places, so a model of any size leaves without being whole anywhere.
-Values are those of the `export` column: the bits of storage if that has the same dtype, otherwise the master,
-rounded once. Names and layout are those of the architecture's own checkpoints.
+Every rank writes its own slices. Values are those of the `export` column: the bits of storage if that has the
+same dtype, otherwise the master, rounded once.
 
 Invariant: the folder is whole or not there, and a pinned parameter is in it with every bit.
 """
@@ -230,10 +229,8 @@ def write_config(path: Path, files: tuple[TensorFile, ...], model: Any | None) -
 def _main_dtype(files: tuple[TensorFile, ...]) -> DType:
     """Return the floating dtype of most elements, which a loader takes for all by default."""
     counts: Counter[DType] = Counter()
-    for file in files:
-        for tensor in file.tensors:
-            if tensor.dtype.is_floating:
-                counts[tensor.dtype] += tensor.numel
+    for tensor in (tensor for file in files for tensor in file.tensors if tensor.dtype.is_floating):
+        counts[tensor.dtype] += tensor.numel
     return counts.most_common(1)[0][0] if counts else DType.FP32
 
 

@@ -1,10 +1,7 @@
 """Load weights from safetensors files straight into the slices that ranks own.
 
-A rank reads the bytes of its own slices. Values that rest whole on every rank are read in slices too and
-exchanged, so the ranks that share one copy of the model read each byte once between them; every replica reads
-for itself. `InitialValues` chooses the source of each value of a new engine: files, the model's own memory,
-or the initialization of its module (`model/recipe.py`). `load_weights` replaces weights of an engine that
-runs.
+Ranks that share one copy of the model read each byte once between them. `InitialValues` chooses the source of
+each value of a new engine: files, the model's own memory, or the initialization of its module.
 
 Invariant: a master has the bits of the file, storage has them rounded once, a parameter that is not in the
 files keeps every bit, and no rank holds more of the files than the reader's buffer.

@@ -1,7 +1,5 @@
 """Match the tensors of a checkpoint with the parameters and buffers of a model, or report all that is wrong.
 
-`conversions.py` settles the names; here names, shapes, dtypes and ties are compared. No weight is read.
-
 Invariant: without an error, every element of every name in `Match.filled` has one place in a file.
 """
 
@@ -177,31 +175,32 @@ class _Allowance:
                 must = "must match a name in the model or in the files"
                 problems.add("strict", must, got=repr(text), do=did_you_mean(text, known))
         # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
-        self._missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-        self._unexpected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self.missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        self.unexpected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         buffers = [name for name, _ in model.named_buffers()]
         # Old files hold tensors that are buffers outside of the state dict by now.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-            self._unexpected.append(r"rotary_emb\.inv_freq")
+            self.unexpected.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
-            self._unexpected.append(r"(^|\.)position_ids$")
+            self.unexpected.append(r"(^|\.)position_ids$")
 
-    def may_miss(self, name: str) -> bool:
-        return self._is_given(name) or any(re.search(pattern, name) for pattern in self._missing)
-
-    def may_skip(self, name: str) -> bool:
-        return self._is_given(name) or any(re.search(pattern, name) for pattern in self._unexpected)
-
-    def _is_given(self, name: str) -> bool:
-        return self._all or any(pattern.match(name) for pattern in self._patterns)
+    def refused(self, names: Sequence[str], declared: Sequence[str]) -> list[str]:
+        """Return the names that neither the caller's globs nor the model's own patterns allow."""
+        return [
+            name
+            for name in names
+            if not self._all
+            and not any(pattern.match(name) for pattern in self._patterns)
+            and not any(re.search(pattern, name) for pattern in declared)
+        ]
 
 
 def _check_names(result: Match, unexpected: Sequence[str], allowed: _Allowance, problems: Problems) -> None:
-    if lacking := [name for name in result.missing if not allowed.may_miss(name)]:
+    if lacking := allowed.refused(result.missing, allowed.missing):
         must = "must hold every parameter and buffer of the model"
         do = "If they are to start from the model's own values, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=f"no {listed(lacking)}", do=do)
-    if extra := [name for name in unexpected if not allowed.may_skip(name)]:
+    if extra := allowed.refused(unexpected, allowed.unexpected):
         must = "must hold nothing that the model has no place for"
         do = "If they are to be left out, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=listed(extra), do=do)

@@ -1,7 +1,4 @@
-"""Show a bar with bytes per second while weights are read or written, once it takes a while.
-
-Invariant: nothing is written if standard error is no terminal, nor in the first PATIENCE seconds.
-"""
+"""Show a bar with bytes per second on a terminal, after PATIENCE seconds."""
 
 from __future__ import annotations
 

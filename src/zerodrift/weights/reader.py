@@ -1,10 +1,6 @@
-"""Read boxes of tensors from files: positioned reads, a bounded buffer, and a count of every byte.
+"""Read boxes of tensors from files: positioned reads, and a bounded buffer for what cannot go to its place.
 
-A contiguous run goes straight to its place if the dtypes agree and the place is in host memory. Anything else
-passes through one buffer.
-
-Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that the system was asked
-for.
+Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that were read.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """A checkpoint that can be converted, as one thing: weights, moments and counters by parameter name.
 
-Here are the sources that are our own checkpoints or safetensors files; DeepSpeed's are in
-`weights/deepspeed/checkpoint.py`.
-
-Invariant: only headers are read until a run of elements is requested, and a run is a few megabytes or a view
-of a mapped file.
+Invariant: only headers are read until a run of elements is requested.
 """
 
 from __future__ import annotations

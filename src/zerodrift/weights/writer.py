@@ -1,11 +1,9 @@
 """Lay out a folder of safetensors files, and write slices of parameters at their own bytes.
 
 The layout follows from names, shapes and dtypes, so every rank knows the place of its slices. One process
-creates the files at full size, which finds a full disk early; then any number of processes write, in any
-order. Boxes say where an element goes, as they do for reading.
+creates the files at full size, which finds a full disk early; then any number of processes write.
 
-Invariant: equal tensors in an equal order give equal files; every byte is written once, by the owner of the
-element, and values are rounded at most once.
+Invariant: equal tensors in an equal order give equal files; each element is written once and rounded once.
 """
 
 from __future__ import annotations

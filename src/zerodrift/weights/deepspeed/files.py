@@ -1,9 +1,7 @@
 """Read the files of a DeepSpeed checkpoint, complete and without running what they say.
 
-DeepSpeed saves pickles that name its own classes. They are opened memory-mapped by torch's restricted
-unpickler, with stand-ins for those few classes, so DeepSpeed need not be installed and a file cannot run
-code. Every byte is read once before that: torch's reader does not compare the CRCs of the zip, so one flipped
-bit would become another weight.
+DeepSpeed saves pickles that name its own classes; stand-ins for those few let torch's restricted unpickler
+open them. Every byte is read before that, as torch's reader does not compare the CRCs of the zip.
 
 Invariant: there is a file of every rank that saved, each with the bits that were written, all of one save.
 """
@@ -115,7 +113,8 @@ def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
         got = "none, and optimizer files"
         problems.add(str(folder), "must have `param_shapes` in its model files", got=got)
     problems.raise_as(CheckpointError)
-    _check_one_save(folder, "model files", [_common_of_model(model) for model in models])
+    keys = ("ds_version", "dp_world_size", "global_steps", "skipped_steps", "global_samples", "param_shapes")
+    _check_one_save(folder, "model files", [{key: model.get(key) for key in keys} for model in models])
     states = [state["optimizer_state_dict"] for state in optimizers]
     _check_one_save(folder, "optimizer files", [_common_of_optimizer(state) for state in states])
     return DeepSpeedFiles(folder, tuple(models), tuple(optimizers))
@@ -185,11 +184,6 @@ def _check_one_save(folder: Path, what: str, common: Sequence[dict[str, Any]]) -
         if differences:
             got = f"of ranks 0 and {number}: {short('; '.join(differences))}"
             raise CheckpointError(folder, f"must have {what} of one save", got=got, do=_MIXED)
-
-
-def _common_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("ds_version", "dp_world_size", "global_steps", "skipped_steps", "global_samples", "param_shapes")
-    return {key: model.get(key) for key in keys}
 
 
 def _common_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:

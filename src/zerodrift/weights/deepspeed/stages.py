@@ -1,8 +1,7 @@
 """Cut DeepSpeed's buffers into parameters by name, for each ZeRO stage.
 
-Stage 0 saves weights by name and an optimizer's state by its own numbers. At stages 1 and 2 a parameter group
-is one flat buffer without names, cut into equal pieces, one per rank. At stage 3 every parameter is cut by
-itself, and a rank's buffers hold its piece of each.
+Stage 0 saves an optimizer's state by its own numbers. At stages 1 and 2 a parameter group is one flat buffer,
+cut into equal pieces, one per rank. At stage 3 every parameter is cut by itself.
 
 Invariant: every element of a parameter is in exactly one run; lengths and, if they were saved, the weights
 agree with the place that a parameter is taken from, or there is an error.
