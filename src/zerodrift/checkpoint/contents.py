@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerodrift.checkpoint import state as states
-from zerodrift.checkpoint.differences import Running
+from zerodrift.checkpoint.differences import CurrentRun
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
 from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
@@ -134,11 +134,11 @@ def schedule_name(engine: Engine) -> str:
     return "" if engine.schedule is None else type(engine.schedule).__name__
 
 
-def running(engine: Engine) -> Running:
+def running(engine: Engine) -> CurrentRun:
     """Describe the engine as far as a checkpoint is compared with it."""
     kind = "" if engine.updater is None else engine.updater.kind
     groups, schedule = states.groups(engine), schedule_name(engine)
-    return Running(engine.plan, kind, engine.group_of, groups, schedule, VERSIONS)
+    return CurrentRun(engine.plan, kind, engine.group_of, groups, schedule, VERSIONS)
 
 
 def merged(ranks: Sequence[Counters]) -> Counters:

@@ -6,13 +6,14 @@ allowed by its word. One that changes where and how values rest, such as another
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
-from zerodrift.plan.table import Boundary, Plan, Row
+from zerodrift.plan.table import Boundary, Plan
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
 """Differences that may be allowed; their subject then stays as the run has it. `model` allows parameters that
@@ -39,7 +40,7 @@ class CheckpointDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class CurrentRun:
     """The run that loads, as far as it is compared."""
 
     plan: Plan
@@ -114,7 +115,7 @@ def check_buffers(
 
 
 def check_meaning(
-    manifest: Manifest, entries: Sequence[SavedParameter], state: Mapping[str, Any], now: Running
+    manifest: Manifest, entries: Sequence[SavedParameter], state: Mapping[str, Any], now: CurrentRun
 ) -> dict[Allowed, list[Problem]]:
     """Find differences that change the meaning of the optimizer's state, by the word that allows each."""
     found: dict[Allowed, list[Problem]] = {"optimizer": [], "groups": [], "schedule": [], "loss_scale": []}
@@ -139,7 +140,7 @@ def check_meaning(
 
 
 def _check_groups(
-    entries: Sequence[SavedParameter], saved: Sequence[Mapping[str, Any]], now: Running
+    entries: Sequence[SavedParameter], saved: Sequence[Mapping[str, Any]], now: CurrentRun
 ) -> list[Problem]:
     where, do = "parameter groups", "Build the same groups, or `allow=('groups',)` to take those of this run."
     if len(saved) != len(now.groups):
@@ -167,7 +168,7 @@ def _check_groups(
 
 
 def differences(
-    manifest: Manifest, entries: Sequence[SavedParameter], document: dict[str, Any] | None, now: Running
+    manifest: Manifest, entries: Sequence[SavedParameter], document: dict[str, Any] | None, now: CurrentRun
 ) -> list[CheckpointDifference]:
     """Find every other difference; `document` is the plan of the save."""
     versions = dict(now.versions)
@@ -189,24 +190,13 @@ def differences(
         if saved != here:
             changes.append(CheckpointDifference(what, str(saved), str(here), effect))
     changes += _compare_trained(entries, plan)
-    before = None if document is None else _readable(document)
-    if before is not None:
-        changes += [
-            *_compare_columns(before, plan),
-            *_compare_boundaries(before, plan),
-            *_compare_decisions(before, plan),
-        ]
+    before: Plan | None = None
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version, which is reported
+        before = None if document is None else Plan.from_json(document)
+    changes += [] if before is None else _compare_plans(before, plan)
     if not changes:
         changes.append(CheckpointDifference("plan", manifest.digest[:12], plan.digest[:12], "layout alone"))
     return changes
-
-
-def _readable(document: dict[str, Any]) -> Plan | None:
-    """Return the plan, or None if another version wrote it; versions are compared too."""
-    try:
-        return Plan.from_json(document)
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _compare_trained(entries: Sequence[SavedParameter], plan: Plan) -> list[CheckpointDifference]:
@@ -225,53 +215,38 @@ def _compare_trained(entries: Sequence[SavedParameter], plan: Plan) -> list[Chec
     return changes
 
 
-def _compare_columns(before: Plan, now: Plan) -> list[CheckpointDifference]:
-    """Report each changed cell once, with the number of parameters and the first by name."""
-    rows: dict[str, Row] = {row.name: row for row in before.rows}
+def _compare_plans(before: Plan, now: Plan) -> list[CheckpointDifference]:
+    """Report changed columns and boundaries, each with the first name it applies to, and changed choices."""
     changed: dict[tuple[str, str, str], list[str]] = {}
+    cells = {row.name: row.columns.cells() for row in before.rows}
     for row in now.rows:
-        if row.name in rows:
-            theirs = rows[row.name].columns.cells()
-            for column, cell in row.columns.cells().items():
-                if theirs.get(column) != cell:
-                    changed.setdefault((column, theirs.get(column, "-"), cell), []).append(row.name)
-    return [
-        CheckpointDifference(column, old, new, f"{len(names)} parameters, first {names[0]}")
-        for (column, old, new), names in changed.items()
+        for column, cell in row.columns.cells().items():
+            old = cells[row.name].get(column, "-") if row.name in cells else cell
+            if old != cell:
+                changed.setdefault((column, old, cell), []).append(row.name)
+    changes = [
+        CheckpointDifference(*key, f"{len(names)} parameters, first {names[0]}")
+        for key, names in changed.items()
     ]
-
-
-def _compare_boundaries(before: Plan, now: Plan) -> list[CheckpointDifference]:
-    """Report modules that computed in another dtype or returned another, with the first by name."""
-    old, new = (
-        {boundary.path: replace(boundary, why=()) for boundary in plan.boundaries} for plan in (before, now)
-    )
-    changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
-    if not changed:
-        return []
-    count = "1 module" if len(changed) == 1 else f"{len(changed)} modules"
-    theirs, mine = (_casts(boundaries.get(changed[0])) for boundaries in (old, new))
-    return [CheckpointDifference("boundary", theirs, mine, f"{count}, first {changed[0]}")]
+    theirs, mine = ({b.path: replace(b, why=()) for b in plan.boundaries} for plan in (before, now))
+    paths = [path for path in dict.fromkeys([*theirs, *mine]) if theirs.get(path) != mine.get(path)]
+    if paths:
+        count = "1 module" if len(paths) == 1 else f"{len(paths)} modules"
+        both = _casts(theirs.get(paths[0])), _casts(mine.get(paths[0]))
+        changes.append(CheckpointDifference("boundary", *both, f"{count}, first {paths[0]}"))
+    saved, here = ({d.key: d.value for d in plan.policy.decisions} for plan in (before, now))
+    for key in dict.fromkeys([*saved, *here]):
+        if saved.get(key) != here.get(key) and key not in ("zero_optimization.stage", "precision.mode"):
+            changes.append(CheckpointDifference(key, saved.get(key, "none"), here.get(key, "none")))
+    for what, old_block, block, effect in (
+        ("optimizer block", before.policy.optimizer, now.policy.optimizer, "the saved numbers are kept"),
+        ("scheduler block", before.policy.schedule, now.policy.schedule, "this run's numbers hold"),
+    ):
+        if old_block is not None and block is not None and old_block != block:
+            texts = f"{old_block.type} {old_block.params}", f"{block.type} {block.params}"
+            changes.append(CheckpointDifference(what, *texts, effect))
+    return changes
 
 
 def _casts(boundary: Boundary | None) -> str:
     return "none" if boundary is None else f"{boundary.dtype}, returns {boundary.output}"
-
-
-def _compare_decisions(before: Plan, now: Plan) -> list[CheckpointDifference]:
-    """Report choices that are no column: batch sizes, clipping, the optimizer's numbers."""
-    old = {decision.key: decision.value for decision in before.policy.decisions}
-    new = {decision.key: decision.value for decision in now.policy.decisions}
-    changes = [
-        CheckpointDifference(key, old.get(key, "none"), new.get(key, "none"))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key) and key not in ("zero_optimization.stage", "precision.mode")
-    ]
-    for what, theirs, mine, effect in (
-        ("optimizer block", before.policy.optimizer, now.policy.optimizer, "the saved numbers are kept"),
-        ("scheduler block", before.policy.schedule, now.policy.schedule, "this run's numbers hold"),
-    ):
-        if theirs is not None and mine is not None and theirs != mine:
-            old_text, new_text = (f"{block.type} {block.params}" for block in (theirs, mine))
-            changes.append(CheckpointDifference(what, old_text, new_text, effect))
-    return changes

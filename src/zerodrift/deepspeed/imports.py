@@ -28,7 +28,7 @@ from zerodrift.errors import CheckpointError
 from zerodrift.weights.convert import to_checkpoint
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.deepspeed.files import find_tag
-from zerodrift.weights.sources import Trained
+from zerodrift.weights.sources import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _room(path: Path) -> Path:
 
 def _write(path: Path, tag: str, room: Path, schedule: Any) -> ImportedCheckpoint:
     source = open_deepspeed(find_tag(path, tag))
-    trained = source.trained or Trained()
+    trained = source.trained or TrainingState()
     if not trained.schedule and trained.schedule_state is not None and schedule is not None:
         trained = replace(trained, schedule=type(schedule).__name__)
         source = replace(source, trained=trained)

@@ -32,7 +32,7 @@ from zerodrift.train.found import FoundModel, base_of, checkpoints_at, model_at
 from zerodrift.train.hub import advice, path_of
 from zerodrift.train.job import Model
 from zerodrift.train.tokens import holds
-from zerodrift.weights.convert import Converted
+from zerodrift.weights.convert import ConversionResult
 from zerodrift.weights.export import exported_dtype
 from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
 
@@ -50,7 +50,7 @@ class MergeOptions:
     tag: str = ""
 
 
-def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> Converted:
+def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> ConversionResult:
     """Write the model that the adapters at `source` and their base come to."""
     asked = asked or MergeOptions()
     adapters.require_peft("--merge")
@@ -78,7 +78,7 @@ def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> Conv
     if found.checkpoint is None and not adapters.saved_base(found.export or source).get("digest"):
         notes.append("Nothing says which base these adapters were trained on: it was taken at its name.")
     kind = f"adapters in {found.checkpoint or found.export}"
-    return Converted(kind, "safetensors files", target, len(sizes), sum(sizes), held, tuple(notes))
+    return ConversionResult(kind, "safetensors files", target, len(sizes), sum(sizes), held, tuple(notes))
 
 
 def _found(source: Path, tag: str) -> FoundModel:

@@ -37,7 +37,7 @@ from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.export import exported_dtype, write_config
 from zerodrift.weights.progress import ProgressBar
-from zerodrift.weights.sources import ConvertSource, Trained, dtype_of, open_safetensors, open_zerodrift
+from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, pack, size_in_bytes
 
 Target = Literal["safetensors", "checkpoint"]
@@ -60,7 +60,7 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConversionResult:
     """The result of a conversion."""
 
     source: str
@@ -87,7 +87,7 @@ def convert(
     options: ConvertOptions | None = None,
     model: str | None = None,
     shown: bool = False,
-) -> Converted:
+) -> ConversionResult:
     """Convert the checkpoint at `source`. `model` is a `transformers` config or a folder with one: with it,
     names and layout are those of the architecture's checkpoints on one side, of its module on the other."""
     options = options or ConvertOptions()
@@ -176,7 +176,7 @@ def _to_safetensors(
     model: nn.Module | None,
     folder: Path | None,
     shown: bool,
-) -> Converted:
+) -> ConversionResult:
     names, shapes, dtypes = _select(source, model, exported_dtype(options.dtype))
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
     files = pack(saved_form(nn.Module() if model is None else model, shapes, dtypes), size)
@@ -213,7 +213,7 @@ def _to_safetensors(
     if source.trained is not None and source.trained.optimizer:
         notes.append("Moments and counters were left out: safetensors files hold weights alone.")
     counts = len(names), source.elements, writer.written
-    return Converted(source.kind, "safetensors files", target, *counts, tuple(notes))
+    return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
 
 
 def _select(
@@ -240,9 +240,9 @@ def _select(
     return names, shapes, dtypes
 
 
-def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> Converted:
+def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
     """Write a source as a checkpoint of ours, into a folder that holds none yet."""
-    trained = source.trained or Trained()
+    trained = source.trained or TrainingState()
     folder, tag = CheckpointFolder(target), automatic(trained.step)
 
     def check() -> None:
@@ -259,10 +259,12 @@ def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> C
             "There is no optimizer state: load it with `allow=('optimizer',)`, and moments begin at zero."
         )
     counts = len(source.entries), source.elements, size
-    return Converted(source.kind, "a zerodrift checkpoint", home, *counts, tuple(notes))
+    return ConversionResult(source.kind, "a zerodrift checkpoint", home, *counts, tuple(notes))
 
 
-def _write_checkpoint(source: ConvertSource, trained: Trained, path: Path, tag: str, shown: bool) -> int:
+def _write_checkpoint(
+    source: ConvertSource, trained: TrainingState, path: Path, tag: str, shown: bool
+) -> int:
     entries = tuple(_as_fp32(entry) for entry in source.entries)
     total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
     shared = {

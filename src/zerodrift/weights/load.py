@@ -38,7 +38,15 @@ from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.stages import named, part
 from zerodrift.plan.table import Plan
 from zerodrift.weights.boxes import Box, within
-from zerodrift.weights.matching import Expected, Filled, Match, Strict, dtypes, expected, match
+from zerodrift.weights.matching import (
+    ExpectedTensor,
+    Match,
+    Strict,
+    TensorPlaces,
+    dtypes,
+    expected_tensors,
+    match,
+)
 from zerodrift.weights.progress import ProgressBar
 from zerodrift.weights.reader import SafetensorsReader
 
@@ -91,7 +99,7 @@ class SafetensorsWeights:
 
     @staticmethod
     def open(
-        path: str | os.PathLike[str], model: nn.Module, want: Sequence[Expected], strict: Strict
+        path: str | os.PathLike[str], model: nn.Module, want: Sequence[ExpectedTensor], strict: Strict
     ) -> SafetensorsWeights:
         """Read the headers and match them with the model; no weight is read yet."""
         where = Path(path).expanduser()
@@ -121,7 +129,9 @@ class SafetensorsWeights:
         for box in within(boxes, start, start + out.numel()):
             self._reader.read(self.match.tensors[box.number], box, out, start)
 
-    def _compare(self, name: str, filled: Filled, other: tuple[Box, ...], start: int, numel: int) -> None:
+    def _compare(
+        self, name: str, filled: TensorPlaces, other: tuple[Box, ...], start: int, numel: int
+    ) -> None:
         """Raise if the files hold a tied parameter twice with different values."""
         dtype = torch.float32 if filled.exact.is_floating else filled.exact.torch
         for first in range(start, start + numel, WINDOW):
@@ -202,7 +212,7 @@ class InitialValues:
             spec, files = describe(model), None
             if weights is not None:
                 _check_plain(model)
-                want = expected(spec.parameters, spec.buffers, model)
+                want = expected_tensors(spec.parameters, spec.buffers, model)
                 files = SafetensorsWeights.open(weights, model, want, strict)
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
             sources.append(InitialValues(model, spec, files, comm))
@@ -313,7 +323,9 @@ def load_weights(
     shown = engine.mesh.rank() == 0 and not quiet
     opened: list[SafetensorsWeights] = []
     with raise_on_all_ranks(comm):
-        opened.append(SafetensorsWeights.open(path, model, expected(plan.rows, plan.buffers, model), strict))
+        opened.append(
+            SafetensorsWeights.open(path, model, expected_tensors(plan.rows, plan.buffers, model), strict)
+        )
         opened[0].show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
     files, shards = opened[0], Shards(engine)
     # The stages of a pipeline read their own segments, and agree after each that it could be read.

@@ -27,7 +27,7 @@ from zerodrift.weights.conversions import convert
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """A parameter or a buffer that a checkpoint may have values for."""
 
     names: tuple[str, ...]
@@ -40,26 +40,26 @@ class Expected:
         return self.names[0]
 
 
-def expected(
+def expected_tensors(
     parameters: Iterable[ParameterSpec | Row], buffers: Iterable[BufferSpec | BufferRow], model: nn.Module
-) -> tuple[Expected, ...]:
+) -> tuple[ExpectedTensor, ...]:
     """List what a state dict of the model would hold, tied parameters once."""
     tensors = [
-        Expected(p.names, p.whole_shape, p.source)
+        ExpectedTensor(p.names, p.whole_shape, p.source)
         if isinstance(p, Row)
-        else Expected(p.names, p.shape, p.dtype)
+        else ExpectedTensor(p.names, p.shape, p.dtype)
         for p in parameters
     ]
     left_out = transient(model)
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
-            tensors.append(Expected((buffer.name,), buffer.shape, dtype, is_buffer=True))
+            tensors.append(ExpectedTensor((buffer.name,), buffer.shape, dtype, is_buffer=True))
     return tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class TensorPlaces:
     """The places of the values of one parameter or buffer. Sources are numbered as in `Match.tensors`."""
 
     boxes: tuple[Box, ...]
@@ -75,7 +75,7 @@ class Match:
 
     path: str
     tensors: tuple[Stored, ...]
-    filled: dict[str, Filled] = field(default_factory=dict)
+    filled: dict[str, TensorPlaces] = field(default_factory=dict)
     """By the first name of a parameter or buffer."""
     missing: list[str] = field(default_factory=list)
     """Names that are allowed to keep the model's own values."""
@@ -94,7 +94,11 @@ Strict = bool | Sequence[str]
 
 
 def match(
-    path: str | Path, tensors: tuple[Stored, ...], model: nn.Module, want: Sequence[Expected], strict: Strict
+    path: str | Path,
+    tensors: tuple[Stored, ...],
+    model: nn.Module,
+    want: Sequence[ExpectedTensor],
+    strict: Strict,
 ) -> Match:
     """Find every value that the checkpoint has for the model, or raise one ModelError with all that is
     wrong."""
@@ -120,7 +124,7 @@ def match(
         if places:
             sources = tuple({tensors[box.number].dtype for box in places[0]}) or (entry.dtype,)
             exact = widest(sources) if sources[0].is_floating else sources[0]
-            result.filled[entry.name] = Filled(places[0], exact, tuple(places[1:]))
+            result.filled[entry.name] = TensorPlaces(places[0], exact, tuple(places[1:]))
     placed = set(names)
     unexpected = [*converted.unexpected, *(name for name in converted.layouts if name not in placed)]
     allowed = _Allowance(model, strict, [*names, *(tensor.name for tensor in tensors)], problems)
@@ -132,7 +136,7 @@ def match(
 
 
 def _check_dtypes(
-    name: str, entry: Expected, boxes: Sequence[Box], result: Match, problems: Problems
+    name: str, entry: ExpectedTensor, boxes: Sequence[Box], result: Match, problems: Problems
 ) -> None:
     """Report values that may not be converted while they are read."""
     for stored in {box.number: result.tensors[box.number] for box in boxes}.values():

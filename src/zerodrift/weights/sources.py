@@ -23,14 +23,14 @@ from zerodrift.model import safetensors
 from zerodrift.model.sources import describe
 from zerodrift.plan.table import Plan
 from zerodrift.weights.load import SafetensorsWeights
-from zerodrift.weights.matching import Expected, expected
+from zerodrift.weights.matching import ExpectedTensor, expected_tensors
 
 Run = tuple[int, torch.Tensor]
 """(first element in row-major order, values)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingState:
     """The state of a run that safetensors files do not have."""
 
     step: int = 0
@@ -63,7 +63,7 @@ class ConvertSource:
     buffers: Mapping[str, torch.Tensor]
     weight: Callable[[SavedParameter], Iterator[Run]]
     moment: Callable[[SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
-    trained: Trained | None = None
+    trained: TrainingState | None = None
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ def open_zerodrift(path: Path) -> ConvertSource:
         return _chunks(lambda start, into: reader.read([Destination(key, start, into)]), entry.shape, dtype)
 
     document, counters = read_plan(path), shared["counters"].get("", {})
-    trained = Trained(
+    trained = TrainingState(
         step=manifest.step,
         skipped=manifest.skipped,
         optimizer=manifest.optimizer,
@@ -138,11 +138,11 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     """Open files as they are, or with a `model` in the names and layout of its module."""
     where = path.expanduser()
     if model is None:
-        want = tuple(Expected((t.name,), t.shape, t.dtype) for t in safetensors.stored(where))
+        want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.stored(where))
         files = SafetensorsWeights.open(where, nn.Module(), want, True)
     else:
         spec = describe(model)
-        want = expected(spec.parameters, spec.buffers, model)
+        want = expected_tensors(spec.parameters, spec.buffers, model)
         files = SafetensorsWeights.open(where, model, want, True)
     buffers, entries = {}, []
     for item in want:

@@ -16,7 +16,7 @@ from zerodrift.checkpoint.manifest import SavedParameter
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.weights.deepspeed.files import DeepSpeedFiles, find_tag, is_tried, read_files
 from zerodrift.weights.deepspeed.stages import StageContents, stage_0, stage_1_or_2, stage_3
-from zerodrift.weights.sources import ConvertSource, Trained, dtype_of
+from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of
 
 _WRITTEN = """
 module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments
@@ -80,7 +80,7 @@ def _read(files: DeepSpeedFiles, optimizer: str) -> ConvertSource:
     schedule = str((config.get("scheduler") or {}).get("type") or "") if isinstance(state, Mapping) else ""
     if state is not None and not schedule:
         notes.append("The learning rate schedule is not of the config: its state was left out.")
-    trained = Trained(
+    trained = TrainingState(
         step=step,
         skipped=skipped,
         optimizer=kind,

@@ -67,11 +67,17 @@ def _count_updates(
     return max((int(state["step"]) for state in counters if "step" in state), default=0)
 
 
-def _aliases(model: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    aliases: dict[str, tuple[str, ...]] = {}
-    for alias, name in (model.get("shared_params") or {}).items():
-        aliases[name] = (*aliases.get(name, ()), alias)
-    return aliases
+def _parameter(
+    model: Mapping[str, Any],
+    name: str,
+    shape: Sequence[int],
+    group: int,
+    weight: Iterable[Run],
+    **moments: Any,
+) -> DeepSpeedParameter:
+    runs = {key: tuple(values) for key, values in moments.items()}
+    aliases = tuple(alias for alias, own in (model.get("shared_params") or {}).items() if own == name)
+    return DeepSpeedParameter(name, aliases, tuple(shape), group, tuple(weight), runs)
 
 
 def _flat_keys(state: Mapping[str, Any]) -> list[str]:
@@ -99,7 +105,7 @@ def _cut(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[Run
 
 def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
-    module, aliases = model["module"], _aliases(model)
+    module = model["module"]
     # An elastic checkpoint has a list of the groups' moments.
     bases = [state["base_optimizer_state"] for state in states]
     moments_of = [dict(enumerate(b)) if isinstance(b, list) else b.get("state", {}) for b in bases]
@@ -125,22 +131,21 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
             numel = math.prod(shape)
             weight = tuple(_cut(pieces, end, numel))
             _check_values(files, name, module.get(name), weight)
-            own = {key: tuple(_cut(flats, end, numel)) for key, flats in moments.items()}
-            names = name, aliases.get(name, ())
-            parameters.append(DeepSpeedParameter(*names, tuple(shape), group, weight, own))
+            own = {key: _cut(flats, end, numel) for key, flats in moments.items()}
+            parameters.append(_parameter(model, name, shape, group, weight, **own))
             end += numel
         have = sum(piece.numel() for piece in pieces)
         if not end <= have < end + 2 * len(pieces):
             raise _does_not_fit(files, f"group {group}", end, have)
     frozen = dict(model.get("frozen_param_fragments") or {})
-    known = {saved.name for saved in parameters} | frozen.keys() | set(model.get("buffer_names") or ())
-    known |= {alias for name in list(known) for alias in aliases.get(name, ())}
+    known = {saved.name for saved in parameters} | frozen.keys()
+    known |= {alias for alias, name in (model.get("shared_params") or {}).items() if name in known}
+    known |= set(model.get("buffer_names") or ())
     # Stage 1 saves frozen parameters only among the weights.
     frozen |= {name: value for name, value in module.items() if name not in known}
     for name, value in frozen.items():
         runs = ((0, value.detach().reshape(-1)),) if value.numel() else ()
-        names = name, aliases.get(name, ())
-        parameters.append(DeepSpeedParameter(*names, tuple(value.shape), -1, runs, {}))
+        parameters.append(_parameter(model, name, value.shape, -1, runs))
     groups = bases[0].get("param_groups", ()) if isinstance(bases[0], dict) else ()
     updates = _count_updates(moments_of, groups)
     return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
@@ -168,8 +173,7 @@ def _check_values(
 
 def stage_3(files: DeepSpeedFiles) -> StageContents:
     model, states = files.models[0], [state["optimizer_state_dict"] for state in files.optimizers]
-    aliases, ranks = _aliases(model), len(states)
-    bases = [state["optimizer_state_dict"] for state in states]
+    ranks, bases = len(states), [state["optimizer_state_dict"] for state in states]
     flats = [state["fp32_flat_groups"] for state in states]
     moments: dict[str, list[list[torch.Tensor]]] = {}
     """Key -> rank -> sub-group."""
@@ -186,11 +190,9 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
         numel = math.prod(shape)
         share = -(-numel // ranks)
         sub = next((number for number, bound in enumerate(bounds) if end < bound), len(bounds) - 1)
-        weight = tuple(_shares(flats, end, share, numel))
-        kept = {key: tuple(_shares(values, end, share, numel)) for key, values in moments.items()}
-        names = name, aliases.get(name, ())
-        group = group_of.get(sub, 0)
-        parameters.append(DeepSpeedParameter(*names, tuple(shape), group, weight, kept))
+        weight = _shares(flats, end, share, numel)
+        kept = {key: _shares(values, end, share, numel) for key, values in moments.items()}
+        parameters.append(_parameter(model, name, shape, group_of.get(sub, 0), weight, **kept))
         end += share
     for rank, own_flats in enumerate(flats):
         have = sum(flat.numel() for flat in own_flats)
@@ -199,9 +201,8 @@ def stage_3(files: DeepSpeedFiles) -> StageContents:
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         parts = [[state["frozen_param_fragments"][name]] for state in files.models]
         numel = math.prod(shape)
-        runs = tuple(_shares(parts, 0, -(-numel // ranks), numel))
-        names = name, aliases.get(name, ())
-        parameters.append(DeepSpeedParameter(*names, tuple(shape), -1, runs, {}))
+        runs = _shares(parts, 0, -(-numel // ranks), numel)
+        parameters.append(_parameter(model, name, shape, -1, runs))
     updates = _count_updates([base["state"] for base in bases], groups)
     return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
 
