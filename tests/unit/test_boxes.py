@@ -8,15 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zerodrift.weights.boxes import (
-    Box,
-    BoxAxis,
-    Layout,
-    NoStridesError,
-    concatenate,
-    simplified,
-    within,
-)
+from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concatenate, simplified, within
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:

@@ -223,18 +223,18 @@ def lie(tag: Path, change: Callable[[Description], Description]) -> None:
     seal(tag)
 
 
+def first(of: Description, **change: Any) -> Description:
+    return replace(of, chunks=(replace(of.chunks[0], **change), *of.chunks[1:]))
+
+
 LIES: dict[str, Callable[[Description], Description]] = {
     "twice": lambda of: replace(of, chunks=(*of.chunks, of.chunks[0])),
     "none": lambda of: replace(of, chunks=()),
-    "of another length": lambda of: replace(
-        of, chunks=(replace(of.chunks[0], count=of.chunks[0].count - 1), *of.chunks[1:])
-    ),
-    "of another tensor": lambda of: replace(of, chunks=(replace(of.chunks[0], numel=10**12), *of.chunks[1:])),
-    "of another dtype": lambda of: replace(
-        of, chunks=(replace(of.chunks[0], dtype="float64"), *of.chunks[1:])
-    ),
-    "behind the end": lambda of: replace(of, chunks=(replace(of.chunks[0], offset=10**15), *of.chunks[1:])),
-    "below zero": lambda of: replace(of, chunks=(replace(of.chunks[0], start=-1), *of.chunks[1:])),
+    "of another length": lambda of: first(of, count=of.chunks[0].count - 1),
+    "of another tensor": lambda of: first(of, numel=10**12),
+    "of another dtype": lambda of: first(of, dtype="float64"),
+    "behind the end": lambda of: first(of, offset=10**15),
+    "below zero": lambda of: first(of, start=-1),
 }
 
 

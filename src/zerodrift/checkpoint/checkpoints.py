@@ -205,12 +205,7 @@ class Checkpoints:
         return None if path is None else self._load(path, ALL, check_allowed(allow), True)
 
     def load(
-        self,
-        tag: str = LATEST,
-        *,
-        parts: Parts = "all",
-        allow: Collection[Allowed] = (),
-        verify: bool = True,
+        self, tag: str = LATEST, *, parts: Parts = "all", allow: Collection[Allowed] = (), verify: bool = True
     ) -> Loaded:
         """Load a checkpoint. `parts="weights"` leaves optimizer, schedule, counters and random numbers alone.
         `allow` names the differences to accept. `verify` reads every file once more, each rank a share, and

@@ -323,9 +323,7 @@ def _names_by_value(
 
 
 def _held_flat(
-    own: Mapping[str, torch.Tensor],
-    masters: Sequence[torch.Tensor],
-    state: Mapping[int, Mapping[str, Any]],
+    own: Mapping[str, torch.Tensor], masters: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, Any]]
 ) -> _Held:
     """Cut one group that is one flat buffer, in the order of the model; several cannot be assigned."""
     total = sum(value.numel() for value in own.values())
