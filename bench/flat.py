@@ -38,27 +38,24 @@ import torch.distributed as dist
 from result import Result, flags
 
 from zerodrift import cost, initialize, make_plan
-from zerodrift.comm import collectives
-from zerodrift.io.checkpoint.descriptions import (
+from zerodrift.checkpoint.manifest import (
     NO_SUMS,
     Chunk,
     Description,
+    File,
+    Manifest,
+    SavedParameter,
     description_file,
     rank_files,
     state_file,
     tensors_file,
     write_description,
-)
-from zerodrift.io.checkpoint.holders import holders
-from zerodrift.io.checkpoint.items import CheckpointReader, moment_key, weight_key
-from zerodrift.io.checkpoint.manifest import (
-    File,
-    Manifest,
-    SavedParameter,
     write_entries,
     write_manifest,
     write_plan,
 )
+from zerodrift.checkpoint.tensors import CheckpointReader, holders, moment_key, weight_key
+from zerodrift.comm import collectives
 
 ROOMS = ("plan", "comm", "engine", "optim", "io", "torch.distributed")
 CONFIG = {

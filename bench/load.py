@@ -108,7 +108,7 @@ def zerodrift(folder: Path, dtype: torch.dtype, train: bool = False) -> tuple[in
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from zerodrift import empty, initialize
-    from zerodrift.io.safetensors.reader import SafetensorsReader
+    from zerodrift.weights.reader import SafetensorsReader
 
     readers: list[SafetensorsReader] = []
     made = SafetensorsReader.__init__
@@ -289,7 +289,7 @@ def measure(
 
 def warm(name: str) -> None:
     """Import what everybody imports before it is measured."""
-    modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.io.initial"]
+    modules = ["transformers.models.llama.modeling_llama", "zerodrift.api", "zerodrift.weights.load"]
     modules += ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
     modules += ["zerodrift.engine.engine", "zerodrift.report.terminal", "zerodrift.optim.flat"]
     if name == "deepspeed":

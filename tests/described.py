@@ -11,28 +11,25 @@ import numpy as np
 import torch
 
 from tests.unit.test_checkpoint_folder import manifest
-from zerodrift.io.checkpoint.descriptions import (
+from zerodrift.checkpoint.folder import CheckpointFolder, save_of
+from zerodrift.checkpoint.manifest import (
     NO_SUMS,
     Description,
+    SavedParameter,
+    measured,
     rank_files,
     read_description,
+    read_manifest,
+    read_plan,
     state_file,
     tensors_file,
     write_description,
-)
-from zerodrift.io.checkpoint.folder import CheckpointFolder, save_of
-from zerodrift.io.checkpoint.holders import holders
-from zerodrift.io.checkpoint.items import Item, moment_key, weight_key, write_items
-from zerodrift.io.checkpoint.manifest import (
-    SavedParameter,
-    measured,
-    read_manifest,
-    read_plan,
     write_entries,
     write_manifest,
     write_plan,
     write_whole,
 )
+from zerodrift.checkpoint.tensors import Item, holders, moment_key, weight_key, write_items
 from zerodrift.plan.table import Plan
 
 MOMENTS = ("exp_avg",)
@@ -82,21 +79,20 @@ def seal(tag: Path) -> None:
     head = read_manifest(tag)
     files = tuple(measured(tag / file.name) for file in head.files)
     of_ranks, sums = head.of_ranks, NO_SUMS
-    for rank in range(of_ranks.ranks if of_ranks else 0):
-        assert of_ranks is not None
+    for rank in range(of_ranks.ranks):
         found, _ = read_description(tag, of_ranks, rank)
         here = replace(
             found, tensors=measured(tag / tensors_file(rank)), state=measured(tag / state_file(rank))
         )
         sums = sums + write_description(tag, here)
-    of_ranks = of_ranks and rank_files(of_ranks.save, of_ranks.ranks, sums)
+    of_ranks = rank_files(of_ranks.save, of_ranks.ranks, sums)
     write_manifest(tag, replace(head, files=files, of_ranks=of_ranks))
 
 
 def found_elsewhere(tag: Path) -> list[str]:
     """Chunks that lie with other ranks than the plan's rule says."""
     head, document = read_manifest(tag), read_plan(tag)
-    assert head.of_ranks is not None and document is not None
+    assert document is not None
     plan = Plan.from_json(document)
     replicas = plan.mesh.replicate if plan.policy.backend == "fsdp2" else 1  # any of which may have it
     wrong = []

@@ -153,7 +153,7 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Checkpoints and weights",
         "",
-        ("io.checkpoint.checkpoints", "io.safetensors.export", "io.safetensors.weights"),
+        ("checkpoint.checkpoints", "weights.export", "weights.load"),
     ),
     (
         "Planning",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from zerodrift.api import initialize as initialize
     from zerodrift.api import load_weights as load_weights
     from zerodrift.api import make_plan as make_plan
+    from zerodrift.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from zerodrift.checkpoint.checkpoints import Loaded as Loaded
     from zerodrift.config.load import load as load
     from zerodrift.config.schema import Bf16 as Bf16
     from zerodrift.config.schema import Config as Config
@@ -46,10 +48,6 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
-    from zerodrift.io.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from zerodrift.io.checkpoint.checkpoints import Loaded as Loaded
-    from zerodrift.io.safetensors.export import Exported as Exported
-    from zerodrift.io.safetensors.weights import LoadedWeights as LoadedWeights
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
@@ -65,6 +63,8 @@ if TYPE_CHECKING:
     from zerodrift.policy.nouns import Policy as Policy
     from zerodrift.policy.resolve import mesh_for as mesh_for
     from zerodrift.policy.resolve import resolve as resolve
+    from zerodrift.weights.export import Exported as Exported
+    from zerodrift.weights.load import LoadedWeights as LoadedWeights
 
 _NAMES = {
     "api": "empty export initialize load_weights make_plan",
@@ -82,9 +82,9 @@ _NAMES = {
         "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "
         "UnsupportedError ZerodriftError"
     ),
-    "io.checkpoint.checkpoints": "Checkpoints Loaded",
-    "io.safetensors.export": "Exported",
-    "io.safetensors.weights": "LoadedWeights",
+    "checkpoint.checkpoints": "Checkpoints Loaded",
+    "weights.export": "Exported",
+    "weights.load": "LoadedWeights",
     "mesh": "MeshShape",
     "model.sources": "describe",
     "model.spec": "ModelSpec",

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from zerodrift.comm.mesh import Mesh
     from zerodrift.engine.engine import Engine
     from zerodrift.engine.place import ValueSources
-    from zerodrift.io.initial import InitialValues
-    from zerodrift.io.safetensors.export import Exported
-    from zerodrift.io.safetensors.weights import LoadedWeights
     from zerodrift.pipeline.cut import Parts
+    from zerodrift.weights.export import Exported
+    from zerodrift.weights.load import InitialValues, LoadedWeights
 
 
 def make_plan(
@@ -84,7 +83,7 @@ def load_weights(
     Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
     False or has a glob for them.
     """
-    from zerodrift.io.safetensors.reload import load_weights as replace
+    from zerodrift.weights.load import load_weights as replace
 
     return replace(engine, path, strict, quiet=quiet)
 
@@ -103,7 +102,7 @@ def export(
     such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
     each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
     """
-    from zerodrift.io.safetensors.export import export as write
+    from zerodrift.weights.export import export as write
 
     return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
@@ -141,8 +140,8 @@ def initialize(
     """
     from zerodrift.comm.collectives import Collectives
     from zerodrift.comm.mesh import start
-    from zerodrift.io.initial import InitialValues
     from zerodrift.optim.elementwise import declare
+    from zerodrift.weights.load import InitialValues
 
     loaded = load(config, overrides)
     if optimizer is not None:

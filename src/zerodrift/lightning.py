@@ -25,10 +25,10 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from zerodrift.api import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.config.load import ConfigSource, load
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 NAME = "zerodrift"
 TAG = "state"

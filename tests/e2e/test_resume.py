@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.jobs import ROOT, job, kinds
+from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
-from zerodrift.io.lock import Lock
 from zerodrift.train.metrics import read
 from zerodrift.train.start import train
 

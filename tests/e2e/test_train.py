@@ -12,8 +12,8 @@ import torch
 
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
-from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.table import Plan
 from zerodrift.train import model as models
 from zerodrift.train.chat import conversation
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_fails_beside_training_ends_the_run(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("zerodrift.io.checkpoint.writing.write_items", full)
+    monkeypatch.setattr("zerodrift.checkpoint.save.write_items", full)
     file = job(tmp_path, "slow", steps=6, run={"checkpoint_every": 2, "asynchronous_checkpoints": True})
     with pytest.raises(ZerodriftError, match="space"):
         train(str(file))

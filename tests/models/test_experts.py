@@ -20,8 +20,8 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, since, tokens
 from zerodrift.api import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 pytestmark = since("5.0")  # experts are stacked
 

@@ -22,7 +22,7 @@ from tests.models.architectures import ARCHITECTURES, since, tokens
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
-from zerodrift.io.safetensors.conversions import saved_form
+from zerodrift.weights.conversions import saved_form
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -18,9 +18,9 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, since, tokens
 from tests.models.test_experts import deep
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data
-from zerodrift.io.safetensors import export as exporting
-from zerodrift.io.safetensors.reader import SafetensorsReader
-from zerodrift.io.safetensors.writer import SafetensorsWriter
+from zerodrift.weights import export as exporting
+from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.weights.writer import SafetensorsWriter
 
 
 def written(name: str, stage: int, mode: str, schedule: str = "", experts: int = 1) -> dict[str, Any]:

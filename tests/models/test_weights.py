@@ -14,9 +14,9 @@ from tests.numerics.runs import config
 from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.io.safetensors.conversions import convert
 from zerodrift.model import recipe
 from zerodrift.policy.nouns import Master
+from zerodrift.weights.conversions import convert
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
 from tests.numerics.runs import Run, config, finish, make, train
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint import contents
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint import contents
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 
 def later(engine: Engine, start: int, steps: int) -> Run:
@@ -64,24 +65,14 @@ def given(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[n
     return model, {"optimizer": optimizer, "schedule": schedule}
 
 
-def adamw() -> Any:
-    return given(torch.optim.AdamW, lr=1e-3)
-
-
-def sgd() -> Any:
-    return given(torch.optim.SGD, lr=1e-2, momentum=0.9)
-
-
-def nadam() -> Any:
-    return given(torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
-
-
-def asgd() -> Any:
-    return given(torch.optim.ASGD, lr=1e-2)
-
-
-def amsgrad() -> Any:
-    return given(torch.optim.AdamW, lr=1e-3, amsgrad=True)
+nadam = partial(given, torch.optim.NAdam, lr=1e-3, weight_decay=0.01)
+OPTIMIZERS = {
+    "adamw": partial(given, torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(given, torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "nadam": nadam,
+    "asgd": partial(given, torch.optim.ASGD, lr=1e-2),
+    "amsgrad": partial(given, torch.optim.AdamW, lr=1e-3, amsgrad=True),
+}
 
 
 def without_block(stage: int, mode: str) -> dict[str, Any]:
@@ -90,9 +81,9 @@ def without_block(stage: int, mode: str) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.parametrize("build", [adamw, sgd, nadam, asgd, amsgrad])
-def test_an_optimizer_of_torch_goes_on_bit_for_bit(build: Any, tmp_path: Path) -> None:
-    for found in run_ranks(twice, 2, str(tmp_path), without_block(3, "bf16"), build):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    for found in run_ranks(twice, 2, str(tmp_path), without_block(3, "bf16"), OPTIMIZERS[name]):
         assert found == []
 
 
@@ -398,15 +389,15 @@ def weights_alone(folder: str) -> Any:
         checkpoints.load()
     assert engine.global_steps == 0
     loaded = checkpoints.load(parts="weights")
-    problems = [n for n, master in run.masters.items() if not torch.equal(engine.parameter(n).master, master)]
-    problems += ["steps"] if engine.global_steps else []
+
+    def wrong() -> list[str]:
+        return [n for n, value in run.masters.items() if not torch.equal(engine.parameter(n).master, value)]
+
+    problems = [*wrong(), *(["steps"] if engine.global_steps else [])]
     train(engine, 1)
     assert "optimizer" in {difference.what for difference in loaded.differences}
     checkpoints.load(allow=("optimizer",))
-    problems += [
-        n for n, master in run.masters.items() if not torch.equal(engine.parameter(n).master, master)
-    ]
-    problems += ["no steps"] if engine.global_steps != 3 else []
+    problems += [*wrong(), *(["no steps"] if engine.global_steps != 3 else [])]
     engine.destroy()
     return problems
 

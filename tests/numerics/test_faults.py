@@ -21,9 +21,9 @@ import torch
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.errors import RankError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.folder import CheckpointFolder
 
 STEPS = 7
 WORLD = 2

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 STEPS, TOTAL = 2, 8
 

@@ -16,9 +16,9 @@ from tests.numerics.runs import config
 from tests.numerics.test_pipelines import PARTS
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.schedules import CLASSES
 from zerodrift.policy.pipelining import V_SHAPED

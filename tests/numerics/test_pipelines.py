@@ -16,8 +16,8 @@ from tests.numerics.runs import config, make, masters_and_states
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.api import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.schedules import timeline
 

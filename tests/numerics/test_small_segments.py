@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.numerics.runs import Run, config, make, same, train
 from tests.ranks.harness import run_ranks
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.plan import small
 
 FEW, SOME, MANY = 2, 512, 16384

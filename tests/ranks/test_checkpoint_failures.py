@@ -21,14 +21,14 @@ from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.plain import weights
 from zerodrift.api import make_plan
+from zerodrift.checkpoint import save as saving
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.lock import Lock
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError
-from zerodrift.io.checkpoint import folder as checkpoint_folder
-from zerodrift.io.checkpoint import writing as checkpoint_writing
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.lock import Lock
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -152,95 +152,61 @@ def test_damage_that_is_met_in_reading_is_an_error_on_every_rank(tmp_path: Path)
 # --- something else ---------------------------------------------------------------------------------------
 
 
-def another_model(folder: str) -> str:
-    engine, _ = two(folder)
-    engine.destroy()
-    engine = make(config(3, "bf16"), GPT(layers=1, width=48, tied=False))
-    before = weights(engine)
-    message = refused(Checkpoints(engine, folder, quiet=True).load)
-    after = weights(engine)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    engine.destroy()
-    return message
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(tmp_path: Path) -> None:
-    messages = run_ranks(another_model, 2, str(tmp_path))
-    assert messages[0] == messages[1]
-    assert "is of another model" in messages[0]
-    assert "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]" in messages[0]
-    assert "must hold no parameter that the model does not have; got `layers.1." in messages[0]
-    tied = "`embed.weight`: must have shape [61, 48]"
-    assert tied in messages[0] and "norm.bias" in messages[0]
-
-
-def untied(folder: str) -> str:
-    engine, _ = two(folder)
-    engine.destroy()
-    engine = make(config(3, "bf16"), GPT(tied=False))
-    message = refused(Checkpoints(engine, folder, quiet=True).load)
-    engine.destroy()
-    return message
-
-
-def test_a_tie_that_is_gone_is_refused(tmp_path: Path) -> None:
-    (message,) = run_ranks(untied, 1, str(tmp_path))
-    assert "must be one parameter under the names embed.weight; got embed.weight, head.weight" in message
-
-
-def other_meanings(folder: str) -> list[str]:
+def refusals(folder: str) -> dict[str, str]:
+    """Messages of loads that other models, other configs and other moments are refused with."""
     engine, _ = two(folder)
     engine.destroy()
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
-    messages = []
-    for written in (
-        config(3, "bf16", scheduler=scheduler),
-        config(3, "fp16"),
-        config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
+    messages = {}
+    for what, written, model in (
+        ("model", config(3, "bf16"), GPT(layers=1, width=48, tied=False)),
+        ("tie", config(3, "bf16"), GPT(tied=False)),
+        ("schedule", config(3, "bf16", scheduler=scheduler), GPT()),
+        ("scale", config(3, "fp16"), GPT()),
+        ("optimizer", config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}), GPT()),
     ):
-        engine = make(written)
-        messages.append(refused(Checkpoints(engine, folder, quiet=True).load))
+        engine = make(written, model)
+        before = weights(engine)
+        messages[what] = refused(Checkpoints(engine, folder, quiet=True).load)
+        after = weights(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
         engine.destroy()
-    return messages
-
-
-def test_what_would_change_the_meaning_is_refused_by_name(tmp_path: Path) -> None:
-    schedule, scale, optimizer = run_ranks(other_meanings, 2, str(tmp_path))[0]
-    assert "`schedule`: must be none, as when it was saved; got WarmupLR" in schedule
-    assert "`loss scale`: must not be there" in scale and "allow=('loss_scale',)" in scale
-    assert "`optimizer`: must be adamw" in optimizer
-
-
-def in_the_middle(folder: str) -> list[str]:
     engine = make(config(3, "bf16", 2))
-    checkpoints = Checkpoints(engine, folder, quiet=True)
+    checkpoints = Checkpoints(engine, f"{folder}/none", quiet=True)
+    assert checkpoints.resume() is None
+    messages["nothing"] = refused(checkpoints.load)
+    messages["path"] = refused(lambda: checkpoints.load("../etc"))
     engine.backward(engine(torch.zeros(1, 4, dtype=torch.long)))
     engine.step()
-    messages = []
     for call in (checkpoints.save, checkpoints.load):
-        with pytest.raises(ZerodriftError, match="must be called between steps; got 1 micro-batch") as info:
+        with pytest.raises(ZerodriftError, match="must be called between steps; got 1 micro-batch"):
             call()
-        messages.append(str(info.value))
     engine.destroy()
     return messages
 
 
-def test_a_step_that_has_not_ended_is_not_saved(tmp_path: Path) -> None:
-    run_ranks(in_the_middle, 1, str(tmp_path))
+REFUSALS = {
+    "model": (
+        "is of another model",
+        "`layers.0.mlp.up.weight`: must have shape [96, 48]; got [64, 32]",
+        "must hold no parameter that the model does not have; got `layers.1.",
+        "`embed.weight`: must have shape [61, 48]",
+        "norm.bias",
+    ),
+    "tie": ("must be one parameter under the names embed.weight; got embed.weight, head.weight",),
+    "schedule": ("`schedule`: must be none, as when it was saved; got WarmupLR",),
+    "scale": ("`loss scale`: must not be there", "allow=('loss_scale',)"),
+    "optimizer": ("`optimizer`: must be adamw",),
+    "nothing": ("got no such folder",),
+    "path": ("must hold a checkpoint with the tag '../etc'",),
+}
 
 
-def nothing_there(folder: str) -> Any:
-    engine = make(config(3, "bf16"))
-    checkpoints = Checkpoints(engine, folder, quiet=True)
-    found = checkpoints.resume(), refused(checkpoints.load), refused(lambda: checkpoints.load("../etc"))
-    engine.destroy()
-    return found
-
-
-def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
-    for begun, message, odd in run_ranks(nothing_there, 2, str(tmp_path / "none")):
-        assert begun is None and "got no such folder" in message
-        assert "must hold a checkpoint with the tag '../etc'" in odd
+def test_what_does_not_fit_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    results = run_ranks(refusals, 2, str(tmp_path))
+    assert results[0] == results[1]
+    for what, parts in REFUSALS.items():
+        assert all(part in results[0][what] for part in parts), results[0][what]
 
 
 # --- a save that fails ------------------------------------------------------------------------------------
@@ -430,7 +396,7 @@ def slow_disk(folder: str) -> Any:
     engine, _ = two(folder)
     checkpoints = Checkpoints(engine, folder, quiet=True, asynchronous=True)
     checkpoints.load()
-    real = checkpoint_writing.write_items
+    real = saving.write_items
     go = Path(folder).parent / "go"
 
     def waits(*arguments: Any) -> Any:
@@ -438,11 +404,11 @@ def slow_disk(folder: str) -> Any:
             time.sleep(0.01)
         return real(*arguments)
 
-    checkpoint_writing.write_items = waits  # type: ignore[assignment]
+    saving.write_items = waits  # type: ignore[assignment]
     expected = weights(engine)
     checkpoints.save("beside")
     train(engine, 2)
-    folder_of = checkpoint_folder.CheckpointFolder(folder)
+    folder_of = CheckpointFolder(folder)
     early = folder_of.tags()
     engine.comm.barrier()
     go.touch()
@@ -489,7 +455,7 @@ def only_one_sees(folder: str) -> Any:
     """Rank 1 sees another folder, as on a file system that is behind; all go by rank 0."""
     engine, checkpoints = two(folder)
     if engine.mesh.rank() == 1:
-        checkpoints._folder = checkpoint_folder.CheckpointFolder(f"{folder}-not-yet")
+        checkpoints._folder = CheckpointFolder(f"{folder}-not-yet")
     loaded = checkpoints.resume()
     found = None if loaded is None else loaded.tag
     engine.comm.barrier()

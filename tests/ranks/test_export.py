@@ -18,12 +18,12 @@ import zerodrift as zd
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
+from zerodrift.checkpoint.atomic import new_folder
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
-from zerodrift.io.atomic import new_folder
-from zerodrift.io.safetensors import export as exporting
-from zerodrift.io.safetensors.writer import SafetensorsWriter
 from zerodrift.model.safetensors import stored
+from zerodrift.weights import export as exporting
+from zerodrift.weights.writer import SafetensorsWriter
 
 ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 

@@ -14,9 +14,9 @@ from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift import empty
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.safetensors.export import export
-from zerodrift.io.safetensors.reload import load_weights
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.weights.export import export
+from zerodrift.weights.load import load_weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
 

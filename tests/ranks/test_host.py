@@ -24,9 +24,9 @@ from tests.host_calls import calls
 from tests.numerics import runs
 from tests.ranks.harness import run_ranks
 from zerodrift import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.manifest import MANIFEST
 from zerodrift.comm import collectives, mesh
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.manifest import MANIFEST
 from zerodrift.mesh import MeshShape
 
 pytestmark = pytest.mark.fresh_ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.numerics.networks import GPT, batch
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
+from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.errors import UnsupportedError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
 
 STEPS = 4
 

@@ -19,9 +19,9 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, ZerodriftError
-from zerodrift.io.safetensors.reader import SafetensorsReader
 from zerodrift.optim.rounding import round_away
 from zerodrift.policy.nouns import Master
+from zerodrift.weights.reader import SafetensorsReader
 
 STAGES = (0, 1, 2, 3)
 MASTERS = {"split": ("bf16", {}), "fp32": ("bf16", {"master": "fp32"}), "same": ("fp32", {})}

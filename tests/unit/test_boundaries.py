@@ -11,8 +11,8 @@ import pytest
 from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
 from tests.unit.test_checkpoint_folder import manifest
 from tests.unit.test_policy import at, plan
+from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
-from zerodrift.io.checkpoint.differences import CheckpointDifference, Running, differences
 from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.cost import cost
@@ -341,7 +341,7 @@ def test_an_embedding_is_known_by_its_class() -> None:
 def test_a_checkpoint_tells_of_boundaries_that_changed_where_it_holds_them() -> None:
     now = pinned(layers=2)
     before = plan(at(3, "bf16", rules=[{"match": "*embed*", "pin": "fp32"}]), moe(layers=2))
-    running = Running(now, "", {}, (), "", ())
+    running = CurrentRun(now, "", {}, (), "", ())
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 
     def told(written: dict[str, Any]) -> dict[str, CheckpointDifference]:

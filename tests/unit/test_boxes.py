@@ -1,4 +1,4 @@
-"""Boxs against torch's own operations: any slice of anything moved about is the elements it should be."""
+"""Boxes against torch's own operations: any slice of anything moved about is the elements it should be."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zerodrift.io.safetensors.boxes import (
-    Box,
-    BoxAxis,
-    Layout,
-    NoStridesError,
-    concatenate,
-    simplified,
-    within,
-)
+from zerodrift.weights.boxes import Box, BoxAxis, Layout, NoStridesError, concatenate, simplified, within
 
 
 def read(layout: Layout, sources: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -128,4 +120,4 @@ def test_axes_that_continue_each_other_become_one() -> None:
 def test_a_view_that_strides_cannot_say_is_refused() -> None:
     joined = concatenate([Layout.of(0, (3,)), Layout.of(1, (3,))], 0)
     with pytest.raises(NoStridesError):
-        joined.reshape((3, 2))
+        joined.reshape((3, 2)).permute((1, 0))

@@ -1,11 +1,10 @@
 """What ranks wrote is described beside it: flat in their number, opened where it is needed, and never that of
-another rank, step or run; and checkpoints without descriptions are read."""
+another rank, step or run."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,31 +13,27 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zerodrift as zd
 from tests.described import found_elsewhere, runs, save_as_ranks, seal, value
 from zerodrift.api import make_plan
-from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint import lookup
-from zerodrift.io.checkpoint.descriptions import (
+from zerodrift.checkpoint import tensors as lookup
+from zerodrift.checkpoint.inspect import inspect
+from zerodrift.checkpoint.manifest import (
     NO_SUMS,
     Description,
     all_damage,
     rank_files,
     read_description,
-    verified,
-    write_description,
-)
-from zerodrift.io.checkpoint.inspect import inspect
-from zerodrift.io.checkpoint.items import CheckpointReader, Destination, weight_key
-from zerodrift.io.checkpoint.manifest import (
     read_entries,
     read_manifest,
     sealed,
-    write_manifest,
+    verified,
+    write_description,
     write_plan,
 )
+from zerodrift.checkpoint.tensors import CheckpointReader, Destination, weight_key
+from zerodrift.errors import CheckpointError
 from zerodrift.plan.table import Plan
 
 CONFIG = {
@@ -46,8 +41,6 @@ CONFIG = {
     "zero_optimization": {"stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }
-OLD = Path(__file__).parent / "data" / "checkpoint-format-1.zip"
-"""By the version before descriptions, of 2 ranks at stage 3: `network`, three steps."""
 
 
 def plan_of(ranks: int) -> Plan:
@@ -149,7 +142,6 @@ def test_what_is_whole_is_accepted(tag: Path) -> None:
 
 def test_no_bit_of_a_description_can_change_unseen(tag: Path) -> None:
     path, files = tag / "rank-00003.json", read_manifest(tag).of_ranks
-    assert files is not None
     good = path.read_bytes()
     for place in range(0, len(good), 3):
         data = bytearray(good)
@@ -219,7 +211,6 @@ def test_a_file_that_a_description_names_is_looked_at(name: str, tag: Path) -> N
 def test_a_whole_rank_that_somebody_wrote_anew_is_noticed(tag: Path) -> None:
     """Its description is right about itself: the sum in the manifest is not."""
     files = read_manifest(tag).of_ranks
-    assert files is not None
     found, _ = read_description(tag, files, 4)
     write_description(tag, replace(found, chunks=found.chunks[::-1]))
     require_refused(tag, "must hold the files that 8 ranks wrote; got others")
@@ -228,23 +219,22 @@ def test_a_whole_rank_that_somebody_wrote_anew_is_noticed(tag: Path) -> None:
 def lie(tag: Path, change: Callable[[Description], Description]) -> None:
     """A description that says something else, and is sealed."""
     files = read_manifest(tag).of_ranks
-    assert files is not None
     write_description(tag, change(read_description(tag, files, 0)[0]))
     seal(tag)
+
+
+def first(of: Description, **change: Any) -> Description:
+    return replace(of, chunks=(replace(of.chunks[0], **change), *of.chunks[1:]))
 
 
 LIES: dict[str, Callable[[Description], Description]] = {
     "twice": lambda of: replace(of, chunks=(*of.chunks, of.chunks[0])),
     "none": lambda of: replace(of, chunks=()),
-    "of another length": lambda of: replace(
-        of, chunks=(replace(of.chunks[0], count=of.chunks[0].count - 1), *of.chunks[1:])
-    ),
-    "of another tensor": lambda of: replace(of, chunks=(replace(of.chunks[0], numel=10**12), *of.chunks[1:])),
-    "of another dtype": lambda of: replace(
-        of, chunks=(replace(of.chunks[0], dtype="float64"), *of.chunks[1:])
-    ),
-    "behind the end": lambda of: replace(of, chunks=(replace(of.chunks[0], offset=10**15), *of.chunks[1:])),
-    "below zero": lambda of: replace(of, chunks=(replace(of.chunks[0], start=-1), *of.chunks[1:])),
+    "of another length": lambda of: first(of, count=of.chunks[0].count - 1),
+    "of another tensor": lambda of: first(of, numel=10**12),
+    "of another dtype": lambda of: first(of, dtype="float64"),
+    "behind the end": lambda of: first(of, offset=10**15),
+    "below zero": lambda of: first(of, start=-1),
 }
 
 
@@ -260,7 +250,6 @@ def test_a_description_that_lies_is_an_error_and_never_another_value(how: str, t
 @pytest.mark.parametrize("name", ["../secret", "/dev/zero", "", ".."])
 def test_no_description_leads_out_of_a_checkpoint(name: str, tag: Path) -> None:
     files = read_manifest(tag).of_ranks
-    assert files is not None
     found, _ = read_description(tag, files, 0)
     shutil.copy(tag / "__0_0.distcp", tag.parent / "secret")
     write_description(tag, replace(found, tensors=replace(found.tensors, name=name)))
@@ -282,7 +271,6 @@ def test_a_sealed_text_that_is_no_description_is_named(value: Any, tag: Path) ->
 @pytest.mark.parametrize("size", [10**30, -1, "x"])
 def test_a_file_has_a_size(size: Any, tag: Path) -> None:
     files = read_manifest(tag).of_ranks
-    assert files is not None
     found, _ = read_description(tag, files, 0)
     text = json.loads((tag / "rank-00000.json").read_text())
     text["description"]["files"][0]["bytes"] = size
@@ -291,89 +279,26 @@ def test_a_file_has_a_size(size: Any, tag: Path) -> None:
     require_refused(tag, found.tensors.name if size == -1 else "rank-00000.json")
 
 
-def test_a_format_is_that_of_its_fields(tag: Path) -> None:
-    path = tag / "checkpoint.json"
-    text = path.read_text()
-    for version in (1, 3):
-        path.write_text(text.replace('"format": 2', f'"format": {version}', 1))
-        with pytest.raises(CheckpointError, match="must be"):
-            read_manifest(tag)
-    with pytest.raises(CheckpointError, match="must be of format 1 or 2; got 3"):
-        read_manifest(tag)
-
-
 def test_sums_are_of_all_ranks_in_any_order(tag: Path) -> None:
     files = read_manifest(tag).of_ranks
-    assert files is not None
     each = [read_description(tag, files, rank)[1] for rank in range(8)]
     assert rank_files(files.save, 8, sum(each[::-1], NO_SUMS)) == files
     assert rank_files(files.save, 8, sum(each[1:], NO_SUMS)) != files
     assert files.bytes == sum(path.stat().st_size for path in [*tag.glob("rank-*"), *tag.glob("__*")])
 
 
-# --- format 1 -----------------------------------------------------------------------------------------------
+# --- torch's index ---------------------------------------------------------------------------------------
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3, bias=False))
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    with zipfile.ZipFile(OLD) as archive:
-        archive.extractall(tmp_path / "old")
-    return tmp_path / "old"
-
-
-def test_a_checkpoint_of_format_1_is_read_as_it_was(old: Path, tmp_path: Path) -> None:
-    tag = old / "step-00000003"
-    assert read_manifest(tag).format == 1 and verified(tag).ranks == 2 and inspect(tag, verify=True).complete
-    dcp_to_torch_save(tag, tmp_path / "torchs.pt")
-    torchs = torch.load(tmp_path / "torchs.pt")
-    engine = zd.initialize(network(), config=CONFIG, device="cpu", quiet=True)
-    loaded = zd.Checkpoints(engine, old, quiet=True).resume()
-    assert loaded is not None and loaded.step == engine.global_steps == 3 and loaded.client == {"at": 3}
-    for row in engine.plan.rows:
-        handle = engine.parameter(row.name)
-        assert torch.equal(handle.master.flatten(), torchs[f"weights.{row.name}"])
-        for key, moment in handle.state.items():
-            assert torch.equal(moment.flatten(), torchs[f"moments.{key}.{row.name}"])
-            assert moment.any()
-    new = zd.Checkpoints(engine, old, quiet=True)
-    new.load()
-    new.save("again")
-    assert read_manifest(old / "again").format == 2 and new.load("again").step == 3
-    engine.destroy()
-
-
-def test_damage_in_a_checkpoint_of_format_1_is_named(old: Path) -> None:
-    tag = old / "step-00000003"
-    for path in sorted(tag.iterdir()):
-        good = path.read_bytes()
-        path.write_bytes(good[:-1] + bytes([good[-1] ^ 4]))
-        with pytest.raises(CheckpointError, match=path.name):
-            verified(tag)
-        path.write_bytes(good)
-    # Without its index it is no checkpoint of format 2 either.
-    (tag / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"\.metadata"):
-        CheckpointReader(tag)
-
-
 def test_of_many_ranks_there_is_no_metadata_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerodrift.io.checkpoint.writing.FEW", 0)
+    monkeypatch.setattr("zerodrift.checkpoint.save.FEW", 0)
     engine = zd.initialize(network(), config=CONFIG, device="cpu", quiet=True)
     checkpoints = zd.Checkpoints(engine, tmp_path, quiet=True)
     checkpoints.save("one")
     assert not (tmp_path / "one" / ".metadata").exists() and inspect(tmp_path / "one", verify=True).complete
     assert checkpoints.load("one").differences == ()
     engine.destroy()
-
-
-def test_one_of_format_2_does_not_need_torchs_metadata(of_8: Path, tag: Path) -> None:
-    assert not (of_8 / ".metadata").exists()
-    head = read_manifest(tag)
-    write_manifest(tag, replace(head, of_ranks=None))
-    assert read_manifest(tag).format == 1
-    with pytest.raises(CheckpointError, match=r"\.metadata"):
-        CheckpointReader(tag)

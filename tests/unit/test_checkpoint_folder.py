@@ -12,21 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from zerodrift.errors import CheckpointError
-from zerodrift.io import lock as checkpoint_lock
-from zerodrift.io.checkpoint.folder import CheckpointFolder, automatic, check_tag
-from zerodrift.io.checkpoint.manifest import (
+from zerodrift.checkpoint import lock as checkpoint_lock
+from zerodrift.checkpoint.folder import CheckpointFolder, automatic, check_tag
+from zerodrift.checkpoint.lock import Lock, LockOwner
+from zerodrift.checkpoint.manifest import (
     MANIFEST,
+    NO_SUMS,
     Manifest,
     SavedParameter,
     damage,
+    rank_files,
     read_entries,
     read_manifest,
     write_entries,
     write_manifest,
     write_whole,
 )
-from zerodrift.io.lock import Lock, LockOwner
+from zerodrift.errors import CheckpointError
 from zerodrift.mesh import MeshShape
 from zerodrift.record import encode
 
@@ -59,6 +61,7 @@ def manifest(tag: str, step: int, run: str = "r1") -> Manifest:
         parameters=4,
         elements=6049,
         files=(),
+        of_ranks=rank_files("save", 0, NO_SUMS),
     )
 
 
@@ -254,7 +257,7 @@ def test_a_lock_has_one_owner(tmp_path: Path) -> None:
 
 def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from zerodrift.io.lock import Lock\n"
+        "import sys, time; from pathlib import Path; from zerodrift.checkpoint.lock import Lock\n"
         "from zerodrift.errors import CheckpointError\n"
         "try:\n  Lock.take(Path(sys.argv[1])); print('mine', flush=True); time.sleep(60)\n"
         "except CheckpointError: print('other', flush=True)\n"
@@ -275,7 +278,7 @@ def test_of_two_processes_one_gets_it(tmp_path: Path) -> None:
 
 def write_lock(folder: Path, **changes: object) -> None:
     mine = Lock.take(folder)
-    writer = {**encode(mine._writer), **changes}
+    writer = {**encode(mine._owner), **changes}
     (folder / checkpoint_lock.NAME).write_text(json.dumps(writer))
 
 

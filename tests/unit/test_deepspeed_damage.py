@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.laid_out import lay_out, values
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
 FLIPS = 150
 """Of single bits, at each stage."""
@@ -22,10 +22,9 @@ FLIPS = 150
 def said(folder: Path) -> dict[str, Any]:
     """Everything that a reader gets of a checkpoint."""
     found = open_deepspeed(folder)
-    tensors = {name: found.weight(name) for name in found.names}
-    tensors |= {f"{key} {p.name}": found.moment(p.name, key) for p in found.parameters for key in p.moments}
-    plain = (found.counters, found.groups, found.schedule, found.client, found.config, found.version)
-    return {"tensors": {name: value.tolist() for name, value in tensors.items()}, "rest": repr(plain)}
+    keys = [(entry.name, key) for entry in found.entries for key in ("", *entry.moments)]
+    tensors = {f"{key} {name}": found.whole(name, key).tolist() for name, key in keys}
+    return {"tensors": tensors, "rest": repr((found.kind, found.trained))}
 
 
 def outcome(folder: Path) -> dict[str, Any] | None:
@@ -53,10 +52,10 @@ def files(folder: Path) -> list[Path]:
 
 def test_what_is_whole_is_read(whole: tuple[int, Path]) -> None:
     found = open_deepspeed(whole[1])
-    for seed, read in enumerate((found.weight, lambda n: found.moment(n, "exp_avg"))):
+    for seed, key in enumerate(("", "exp_avg")):
         for name, value in values(seed).items():
-            assert torch.equal(read(name), value)
-    assert found.counters.step == found.counters.updates == 3
+            assert torch.equal(found.whole(name, key), value)
+    assert found.trained and found.trained.step == found.trained.updates == 3
 
 
 def test_no_bit_can_change_a_value_unseen(copy: Path) -> None:

@@ -14,10 +14,16 @@ from safetensors.torch import load_file
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.io.safetensors.boxes import Layout, concatenate
-from zerodrift.io.safetensors.files import SavedPart, SavedTensor, index_text, pack, size_in_bytes
-from zerodrift.io.safetensors.writer import SafetensorsWriter
 from zerodrift.model.safetensors import stored
+from zerodrift.weights.boxes import Layout, concatenate
+from zerodrift.weights.writer import (
+    SafetensorsWriter,
+    SavedPart,
+    SavedTensor,
+    index_text,
+    pack,
+    size_in_bytes,
+)
 
 
 def saved(name: str, *shape: int, dtype: DType = DType.FP32) -> SavedTensor:

@@ -25,14 +25,14 @@ from tests.e2e.jobs import job
 from tests.unit.laid_out import lay_out
 from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.manifest import verified
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.convert import convert
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
 from zerodrift.train.metrics import Metrics
 from zerodrift.train.start import train
+from zerodrift.weights.convert import convert
 
 
 class Disk:
@@ -239,7 +239,7 @@ def test_a_trainer(small: Path, tmp_path: Path) -> None:
 
 def test_the_metrics_of_a_run(disk: Disk, tmp_path: Path) -> None:
     """A line that did not fit is an error of ours where a run writes it, and is not read as a line."""
-    from zerodrift.io.paths import full_disk_named
+    from zerodrift.checkpoint.paths import full_disk_named
 
     metrics = Metrics(RunFolder(tmp_path / "run"), Run(folder=str(tmp_path / "run")), 0)
     metrics.write("step", {"step": 1})

@@ -33,16 +33,20 @@ ROOMS: dict[str, set[str]] = {
     },
     "pipeline": {"engine", "experts", "comm", "plan", "policy", "report", "errors", "versions"},
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
-    "io": {
-        *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
-        *{"dtypes", "errors", "files", "mesh", "optimizers", "record", "versions"},
+    "checkpoint": {
+        *{"engine", "optim", "comm", "plan", "report", "model"},
+        *{"dtypes", "errors", "files", "mesh", "record", "versions"},
+    },
+    "weights": {
+        *{"checkpoint", "engine", "comm", "plan", "model"},
+        *{"dtypes", "errors", "mesh", "optimizers"},
     },
     "observer": {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "files", "startup"},
     },
     "numerics": {
-        *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
+        *{"observer", "engine", "comm", "weights", "config", "model", "plan", "policy", "report", "optim"},
         *{"dtypes", "errors", "files", "legible", "mesh", "optimizers", "record"},
     },
     "simulate": {
@@ -50,7 +54,19 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "mesh", "record"},
     },
     "api": {
-        *{"backends", "io", "config", "model", "plan", "policy", "mesh", "engine", "comm", "report", "optim"},
+        *{
+            "backends",
+            "weights",
+            "config",
+            "model",
+            "plan",
+            "policy",
+            "mesh",
+            "engine",
+            "comm",
+            "report",
+            "optim",
+        },
         *{"pipeline", "dtypes", "errors", "versions"},
     },
     "train": {
@@ -61,7 +77,8 @@ ROOMS: dict[str, set[str]] = {
             "pipeline",
             "config",
             "engine",
-            "io",
+            "checkpoint",
+            "weights",
             "comm",
             "kernels",
             "plan",
@@ -71,10 +88,11 @@ ROOMS: dict[str, set[str]] = {
         },
         *{"dtypes", "errors", "files", "legible", "mesh", "record", "versions"},
     },
-    "lightning": {"api", "config", "engine", "io", "errors"},
-    "verl": {"api", "comm", "config", "engine", "io", "errors"},
+    "lightning": {"api", "checkpoint", "config", "engine", "errors"},
+    "verl": {"api", "checkpoint", "comm", "config", "engine", "weights", "errors"},
     "deepspeed": {
-        *{"api", "io", "config", "engine", "comm", "observer", "optim", "plan", "policy", "dtypes", "errors"},
+        *{"api", "checkpoint", "weights", "config", "engine", "comm", "observer", "optim", "plan", "policy"},
+        *{"dtypes", "errors"},
         *{"optimizers", "alias", "versions"},
     },
     "cli": {
@@ -86,7 +104,8 @@ ROOMS: dict[str, set[str]] = {
         "train",
         "api",
         "pipeline",
-        "io",
+        "checkpoint",
+        "weights",
         "config",
         "model",
         "plan",

@@ -12,13 +12,13 @@ from torch import nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.io.safetensors import reader
-from zerodrift.io.safetensors.boxes import Layout, within
-from zerodrift.io.safetensors.matching import Strict, dtypes, expected
-from zerodrift.io.safetensors.reader import SafetensorsReader
-from zerodrift.io.safetensors.weights import SafetensorsWeights
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import stored
+from zerodrift.weights import reader
+from zerodrift.weights.boxes import Layout, within
+from zerodrift.weights.load import SafetensorsWeights
+from zerodrift.weights.matching import Strict, dtypes, expected_tensors
+from zerodrift.weights.reader import SafetensorsReader
 
 
 class Small(nn.Module):
@@ -52,7 +52,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> SafetensorsWeights:
     model = model or Small()
     spec = from_module(model)
-    return SafetensorsWeights.open(folder, model, expected(spec.parameters, spec.buffers, model), strict)
+    return SafetensorsWeights.open(
+        folder, model, expected_tensors(spec.parameters, spec.buffers, model), strict
+    )
 
 
 def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:

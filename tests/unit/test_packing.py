@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from zerodrift.checkpoint.state import load, packed
 from zerodrift.errors import UnsupportedError
-from zerodrift.io.checkpoint.packing import load, packed
 
 VALUES: dict[str, Any] = {
     "arguments": argparse.Namespace(lr=0.1, files=[Path("/data/a"), Path("b")]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerodrift.io.safetensors.pages import Pages
+from zerodrift.weights.reader import Pages
 
 SIZE = 64 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

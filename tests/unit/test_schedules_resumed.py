@@ -20,9 +20,9 @@ import zerodrift.deepspeed as deepspeed
 from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
-from zerodrift.io.convert import convert
 from zerodrift.optim.schedules import SCHEDULES, make_schedule
 from zerodrift.policy.nouns import ComponentSpec
+from zerodrift.weights.convert import convert
 
 STEPS, MORE, LR = 3, 4, 1e-3
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
     with streams.errors(debug):
-        from zerodrift.io.checkpoint import inspect as looking
+        from zerodrift.checkpoint import inspect as looking
         from zerodrift.train.found import checkpoints_at
 
         with streams.progress(f"reading {checkpoint}"):
@@ -61,8 +61,8 @@ def convert(
                 done = merged(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
             streams.emit(str(done))
             return
-        from zerodrift.io.convert import ConvertOptions
-        from zerodrift.io.convert import convert as run
+        from zerodrift.weights.convert import ConvertOptions
+        from zerodrift.weights.convert import convert as run
 
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:

@@ -23,6 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded, Part
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
+from zerodrift.checkpoint.paths import kind_at
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.deepspeed.errors import MissingCheckpointError
@@ -30,15 +35,10 @@ from zerodrift.deepspeed.log import logger
 from zerodrift.deepspeed.state_dicts import model_state, save_model
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, UnsupportedError
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded, Part
-from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.convert import to_checkpoint
-from zerodrift.io.deepspeed.checkpoint import open_deepspeed
-from zerodrift.io.deepspeed.files import find_tag, is_deepspeed
-from zerodrift.io.paths import kind_at
-from zerodrift.io.sources import from_deepspeed
+from zerodrift.weights.convert import to_checkpoint
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.deepspeed.files import find_tag
+from zerodrift.weights.sources import TrainingState
 
 SCRIPT = """#!/usr/bin/env python
 # Makes one fp32 model of a checkpoint in this folder: python zero_to_fp32.py . output_folder
@@ -288,21 +288,14 @@ def _make_room(path: Path) -> Path:
 
 
 def _convert(path: Path, tag: str, room: Path, schedule: Any) -> ConvertedCheckpoint:
-    checkpoint = open_deepspeed(find_tag(path, tag))
-    source = from_deepspeed(checkpoint)
-    trained, notes = source.trained, source.notes
-    has_own = isinstance(checkpoint.schedule, Mapping) and schedule is not None
-    if trained is not None and not trained.schedule and has_own:
-        state = dict(checkpoint.schedule or {})
-        trained = replace(trained, schedule=type(schedule).__name__, schedule_state=state)
+    source = open_deepspeed(find_tag(path, tag))
+    trained = source.trained or TrainingState()
+    if not trained.schedule and trained.schedule_state is not None and schedule is not None:
+        trained = replace(trained, schedule=type(schedule).__name__)
         source = replace(source, trained=trained)
     to_checkpoint(source, room)
-    for note in notes:
-        logger.warning("%s: %s", checkpoint.folder, note)
-    lacks: dict[Allowed, bool] = {
-        "optimizer": trained is None or not trained.optimizer,
-        "schedule": trained is None or not trained.schedule,
-    }
+    for note in source.notes:
+        logger.warning("%s: %s", source.path, note)
+    lacks: dict[Allowed, bool] = {"optimizer": not trained.optimizer, "schedule": not trained.schedule}
     missing = tuple(part for part, is_missing in lacks.items() if is_missing)
-    samples, client = checkpoint.counters.samples, dict(checkpoint.client)
-    return ConvertedCheckpoint(str(room), str(checkpoint.folder), samples, client, missing)
+    return ConvertedCheckpoint(str(room), str(source.path), trained.samples, dict(trained.client), missing)

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.state import groups, put_groups, put_scale
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint.state import groups, put_groups, put_scale
-from zerodrift.io.whole import whole_values
 from zerodrift.plan.table import Plan, Row
 from zerodrift.versions import DEEPSPEED
+from zerodrift.weights.export import whole_values
 
 # --- the whole model --------------------------------------------------------------------------------------
 

@@ -16,19 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
+from zerodrift.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.checkpoint.paths import writing
+from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.deepspeed.checkpoints import require
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.deepspeed.state_dicts import without_ties, write_state
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.checkpoint.items import CheckpointReader
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries
-from zerodrift.io.deepspeed.checkpoint import open_deepspeed
-from zerodrift.io.deepspeed.files import is_deepspeed
-from zerodrift.io.paths import writing
-from zerodrift.io.safetensors.files import size_in_bytes
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.writer import size_in_bytes
 
 StateDict = dict[str, torch.Tensor]
 
@@ -44,11 +42,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     folder = Path(checkpoint_dir)
     state: StateDict = {}
     if is_deepspeed(folder if tag is None else folder / tag) or is_deepspeed(folder):
-        theirs = open_deepspeed(folder, tag or "")
-        for saved in theirs.parameters:
-            if saved.trained or not exclude_frozen_parameters:
-                state |= dict.fromkeys((saved.name, *saved.aliases), theirs.weight(saved.name).float())
-        return state | dict(theirs.buffers)
+        source = open_deepspeed(folder, tag or "")
+        for entry in source.entries:
+            if entry.group >= 0 or not exclude_frozen_parameters:
+                state |= dict.fromkeys(entry.names, source.whole(entry.name).float())
+        return state | dict(source.buffers)
     checkpoint = require(CheckpointFolder(folder), tag or LATEST)
     verified(checkpoint)
     reader = CheckpointReader(checkpoint)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerodrift.io.safetensors.matching import expected
 from zerodrift.numerics.sent import SentTensor, read_sent
 from zerodrift.numerics.tensors import TensorVerdict, digest, judged
 from zerodrift.numerics.trainer import Trainer
+from zerodrift.weights.matching import expected_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def fates_of(
 ) -> tuple[list[TensorFate], dict[str, SentTensor], tuple[tuple[str, int], ...], list[str]]:
     """Every tensor that was read, what the sampler has, how many are what, and what was not read."""
     places = [("sent", sent), ("loaded", loaded)]
-    want = expected(trainer.spec.parameters, trainer.spec.buffers, trainer.module)
+    want = expected_tensors(trainer.spec.parameters, trainer.spec.buffers, trainer.module)
     read = [(step, read_sent(path.expanduser(), trainer.module, want)) for step, path in places if path]
     if not read:
         return [], {}, (), []

@@ -26,12 +26,12 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.executor import batch_on
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
-from zerodrift.io.initial import InitialValues
 from zerodrift.mesh import MeshShape
 from zerodrift.model.empty import empty
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
+from zerodrift.weights.load import InitialValues
 
 
 def place() -> tuple[int, int]:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, listed
-from zerodrift.io.safetensors.boxes import Box
-from zerodrift.io.safetensors.matching import Expected, Match, match
-from zerodrift.io.safetensors.reader import SafetensorsReader
 from zerodrift.model.header import Stored
 from zerodrift.model.safetensors import stored
+from zerodrift.weights.boxes import Box
+from zerodrift.weights.matching import ExpectedTensor, Match, match
+from zerodrift.weights.reader import SafetensorsReader
 
 _SCALE = re.compile(r"(?P<stem>.+?)(\.weight)?[._](weight_)?(scale|scales|scale_inv)")
 _PACKED = re.compile(r".*\.(qweight|qzeros|g_idx|weight_packed|weight_zero_point|absmax|quant_map|blocks)")
@@ -57,7 +57,7 @@ class Sent:
     """Names in the files that the model has no place for."""
 
 
-def read_sent(path: Path, model: nn.Module, want: Sequence[Expected]) -> Sent:
+def read_sent(path: Path, model: nn.Module, want: Sequence[ExpectedTensor]) -> Sent:
     """All tensors of a folder or file for a model."""
     found = stored(path)
     _require_unpacked(path, found)
@@ -87,7 +87,7 @@ def _require_unpacked(path: Path, tensors: Sequence[Stored]) -> None:
 
 
 def _read(
-    path: Path, matched: Match, want: Sequence[Expected], label: dict[str, str], of_steps: Match | None
+    path: Path, matched: Match, want: Sequence[ExpectedTensor], label: dict[str, str], of_steps: Match | None
 ) -> Sent:
     if matched.missing and matched.unexpected:
         raise ModelError(
@@ -178,7 +178,7 @@ def _whole(reader: SafetensorsReader, tensor: Stored) -> Tensor:
 
 
 def _run(numel: int) -> tuple[Box, ...]:
-    from zerodrift.io.safetensors.boxes import Layout
+    from zerodrift.weights.boxes import Layout
 
     return Layout.of(0, (numel,)).boxes()
 

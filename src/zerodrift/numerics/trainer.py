@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from zerodrift.config.load import load
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed, said
-from zerodrift.io.sources import open_source
 from zerodrift.mesh import MeshShape
 from zerodrift.model.factory import is_factory, make
 from zerodrift.model.runnable import runnable
@@ -39,6 +38,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
 from zerodrift.policy.numbers import AutoValues
 from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.weights.convert import open_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from zerodrift.checkpoint.atomic import new_folder
+from zerodrift.checkpoint.manifest import read_entries, verified
+from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.io.atomic import new_folder
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.items import CheckpointReader
-from zerodrift.io.checkpoint.manifest import read_entries
 from zerodrift.model.meta import attempt
 from zerodrift.train.job import Lora
 

@@ -1,6 +1,6 @@
 """The trained model as a folder that others load, and back.
 
-A whole model is written by `io/safetensors/export.py`, and adapters by `adapters.py`; here is what a trainer
+A whole model is written by `weights/export.py`, and adapters by `adapters.py`; here is what a trainer
 adds: its tokenizer, and the way back from a folder or a checkpoint into a model to sample from.
 
 Invariant: every rank calls `export`; a folder that is there is whole.
@@ -15,13 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.manifest import SHARED, read_entries, verified
+from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
-from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.items import CheckpointReader
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries
-from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.model.huggingface import CONFIG
 from zerodrift.model.meta import attempt
@@ -29,6 +27,7 @@ from zerodrift.train import adapters
 from zerodrift.train import model as models
 from zerodrift.train.job import Job
 from zerodrift.train.tokens import FILES, MODELS, Tokenizer, TransformersTokenizer
+from zerodrift.weights.export import export as export_model
 
 BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerodrift.checkpoint.paths import FULL, unwritable
 from zerodrift.errors import ConfigError, said
-from zerodrift.io.paths import FULL, unwritable
 from zerodrift.plan.table import Plan
 from zerodrift.train.environment import FOLDER, found_from
 from zerodrift.train.job import Job

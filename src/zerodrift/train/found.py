@@ -10,11 +10,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.checkpoint.manifest import MANIFEST, state_file
 from zerodrift.errors import ConfigError
-from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.descriptions import state_file
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.checkpoint.manifest import MANIFEST
 from zerodrift.model import safetensors
 from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.train.folder import RunFolder, from_here

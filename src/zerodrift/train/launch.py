@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from zerodrift.checkpoint.paths import free
 from zerodrift.errors import ZerodriftError
-from zerodrift.io.paths import free
 from zerodrift.train import stopping
 from zerodrift.train.stopping import IN_ORDER, SIGNALS
 

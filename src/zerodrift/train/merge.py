@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint.atomic import new_folder
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-from zerodrift.io.atomic import new_folder
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.convert import Converted
-from zerodrift.io.paths import writing
-from zerodrift.io.safetensors.export import exported_dtype
-from zerodrift.io.safetensors.files import SHARD_SIZE, size_in_bytes
 from zerodrift.model.factory import importable
 from zerodrift.model.meta import attempt
 from zerodrift.train import adapters
@@ -35,6 +32,9 @@ from zerodrift.train.found import FoundModel, base_of, checkpoints_at, model_at
 from zerodrift.train.hub import advice, path_of
 from zerodrift.train.job import Model
 from zerodrift.train.tokens import holds
+from zerodrift.weights.convert import ConversionResult
+from zerodrift.weights.export import exported_dtype
+from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class MergeOptions:
     tag: str = ""
 
 
-def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> Converted:
+def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> ConversionResult:
     """Write the model that the adapters at `source` and their base come to."""
     asked = asked or MergeOptions()
     adapters.require_peft("--merge")
@@ -78,7 +78,7 @@ def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> Conv
     if found.checkpoint is None and not adapters.saved_base(found.export or source).get("digest"):
         notes.append("Nothing says which base these adapters were trained on: it was taken at its name.")
     kind = f"adapters in {found.checkpoint or found.export}"
-    return Converted(kind, "safetensors files", target, len(sizes), sum(sizes), held, tuple(notes))
+    return ConversionResult(kind, "safetensors files", target, len(sizes), sum(sizes), held, tuple(notes))
 
 
 def _found(source: Path, tag: str) -> FoundModel:

@@ -20,9 +20,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.checkpoint.atomic import new_file
 from zerodrift.errors import ConfigError, said
 from zerodrift.files import opened
-from zerodrift.io.atomic import new_file
 from zerodrift.train.boards import boards
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
+from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import ConfigError
-from zerodrift.io.paths import writing
 from zerodrift.train.job import Profile
 
 

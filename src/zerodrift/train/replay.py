@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import ConfigError, Problems, several
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Batch

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.manifest import MANIFEST
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.checkpoints import Checkpoints, Loaded
-from zerodrift.io.checkpoint.differences import Allowed
-from zerodrift.io.checkpoint.folder import CheckpointFolder
-from zerodrift.io.checkpoint.manifest import MANIFEST
 from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Job
 

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from zerodrift.api import initialize
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.checkpoint.lock import Lock
+from zerodrift.checkpoint.paths import full_disk_named
 from zerodrift.comm.mesh import started
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.schema import Config, Pipeline
 from zerodrift.engine.digest import computed_by
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, Problems
-from zerodrift.io.atomic import new_file
-from zerodrift.io.checkpoint.checkpoints import Checkpoints
-from zerodrift.io.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.io.lock import Lock
-from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
 from zerodrift.policy.nouns import Policy
 from zerodrift.policy.pipelining import SPLIT

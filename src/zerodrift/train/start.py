@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerodrift.checkpoint.paths import full_disk_named
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
-from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
 from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job

@@ -19,11 +19,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from verl.utils import hdfs_io
 
 from zerodrift.api import export
+from zerodrift.checkpoint.checkpoints import Checkpoints, Part
+from zerodrift.checkpoint.differences import Allowed
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError
-from zerodrift.io.checkpoint.checkpoints import Checkpoints, Part
-from zerodrift.io.checkpoint.differences import Allowed
 from zerodrift.verl.model import adapter_of, adapter_weights
 
 TAG = "state"

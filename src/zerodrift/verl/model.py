@@ -21,7 +21,7 @@ from zerodrift.api import empty
 from zerodrift.engine.digest import tensor_digest
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError, UnsupportedError, first_line
-from zerodrift.io.whole import whole_values
+from zerodrift.weights.export import whole_values
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saved atomically, verified, inspected, and loaded onto any number of ranks."""

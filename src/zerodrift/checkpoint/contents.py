@@ -1,0 +1,258 @@
+"""Read a checkpoint's contents out of an engine, and fill an engine from them, without collective calls.
+
+Invariant: a filled engine has equal masters, moments and counters, whatever its stage, ranks and master
+scheme.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.differences import CurrentRun
+from zerodrift.checkpoint.manifest import Manifest, SavedParameter
+from zerodrift.checkpoint.save import Head
+from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
+from zerodrift.dtypes import DType
+from zerodrift.engine.digest import MOMENTS, Digest
+from zerodrift.engine.shards import SegmentShard, Shards
+from zerodrift.errors import CheckpointError
+from zerodrift.optim.schedules import SCHEDULES
+from zerodrift.versions import __version__
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+    from zerodrift.optim.updater import Counters
+    from zerodrift.plan.table import Row
+
+VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
+FORM = "form"
+"""Key of the checksum beside the value digests that says in which dtypes values rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """The part of the manifest that a rank of a pipeline stage knows."""
+
+    counters: Counters
+    moments: dict[str, tuple[str, ...]]
+    buffers: dict[str, torch.Tensor]
+    """Buffers that rank 0 does not have."""
+
+
+def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
+    """Yield this rank's share of weights and moments, one segment at a time."""
+    shards = Shards(engine)
+    saved = {row.name for row in _saved_rows(engine, frozen)}
+    for part in shards.weights():
+        if part.name in saved:
+            yield Item(weight_key(part.name), part.numel, part.start, part.values)
+    for key, part in shards.moments():
+        yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
+
+
+def copied(engine: Engine, frozen: bool = True) -> list[Item]:
+    """Copy the items to host memory, to be written while training goes on."""
+    return [Item(i.key, i.numel, i.start, i.values.to("cpu", copy=True)) for i in items(engine, frozen)]
+
+
+def _saved_rows(engine: Engine, frozen: bool) -> list[Row]:
+    return [row for row in engine.plan.rows if frozen or row.trained]
+
+
+def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
+    """Summarize this rank's pipeline stage; `known` are the buffers that rank 0 has."""
+    if engine.plan.policy.pipeline is None or engine.mesh.rank("data"):
+        return StageSummary(counters, {}, {})
+    updater, rows = engine.updater, [row for row in engine.part.rows if row.trained]
+    moments = {} if updater is None else {row.name: updater.moment_names(row.name, counters) for row in rows}
+    buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers() if name not in known}
+    return StageSummary(counters, moments, buffers)
+
+
+def head(
+    engine: Engine,
+    run: str,
+    tag: str,
+    stages: Sequence[StageSummary],
+    digest: Digest,
+    *,
+    alike: bool,
+    frozen: bool,
+) -> Head:
+    """Collect what rank 0 writes for all ranks; `alike` says that all gave the same client state."""
+    counters = merged([stage.counters for stage in stages])
+    plan, updater, rows = engine.plan, engine.updater, _saved_rows(engine, frozen)
+    manifest = Manifest(
+        run=run,
+        tag=tag,
+        step=engine.global_steps,
+        skipped=engine.skipped_steps,
+        saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=VERSIONS,
+        source=plan.source,
+        mode=plan.policy.mode.value,
+        stage=plan.policy.sharding.stage,
+        mesh=plan.mesh,
+        digest=plan.digest,
+        optimizer="" if updater is None else updater.kind,
+        schedule=schedule_name(engine),
+        loss_scale=engine.scaler.scale,
+        lr=() if updater is None else updater.learning_rates(),
+        ranks=plan.mesh.world,
+        parameters=len(rows),
+        elements=sum(row.whole_numel for row in rows),
+        digests=((FORM, _form(engine)), *digest.by_kind().items()),
+    )
+    shared = {**states.shared(engine, counters), "alike": alike}
+    elsewhere: dict[str, tuple[str, ...]] = {}
+    for stage in stages:
+        elsewhere |= stage.moments
+        shared["buffers"] = {**stage.buffers, **shared["buffers"]}
+    table = []
+    for row in rows:
+        dtype, group, moments = row.columns.storage.dtype, -1, elsewhere.get(row.name, ())
+        if updater is not None and row.trained:
+            dtype, group = DType.FP32, engine.group_of.get(row.name, -1)
+            moments = elsewhere.get(row.name, updater.moment_names(row.name, counters))
+        table.append(SavedParameter(row.names, row.whole_shape, dtype.value, group, moments))
+    packed = states.packed(shared, "optimizer, schedule and buffers")
+    return Head(manifest, tuple(table), plan.to_json(), packed)
+
+
+def schedule_name(engine: Engine) -> str:
+    """Return the type of the config's schedule, or the class of the caller's."""
+    if isinstance(engine.schedule, tuple(SCHEDULES.values())) and engine.plan.policy.schedule is not None:
+        return engine.plan.policy.schedule.type
+    return "" if engine.schedule is None else type(engine.schedule).__name__
+
+
+def running(engine: Engine) -> CurrentRun:
+    """Describe the engine as far as a checkpoint is compared with it."""
+    kind = "" if engine.updater is None else engine.updater.kind
+    groups, schedule = states.groups(engine), schedule_name(engine)
+    return CurrentRun(engine.plan, kind, engine.group_of, groups, schedule, VERSIONS)
+
+
+def merged(ranks: Sequence[Counters]) -> Counters:
+    """Merge the counters of all ranks; owners of parts of one parameter count alike."""
+    return {name: counts for counters in ranks for name, counts in counters.items()}
+
+
+def check_moments(engine: Engine, table: Sequence[SavedParameter], counters: Counters) -> None:
+    """Raise unless this run's optimizer has every moment that would be loaded."""
+    updater, by_name = engine.updater, _by_name(table)
+    if updater is None:
+        return
+    for name, values in counters.items():
+        # Counters of all parameters are numbers; those of one parameter may name the dtypes of its moments.
+        kinds = [getattr(torch, value, None) for value in values.values() if isinstance(value, str)]
+        if any(not name or not isinstance(kind, torch.dtype) for kind in kinds):
+            must = "must be numbers and names of dtypes"
+            raise CheckpointError("counters", must, got=repr(dict(values)))
+    for piece in Shards(engine).pieces():
+        for span in piece.held if piece.updated else ():
+            entry = by_name.get(span.row.name)
+            known = () if entry is None else updater.moment_names(span.row.name, counters)
+            odd = () if entry is None else [key for key in entry.moments if key not in known]
+            if odd:
+                must = f"must have been saved with the moments {', '.join(known) or 'none'}"
+                do = "`allow=('optimizer',)` begins with new moments."
+                raise CheckpointError(span.row.name, must, got=f"{', '.join(odd)} too", do=do)
+
+
+def _by_name(table: Sequence[SavedParameter]) -> dict[str, SavedParameter]:
+    return {name: entry for entry in table for name in entry.names}
+
+
+def check_held(engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter]) -> None:
+    """Raise unless the files hold everything that this rank would read."""
+    by_name = _by_name(table)
+    for piece in Shards(engine).pieces():
+        for span in piece.held:
+            if span.row.name in by_name:
+                reader.check(by_name[span.row.name], span.start, span.start + span.numel)
+
+
+def fill(
+    engine: Engine, reader: CheckpointReader, table: Sequence[SavedParameter], counters: Counters | None
+) -> None:
+    """Fill the weights that this rank owns, and with `counters` the optimizer's state. Call
+    `Shards.sync_storage` afterwards. A parameter that is not in the table keeps its values, and its moments
+    become zero."""
+    by_name = _by_name(table)
+    if counters is not None and engine.updater is not None:
+        engine.updater.set_counters(counters)
+    for piece in Shards(engine).pieces():
+        values = piece.zeros()
+        there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+        if len(there) < len(piece.held):
+            values.copy_(piece.weights())
+        wanted = [
+            Destination(weight_key(entry.name), span.start, values[span.place]) for span, entry in there
+        ]
+        reader.read(wanted)
+        piece.set_weights(values)
+        del values, wanted
+        if piece.updated and counters is not None:
+            _fill_moments(piece, reader, by_name)
+
+
+def _fill_moments(
+    piece: SegmentShard, reader: CheckpointReader, by_name: Mapping[str, SavedParameter]
+) -> None:
+    there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+    for key in dict.fromkeys(key for _, entry in there for key in entry.moments):
+        values = piece.zeros()
+        wanted = [
+            Destination(moment_key(key, entry.name), span.start, values[span.place])
+            for span, entry in there
+            if key in entry.moments
+        ]
+        reader.read(wanted)
+        piece.set_moment(key, values)
+
+
+def require_saved(
+    engine: Engine, saved: dict[str, str], digest: Digest, path: Path, *, moments: bool
+) -> None:
+    """Raise if the values in memory are not those that were saved. File checksums prove the bytes, this
+    proves their places. Values that rest in other dtypes than when they were saved are not compared."""
+    if saved.get(FORM) != _form(engine):
+        return
+    here = digest.by_kind()
+    others = [kind for kind in here if here[kind] != saved.get(kind) and (moments or kind != MOMENTS)]
+    if others:
+        got = f"other {' and '.join(others)}, by their digest"
+        do = "Load it again, or an older one. If it comes again, test this machine's memory."
+        raise CheckpointError(path, "must be loaded to the bits that were saved", got=got, do=do)
+
+
+def _form(engine: Engine) -> str:
+    text = [str(engine.updater is not None)]
+    for row in engine.plan.rows:
+        update = row.columns.update
+        kept = "" if update is None else f"{update.master} {update.state}"
+        text.append(f"{row.name} {row.columns.storage.dtype} {kept}")
+    return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def persistent(model: torch.nn.Module) -> set[str]:
+    """Return the buffers that a state dict of the model holds."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,236 @@
+"""One save on all ranks: begun together, written by each alone, and published together.
+
+Between its two collective ends a rank only writes its own files, so that part may run in a thread.
+
+Invariant: a tag appears in the folder if and only if every rank has written all of its files to the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from zerodrift.checkpoint import manifest as manifests
+from zerodrift.checkpoint.atomic import NewFolder
+from zerodrift.checkpoint.folder import CheckpointFolder, save_of
+from zerodrift.checkpoint.manifest import NO_SUMS, SHARED, Chunk, Description, Manifest, SavedParameter, Sums
+from zerodrift.checkpoint.paths import refusal, unwritable
+from zerodrift.checkpoint.tensors import FEW, Item, write_index, write_items
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The files that rank 0 writes for all."""
+
+    manifest: Manifest
+    """Its list of files is filled in when they are written."""
+    entries: tuple[SavedParameter, ...]
+    plan: dict[str, Any] | None
+    shared: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankContents:
+    """The tensors and the state that one rank writes."""
+
+    items: Iterable[Item]
+    own: bytes
+
+
+def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
+    """Do local work on every rank; if it fails on one, all ranks raise the same CheckpointError."""
+    done: list[T] = []
+    with raise_on_all_ranks(comm):
+        try:
+            done.append(work())
+        except ZerodriftError as error:
+            raise CheckpointError.joined([error]) from error
+        except Exception as error:
+            raise CheckpointError("checkpoint", "must be read and written", got=said(error)) from error
+    return done[0]
+
+
+def over_ranks(comm: Collectives, numbers: np.ndarray) -> np.ndarray:
+    """Sum int64 numbers over all ranks, modulo 2^64."""
+    own = torch.from_numpy(numbers).to(comm.mesh.device)
+    return np.array(comm.read(comm.all_reduce_sum(own, "world", "checkpoint")), np.int64)
+
+
+def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> None:
+    """Raise unless all checkpoints of a folder belong to one run; `runs` has the run of each tag."""
+    others = [tag for tag, owner in runs.items() if owner not in ("", run)]
+    if others:
+        got = f"{', '.join(others[:5])} of another"
+        do = "Load one of them first to go on with it, or save to another folder."
+        raise CheckpointError(folder.path, "must hold checkpoints of this run alone", got=got, do=do)
+
+
+def write_rank_files(path: Path, rank: int, contents: RankContents) -> tuple[list[Chunk], Sums]:
+    """Write the files of one rank, and return their chunks and checksums."""
+    file, chunks = write_items(path / manifests.tensors_file(rank), contents.items)
+    state = manifests.write_whole(path / manifests.state_file(rank), contents.own)
+    description = Description(save_of(path), rank, file, state, tuple(chunks))
+    return chunks, manifests.write_description(path, description)
+
+
+def write_head(path: Path, head: Head, ranks: int, chunks: list[Chunk], sums: Sums) -> Manifest:
+    """Write the files of rank 0, the manifest last. `chunks` and `sums` are those of all ranks."""
+    files = [manifests.write_entries(path, head.entries), manifests.write_whole(path / SHARED, head.shared)]
+    if ranks <= FEW:
+        files.append(write_index(path, chunks))
+    if head.plan is not None:
+        files.append(manifests.write_plan(path, head.plan))
+    ordered = tuple(sorted(files, key=lambda file: file.name))
+    of_ranks = manifests.rank_files(save_of(path), ranks, sums)
+    manifest = replace(head.manifest, files=ordered, of_ranks=of_ranks)
+    manifests.write_manifest(path, manifest)
+    return manifest
+
+
+class Save:
+    """A save under way."""
+
+    def __init__(
+        self, comm: Collectives, folder: CheckpointFolder, tag: str, run: str | None, latest: bool = True
+    ) -> None:
+        """Create the folder on rank 0, or raise on all ranks. Without `run` the folder may hold any run's
+        checkpoints; without `latest` the file of that name stays as it is."""
+        self._comm, self._folder, self._tag, self._latest = comm, folder, tag, latest
+        self._rank = comm.mesh.rank()
+        self._new: NewFolder | None = None
+        """Only on rank 0."""
+        self._chunks: list[Chunk] = []
+        self._sums: Sums = NO_SUMS
+        self._error: ZerodriftError | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        path: Path | ZerodriftError | None = None
+
+        def check() -> None:
+            if run is not None:
+                require_own(folder, folder.runs(), run)
+
+        if self._rank == 0:
+            try:
+                self._new = folder.begin(tag, check)
+                path = self._new.path
+            except Exception as error:
+                path = _refused(error, folder.path)
+        self._path = _from_rank_0(comm, path)
+
+    def write(self, contents: RankContents) -> None:
+        """Write this rank's files. An error is kept for `finish`."""
+        try:
+            stoppable = replace(contents, items=self._until_stopped(contents.items))
+            self._chunks, self._sums = write_rank_files(self._path, self._rank, stoppable)
+        except Exception as error:
+            self._error = _refused(error, self._folder.path)
+
+    def _until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            if self._stopped.is_set():
+                raise CheckpointError(self._path, "must be written to its end", got="a run that ended")
+            yield item
+
+    def start(self, copy: Callable[[], RankContents]) -> None:
+        """Copy the contents, and write them in a thread beside training."""
+        try:
+            contents = copy()
+        except Exception as error:
+            self._error = _refused(error, self._folder.path)
+            return
+        self._thread = threading.Thread(target=self.write, args=(contents,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Collective: return whether every rank has written its files."""
+        if self._new is not None:
+            self._new.lock.touch()
+        running = self._thread is not None and self._thread.is_alive()
+        return not over_ranks(self._comm, np.array([running], np.int64))[0]
+
+    def finish(self, head: Head | None, keep: int) -> Path:
+        """Collective: wait for all ranks and publish, or raise on all ranks the errors of any."""
+        if self._thread is not None:
+            self._thread.join()
+        comm, chunks, sums = self._comm, [], NO_SUMS
+        try:
+            errors = comm.all_gather_object(self._error)
+            if not any(errors):
+                if len(errors) <= FEW:
+                    chunks = list(chain.from_iterable(comm.gather_object(self._chunks)))
+                sums = over_ranks(comm, self._sums)
+            path: Path | ZerodriftError | None = None
+            if self._rank == 0:
+                try:
+                    path = self._publish(errors, chunks, sums, head)
+                    if keep:
+                        self._folder.prune(keep)
+                except Exception as error:
+                    path = _refused(error, self._folder.path)
+                finally:
+                    self._drop()
+            return _from_rank_0(comm, path)
+        except RankError:
+            self.abandon()
+            raise
+
+    def _publish(
+        self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, head: Head | None
+    ) -> Path:
+        """Write the last files on rank 0, and rename the folder."""
+        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+        if failed:
+            first = next(iter(failed.values()))
+            raise CheckpointError.of(first.problems, f"rank {', '.join(map(str, failed))}")
+        if self._new is None or not self._new.lock.held:
+            must = "must stay locked by this run while it saves"
+            do = "Two runs save here: give each a folder of its own."
+            raise CheckpointError(self._folder.path, must, got="another lock", do=do)
+        if head is None:
+            raise AssertionError("rank 0 has the head")
+        write_head(self._path, head, len(errors), chunks, sums)
+        return self._folder.publish(self._new, self._latest)
+
+    def abandon(self) -> None:
+        """Stop without the other ranks: remove what was written, and release the lock."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._new is not None:
+            self._new.remove()
+            self._new = None
+
+
+def _from_rank_0(comm: Collectives, path: Path | ZerodriftError | None) -> Path:
+    """Return rank 0's path on all ranks, or raise its error."""
+    sent: Any = comm.broadcast_object(path, 0)
+    if isinstance(sent, ZerodriftError):
+        raise CheckpointError.joined([sent])
+    return Path(sent)
+
+
+def _refused(error: Exception, where: Path) -> ZerodriftError:
+    if isinstance(error, ZerodriftError):
+        return error
+    refused = refusal(error)
+    if refused is None:
+        return CheckpointError(where, "must be written", got=said(error))
+    no = unwritable(where, refused)
+    do = f"{no.do} The checkpoints that were there are whole."
+    return CheckpointError(no.where, no.must, got=no.got, do=do)

@@ -1,1 +1,0 @@
-"""Weights in and out: safetensors, checkpoints, exports, and other systems' files."""

@@ -1,1 +1,0 @@
-"""Checkpoints of an engine: saved, resumed, and looked into."""

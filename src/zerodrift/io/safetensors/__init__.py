@@ -1,1 +1,0 @@
-"""Weights in safetensors files: read in slices, and written in slices."""

@@ -1,0 +1,333 @@
+"""Run the weight conversions of `transformers` on tensors that only remember where their elements come from.
+
+Some architectures hold their weights in another form than their checkpoints: experts stacked, gate and up
+joined, names changed. `transformers`' own functions run here on `SymbolicTensor`s, in both directions, so a
+slice of a parameter can be read and written alone.
+
+Invariant: an operation that does more than move elements is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.dtypes import DType, from_torch, widest
+from zerodrift.errors import UnsupportedError
+from zerodrift.model.header import Stored
+from zerodrift.model.safetensors import natural
+from zerodrift.versions import numbers
+from zerodrift.weights.boxes import Layout, NoStridesError, Shape, concatenate
+from zerodrift.weights.writer import SavedPart, SavedTensor
+
+
+class NotTraceableError(Exception):
+    """An operation that does more than move elements."""
+
+
+class SymbolicTensor(torch.Tensor):
+    """A tensor with a shape, a dtype and a layout. torch breaks every call down to the operations in
+    _MOVES."""
+
+    elements: Layout
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def make(layout: Layout, dtype: torch.dtype) -> SymbolicTensor:
+        plain = torch.empty(layout.shape, dtype=dtype, device="meta")
+        tensor = torch.Tensor._make_subclass(SymbolicTensor, plain)
+        tensor.elements = layout
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in _MOVES:
+            raise NotTraceableError(f"`{name}`")
+        first = args[0] if isinstance(args[0], SymbolicTensor) else args[0][0]
+        moved = _MOVES[name](*args, **(kwargs or {}))
+        if isinstance(moved, Layout):
+            return SymbolicTensor.make(moved, first.dtype)
+        return tuple(SymbolicTensor.make(layout, first.dtype) for layout in moved)
+
+
+def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> Layout:
+    place = dim % (tensors[0].dim() + 1)
+    return concatenate([t.elements.unsqueeze(place) for t in tensors], place)
+
+
+def _split(tensor: SymbolicTensor, sizes: int | Sequence[int], dim: int = 0) -> list[Layout]:
+    dim %= tensor.dim()
+    length = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    return [tensor.elements.narrow(dim, sum(sizes[:n]), size) for n, size in enumerate(sizes)]
+
+
+def _slice(
+    tensor: SymbolicTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Layout:
+    if step != 1:
+        raise NotTraceableError(f"a step of {step}")
+    dim %= tensor.dim()
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    return tensor.elements.narrow(dim, first, max(0, last - first))
+
+
+def _select(tensor: SymbolicTensor, dim: int, index: int) -> Layout:
+    dim %= tensor.dim()
+    shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    return tensor.elements.narrow(dim, index % tensor.shape[dim], 1).reshape(shape)
+
+
+def _transpose(tensor: SymbolicTensor, dim0: int = 0, dim1: int = 1) -> Layout:
+    dims = list(range(tensor.dim()))
+    if dims:
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return tensor.elements.permute(dims)
+
+
+def _view(tensor: SymbolicTensor, shape: Sequence[int]) -> Layout:
+    rest = -math.prod(shape)
+    sizes = tuple(tensor.numel() // rest if size == -1 else size for size in shape)
+    return tensor.elements.reshape(sizes)
+
+
+def _squeeze(tensor: SymbolicTensor, dims: int | Sequence[int] | None = None) -> Layout:
+    every = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {dim % tensor.dim() for dim in every}
+    return tensor.elements.reshape(
+        tuple(n for dim, n in enumerate(tensor.shape) if dim not in gone or n != 1)
+    )
+
+
+def _copy(tensor: SymbolicTensor, dtype: torch.dtype | None = None, **_: Any) -> Layout:
+    if dtype not in (None, tensor.dtype):
+        raise NotTraceableError(f"a cast to {dtype}")
+    return tensor.elements
+
+
+_MOVES: dict[str, Callable[..., Layout | list[Layout]]] = {
+    "cat": lambda ts, dim=0: concatenate([t.elements for t in ts], dim % ts[0].dim()),
+    "permute": lambda t, dims: t.elements.permute([dim % t.dim() for dim in dims]),
+    "unsqueeze": lambda t, dim: t.elements.unsqueeze(dim % (t.dim() + 1)),
+    "unbind": lambda t, dim=0: [_select(t, dim, index) for index in range(t.shape[dim])],
+}
+_MOVES |= {f.__name__[1:]: f for f in (_stack, _split, _slice, _select, _transpose, _view, _squeeze)}
+_MOVES |= {"t": _transpose, "split_with_sizes": _split, "_unsafe_view": _view}
+_MOVES |= dict.fromkeys(("clone", "detach", "alias", "_to_copy"), _copy)
+"""Operations of torch that only move elements."""
+
+
+# --- from names in files to names in the model ------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ModelTensors:
+    """The tensors of files as the model's parameters. Sources are numbered as the tensors were given."""
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    """Names in the files that the model has no place for."""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """(name in the model, reason why it cannot be put together)."""
+    used: list[Any] = field(default_factory=list)
+    """Conversions of `transformers` that matched a name."""
+
+
+def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -> ModelTensors:
+    """Find which tensors make which of the model's `names`, as `from_pretrained` would."""
+    library, known = _library(model), dict.fromkeys(names, True)
+    if library is not None:
+        return library.run(known, tensors)
+    result = ModelTensors()
+    for number, tensor in enumerate(tensors):
+        if tensor.name in known:
+            result.layouts[tensor.name] = Layout.of(number, tensor.shape)
+        else:
+            result.unexpected.append(tensor.name)
+    return result
+
+
+def _library(model: nn.Module) -> _Library | None:
+    """Return the conversions of a model of `transformers` 5; None for other modules and for version 4, which
+    has one form."""
+    loading = _loader() if hasattr(model, "base_model_prefix") and hasattr(model, "config") else None
+    if loading is None:
+        return None
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return _Library(loading, model, get_model_conversion_mapping(model))
+
+
+_PRIVATE = (
+    *("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
+    "revert_weight_conversion",
+)
+
+
+def _loader() -> Any:
+    """Return the module of `transformers` that converts weights; None for version 4. Private names; tested
+    with transformers 5.0 to 5.24."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    if numbers(transformers.__version__) < (5,):
+        return None
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        attrgetter(*_PRIVATE)(loading)
+        attrgetter("get_model_conversion_mapping")(importlib.import_module("transformers.conversion_mapping"))
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}",
+            "must have the functions by which weights of its models are converted",
+            got=str(error),
+            do="Install a version that docs/versions.md names.",
+        ) from error
+    return loading
+
+
+class _Library:
+    """The steps of `transformers`' own loader, without its reading."""
+
+    def __init__(self, loading: Any, model: Any, transforms: Sequence[Any]) -> None:
+        self._loading, self._model, self._transforms = loading, model, transforms
+        self._renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+
+    def run(self, known: Mapping[str, bool], tensors: Sequence[Stored]) -> ModelTensors:
+        result = ModelTensors()
+        pending: dict[str, Any] = {}
+        for number in sorted(
+            range(len(tensors)), key=lambda n: self._loading.dot_natural_key(tensors[n].name)
+        ):
+            tensor = tensors[number]
+            name, pattern = self._renamed(tensor.name, known)
+            layout = Layout.of(number, tensor.shape)
+            if name not in known:
+                result.unexpected.append(tensor.name)
+            elif pattern is None and name in result.layouts:
+                result.refused.append((name, f"`{tensor.name}` is a second tensor for it"))
+            elif pattern is None:
+                result.layouts[name] = layout
+            else:
+                if name not in pending:
+                    pending[name] = deepcopy(self._by_pattern[pattern])
+                symbolic = SymbolicTensor.make(layout, tensor.dtype.torch)
+                pending[name].add_tensor(name, tensor.name, pattern, symbolic)
+        for name, converter in pending.items():
+            self._convert(name, converter, result)
+        names = [tensor.name for tensor in tensors]
+        result.used = [transform for transform in self._transforms if _was_used(transform, names)]
+        return result
+
+    def _renamed(self, name: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
+        rename, prefix = self._loading.rename_source_key, self._model.base_model_prefix
+        renamed, pattern = rename(name, self._renamings, self._converters, prefix, known)
+        if renamed not in known and name in known:
+            return rename(name, [], [], prefix, known)
+        return renamed, pattern
+
+    def _convert(self, name: str, converter: Any, result: ModelTensors) -> None:
+        operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+        try:
+            converted = converter.convert(name, model=self._model, config=self._model.config)
+            if isinstance(converted, tuple):  # transformers 5.0 adds the errors, None here
+                converted, _ = converted
+            for target, value in converted.items():
+                result.layouts[target] = (value[0] if isinstance(value, list) else value).elements
+        except (NotTraceableError, NoStridesError) as error:
+            why = f"{operations} of `transformers` is not a move of elements: {error}"
+            result.refused.append((name, why))
+        except Exception as error:  # its code raises anything on tensors that do not fit
+            text = " ".join(str(error).split())[:300]
+            result.refused.append((name, f"{operations} of `transformers` failed: {text}"))
+
+
+def _was_used(transform: Any, names: Sequence[str]) -> bool:
+    """Return whether a conversion matched a name. Version 5.0 does not remember, and is asked again."""
+    if hasattr(transform, "was_used"):
+        return bool(transform.was_used())
+    return any(transform.rename_source_key(name)[1] is not None for name in names)
+
+
+# --- from names in the model to names in files ------------------------------------------------------------
+
+
+def saved_form(
+    model: nn.Module, shapes: Mapping[str, Shape], dtypes: Mapping[str, DType]
+) -> tuple[SavedTensor, ...]:
+    """Return the tensors that a checkpoint of `model` holds, in the form that `from_pretrained` reads; for
+    any other module the parameters themselves. A tensor of several parameters has the widest of their
+    dtypes."""
+    revert = _revert(model)
+    if revert is None:
+        return tuple(SavedTensor.of(name, shape, dtypes[name]) for name, shape in shapes.items())
+    names, where = list(shapes), type(model).__name__
+    state = {
+        name: SymbolicTensor.make(Layout.of(number, shapes[name]), dtypes[name].torch)
+        for number, name in enumerate(names)
+    }
+    try:
+        reverted = revert(model, dict(state))
+    except (NotTraceableError, NoStridesError) as error:
+        raise _refused(where, str(error)) from error
+    saved = []
+    for name, tensor in reverted.items():
+        if not isinstance(tensor, SymbolicTensor):
+            raise _refused(where, f"`{name}` is made of something else")
+        parts = tuple(SavedPart(names[box.number], box.reversed()) for box in tensor.elements.boxes())
+        kinds = tuple(dict.fromkeys(dtypes[part.parameter] for part in parts))
+        dtype = widest(kinds) if len(kinds) > 1 else (*kinds, from_torch(tensor.dtype) or DType.FP32)[0]
+        saved.append(SavedTensor(name, tensor.elements.shape, dtype, parts))
+    _check_complete(saved, shapes, where)
+    # `transformers` sorts or does not, depending on where the model came from.
+    order = {name: number for number, name in enumerate(names)}
+
+    def place(tensor: SavedTensor) -> Any:
+        last = order.get(tensor.name, len(order))  # a tensor without elements has no parts
+        return min((order[part.parameter] for part in tensor.parts), default=last), natural(tensor.name)
+
+    return tuple(sorted(saved, key=place))
+
+
+def _revert(model: nn.Module) -> Any:
+    """Return the function of `transformers` 5 that takes a state dict to the checkpoint's form, None for
+    other modules."""
+    loading = _loader() if hasattr(model, "save_pretrained") and hasattr(model, "config") else None
+    return None if loading is None else loading.revert_weight_conversion
+
+
+def _check_complete(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], where: str) -> None:
+    """Raise if an element was lost or doubled. Counting is enough for operations that only move elements."""
+    counted = dict.fromkeys(shapes, 0)
+    for tensor in saved:
+        for part in tensor.parts:
+            counted[part.parameter] += part.box.numel
+        if sum(part.box.numel for part in tensor.parts) != tensor.numel:
+            raise _refused(where, f"`{tensor.name}` is not filled")
+    for name, shape in shapes.items():
+        if counted[name] != math.prod(shape):
+            raise _refused(where, f"`{name}` does not leave as it is")
+
+
+def _refused(where: str, why: str) -> UnsupportedError:
+    must = "must be stored in blocks of its parameters to be read and written in slices"
+    got = f"a weight conversion of `transformers` that mixes elements ({why})"
+    return UnsupportedError(where, must, got=got, do="Save it with `save_pretrained` on one rank.")

@@ -1,0 +1,326 @@
+"""Convert a checkpoint of one kind to another, in one process and without a whole model in memory.
+
+The target is a folder of safetensors files, with `transformers`' config if the model is known, or a
+checkpoint that an engine resumes from.
+
+Invariant: fp32 weights stay fp32 or are rounded once, and a note says what was left out.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from zerodrift.checkpoint.atomic import new_folder
+from zerodrift.checkpoint.contents import VERSIONS
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, is_deepspeed
+from zerodrift.checkpoint.manifest import MANIFEST, Manifest, SavedParameter
+from zerodrift.checkpoint.paths import kind_at, short, writing
+from zerodrift.checkpoint.save import Head, RankContents, write_head, write_rank_files
+from zerodrift.checkpoint.state import packed
+from zerodrift.checkpoint.tensors import Item, moment_key, weight_key
+from zerodrift.dtypes import DType
+from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
+from zerodrift.mesh import MeshShape
+from zerodrift.model import safetensors
+from zerodrift.model.module import transient
+from zerodrift.weights.boxes import Shape
+from zerodrift.weights.conversions import saved_form
+from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
+from zerodrift.weights.export import exported_dtype, write_config
+from zerodrift.weights.progress import ProgressBar
+from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
+from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, pack, size_in_bytes
+
+Target = Literal["safetensors", "checkpoint"]
+ALIKE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+"""Files beside a model's config that are copied along."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Options of a conversion, as `zerodrift convert` takes them."""
+
+    to: Target | None = None
+    """None: a checkpoint from DeepSpeed or safetensors, safetensors from ours."""
+    dtype: str | None = None
+    max_shard_size: int | str = SHARD_SIZE
+    overwrite: bool = False
+    tag: str = ""
+    trust: bool = False
+    optimizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult:
+    """The result of a conversion."""
+
+    source: str
+    target: str
+    path: Path
+    parameters: int
+    elements: int
+    bytes: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"from  {self.source}",
+            f"to    {self.target}: {self.path}",
+            f"      {self.parameters:,} parameters, {self.elements:,} elements, {self.bytes / 1e9:.3g} GB",
+            *(f"note  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def convert(
+    source: Path,
+    target: Path,
+    options: ConvertOptions | None = None,
+    model: str | None = None,
+    shown: bool = False,
+) -> ConversionResult:
+    """Convert the checkpoint at `source`. `model` is a `transformers` config or a folder with one: with it,
+    names and layout are those of the architecture's checkpoints on one side, of its module on the other."""
+    options = options or ConvertOptions()
+    module, folder = _build_model(model, source)
+    opened = open_source(source, module, options.tag, options.trust, options.optimizer)
+    is_ours = opened.kind.startswith("a zerodrift")
+    to: Target = options.to or ("safetensors" if is_ours else "checkpoint")
+    if to == "checkpoint" and is_ours:
+        must, do = "must be safetensors for a zerodrift checkpoint", "It is one already."
+        raise UnsupportedError("--to", must, got=repr(to), do=do)
+    if to == "checkpoint" and options.dtype is not None:
+        raise UnsupportedError("--dtype", "must be left out where `--to` is checkpoint, which holds fp32")
+    if module is not None:
+        _check_model(opened, module)
+    if to == "safetensors":
+        return _to_safetensors(opened, target, options, module, folder, shown)
+    return to_checkpoint(opened, target, shown)
+
+
+def open_source(
+    path: Path, model: nn.Module | None = None, tag: str = "", trust: bool = False, optimizer: str = ""
+) -> ConvertSource:
+    """Open the checkpoint at `path`, of whatever kind it is."""
+    kind = kind_at(path)
+    if kind == "nothing":
+        raise CheckpointError(short(path), "must be there to be converted", got="no such file or folder")
+    try:
+        if kind == "folder" and (path / MANIFEST).is_file():
+            return open_zerodrift(path)
+        if kind == "folder" and (CheckpointFolder(path).tags() or CheckpointFolder(path).halves()):
+            return open_zerodrift(CheckpointFolder(path).find(tag or LATEST))
+        if kind == "folder" and (tag or is_deepspeed(path)):
+            return open_deepspeed(path, tag, trust, optimizer)
+        if kind == "file" or safetensors.holds(path):
+            return open_safetensors(path, model)
+    except ZerodriftError:
+        raise
+    except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        must = "must be laid out as what it seems to be"
+        raise CheckpointError(short(path), must, got=said(error)) from error
+    must = "must be a zerodrift checkpoint, a DeepSpeed checkpoint or safetensors files"
+    do = "Give the folder that was saved to, or the one of a tag in it."
+    raise CheckpointError(short(path), must, got="a folder with none of them", do=do)
+
+
+def _build_model(model: str | None, source: Path) -> tuple[nn.Module | None, Path | None]:
+    """Build the model of a config without weights, by default of the config in the source's folder."""
+    from zerodrift.model import huggingface
+
+    if model is None:
+        has_config = kind_at(source) == "folder" and (source / huggingface.CONFIG).is_file()
+        if not has_config or not huggingface.is_installed():
+            return None, None
+        model = str(source)
+    path = Path(model).expanduser()
+    file = path / huggingface.CONFIG if path.is_dir() else path
+    huggingface.from_hf(path)  # raises if it cannot be built
+    return huggingface.build(file), file.parent
+
+
+def _check_model(source: ConvertSource, model: nn.Module) -> None:
+    """Raise unless the source has the parameters of the model."""
+    here = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    there = {name: entry.shape for entry in source.entries for name in entry.names}
+    problems = Problems()
+    for name, shape in here.items():
+        if name in there and there[name] != shape:
+            must = f"must have shape {list(shape)}, as the model has it"
+            problems.add(name, must, got=str(list(there[name])))
+    missing = [name for name, _ in model.named_parameters() if name not in there]
+    extra = [entry.name for entry in source.entries if not set(entry.names) & here.keys()]
+    for must, names in (
+        ("must hold what the model has", missing),
+        ("must not hold what the model lacks", extra),
+    ):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            problems.add(str(source.path), must, got=", ".join(names[:10]) + more)
+    problems.raise_as(CheckpointError, f"`{source.path}` is not of a {type(model).__name__}")
+
+
+def _to_safetensors(
+    source: ConvertSource,
+    target: Path,
+    options: ConvertOptions,
+    model: nn.Module | None,
+    folder: Path | None,
+    shown: bool,
+) -> ConversionResult:
+    names, shapes, dtypes = _select(source, model, exported_dtype(options.dtype))
+    size = size_in_bytes(options.max_shard_size, "--max-shard-size")
+    files = pack(saved_form(nn.Module() if model is None else model, shapes, dtypes), size)
+    with new_folder(target, options.overwrite) as new, writing(target):
+        writer = SafetensorsWriter(new.path, files)
+        writer.create()
+        write_config(new.path, files, model)
+        if folder is not None:
+            for file in sorted(file for pattern in ALIKE for file in folder.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, new.path / file.name)
+        total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+        bar = ProgressBar(f"writing {len(files)} files", total, shown)
+        try:
+            for name, entry in names.items():
+                for start, values in source.weight(entry):
+                    before = writer.written
+                    writer.write(name, start, values)
+                    bar(writer.written - before)
+            for name, buffer in source.buffers.items():
+                if name in writer:
+                    writer.write(name, 0, buffer.reshape(-1))
+            writer.close()
+        finally:
+            bar.close()
+            writer.close(sync=False)
+        new.publish()
+    notes = list(source.notes)
+    if model is None:
+        notes.append(
+            "Names and layout are the module's own, and there is no config. Give `--model` with the config "
+            "for a folder that `transformers` loads."
+        )
+    if source.trained is not None and source.trained.optimizer:
+        notes.append("Moments and counters were left out: safetensors files hold weights alone.")
+    counts = len(names), source.elements, writer.written
+    return ConversionResult(source.kind, "safetensors files", target, *counts, tuple(notes))
+
+
+def _select(
+    source: ConvertSource, model: nn.Module | None, dtype: DType | None
+) -> tuple[dict[str, SavedParameter], dict[str, Shape], dict[str, DType]]:
+    """Return what is written, under which name, shape and dtype, in the order of the model."""
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
+    shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
+    dtypes = {}
+    for name, entry in names.items():
+        # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
+        row = None if source.plan is None else source.plan.row(entry.name)
+        dtypes[name] = DType(entry.dtype)
+        if dtypes[name].is_floating and row is not None and (dtype is None or row.columns.pinned):
+            dtypes[name] = row.columns.export
+        elif dtypes[name].is_floating and dtype is not None:
+            dtypes[name] = dtype
+    hidden = transient(model) if model is not None else ()
+    known: Collection[str] = source.buffers if model is None else dict(model.named_buffers())
+    for name, buffer in source.buffers.items():
+        if name in known and name not in hidden:
+            shapes[name], dtypes[name] = tuple(buffer.shape), dtype_of(buffer.dtype, "buffer")
+    return names, shapes, dtypes
+
+
+def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> ConversionResult:
+    """Write a source as a checkpoint of ours, into a folder that holds none yet."""
+    trained = source.trained or TrainingState()
+    folder, tag = CheckpointFolder(target), automatic(trained.step)
+
+    def check() -> None:
+        if tags := folder.tags():
+            got, do = ", ".join(tags[:5]), "Choose another folder."
+            raise CheckpointError(folder.path, "must hold no checkpoint yet", got=got, do=do)
+
+    with writing(target), folder.begin(tag, check) as new:
+        size = _write_checkpoint(source, trained, new.path, tag, shown)
+        home = folder.publish(new)
+    notes = list(source.notes)
+    if not trained.optimizer:
+        notes.append(
+            "There is no optimizer state: load it with `allow=('optimizer',)`, and moments begin at zero."
+        )
+    counts = len(source.entries), source.elements, size
+    return ConversionResult(source.kind, "a zerodrift checkpoint", home, *counts, tuple(notes))
+
+
+def _write_checkpoint(
+    source: ConvertSource, trained: TrainingState, path: Path, tag: str, shown: bool
+) -> int:
+    entries = tuple(_as_fp32(entry) for entry in source.entries)
+    total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
+    shared = {
+        "global_steps": trained.step,
+        "skipped_steps": trained.skipped,
+        "scaler": None if trained.scaler is None else dict(trained.scaler),
+        "schedule": trained.schedule_state if trained.schedule else None,
+        "groups": [dict(group) for group in trained.groups],
+        "counters": {"": {"steps": trained.updates}} if trained.optimizer else {},
+        "buffers": {name: buffer.detach().clone() for name, buffer in source.buffers.items()},
+        "alike": True,
+    }
+    own = packed({"random": None, "client": trained.client, "modules": {}, "buffers": {}}, "client")
+    manifest = Manifest(
+        run=uuid.uuid4().hex,
+        tag=tag,
+        step=trained.step,
+        skipped=trained.skipped,
+        saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=VERSIONS,
+        source=str(source.path.name),
+        mode=trained.mode,
+        stage=trained.stage,
+        mesh=MeshShape(trained.ranks),
+        digest="",
+        optimizer=trained.optimizer,
+        schedule=trained.schedule,
+        loss_scale=float(trained.scaler["scale"]) if trained.scaler else 1.0,
+        lr=tuple(float(group["lr"]) for group in trained.groups if "lr" in group),
+        ranks=0,
+        parameters=len(entries),
+        elements=source.elements,
+    )
+    head = Head(manifest, entries, None, packed(shared, "schedule"))
+    bar = ProgressBar(f"writing {path.parent}", total, shown)
+    try:
+        chunks, sums = write_rank_files(path, 0, RankContents(_items(source, bar), own))
+    finally:
+        bar.close()
+    return write_head(path, head, 1, chunks, sums).bytes
+
+
+def _as_fp32(entry: SavedParameter) -> SavedParameter:
+    """Return the entry as a checkpoint has it, with its weights in fp32."""
+    held = DType(entry.dtype)
+    dtype = DType.FP32 if held.is_floating and DType.FP32.holds(held) else held
+    return SavedParameter(entry.names, entry.shape, dtype.value, entry.group, entry.moments)
+
+
+def _items(source: ConvertSource, bar: Callable[[int], None]) -> Iterator[Item]:
+    for entry in source.entries:
+        numel, dtype = math.prod(entry.shape), DType(_as_fp32(entry).dtype).torch
+        for start, values in source.weight(entry):
+            yield Item(weight_key(entry.name), numel, start, values.detach().to(dtype))
+            bar(4 * values.numel())
+        for key in entry.moments:
+            for start, values in source.moment(entry, key):
+                yield Item(moment_key(key, entry.name), numel, start, values.detach().float())
+                bar(4 * values.numel())

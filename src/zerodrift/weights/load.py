@@ -1,0 +1,375 @@
+"""Load weights from safetensors files straight into the slices that ranks own.
+
+Ranks that share one copy of the model read each byte once between them. `InitialValues` chooses the source of
+each value of a new engine: files, the model's own memory, or the initialization of its module.
+
+Invariant: a master has the bits of the file, storage has them rounded once, a parameter that is not in the
+files keeps every bit, and no rank holds more of the files than the reader's buffer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerodrift.checkpoint.paths import kind_at
+from zerodrift.comm.collectives import Collectives
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.place import ValueSource, ValueSources
+from zerodrift.engine.shards import SegmentShard, Shards
+from zerodrift.errors import ModelError, Problems, RankError
+from zerodrift.model import recipe
+from zerodrift.model.document import listed
+from zerodrift.model.dtensors import is_dtensor
+from zerodrift.model.safetensors import stored
+from zerodrift.model.sources import describe
+from zerodrift.model.spec import ModelSpec
+from zerodrift.plan.stages import named, part
+from zerodrift.plan.table import Plan
+from zerodrift.weights.boxes import Box, within
+from zerodrift.weights.matching import (
+    ExpectedTensor,
+    Match,
+    Strict,
+    TensorPlaces,
+    dtypes,
+    expected_tensors,
+    match,
+)
+from zerodrift.weights.progress import ProgressBar
+from zerodrift.weights.reader import SafetensorsReader
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+
+WINDOW = 1 << 20
+"""Number of elements compared at once if files hold a tied parameter twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Weights that were loaded from safetensors: how many bytes, how fast, and which names did not match."""
+
+    path: str
+    bytes: int
+    """Bytes read by all ranks together, headers not counted."""
+    most: int
+    """Bytes read by the rank that read most."""
+    seconds: float
+    """Time of the slowest rank."""
+    peak: int
+    """Largest peak of resident bytes of a process so far."""
+    missing: tuple[str, ...]
+    """Names that kept the model's own values."""
+    unexpected: tuple[str, ...]
+    """Names in the files that were not read."""
+
+    def __str__(self) -> str:
+        rate = self.bytes / self.seconds if self.seconds else 0.0
+        text = (
+            f"weights     {_size(self.bytes)} of {self.path} in {self.seconds:.1f} s, {_size(rate)}/s; "
+            f"peak memory {_size(self.peak)} per rank"
+        )
+        if self.missing:
+            text += f"\n            {_some(self.missing)} not in the files: the model's own values"
+        if self.unexpected:
+            text += f"\n            {_some(self.unexpected)} in the files not read"
+        return text
+
+
+class SafetensorsWeights:
+    """The tensors of one checkpoint as a source of values."""
+
+    def __init__(self, match: Match) -> None:
+        self.match = match
+        self._reader = SafetensorsReader(self._progress)
+        self._bar: ProgressBar | None = None
+        self._begin = time.monotonic()
+
+    @staticmethod
+    def open(
+        path: str | os.PathLike[str], model: nn.Module, want: Sequence[ExpectedTensor], strict: Strict
+    ) -> SafetensorsWeights:
+        """Read the headers and match them with the model; no weight is read yet."""
+        where = Path(path).expanduser()
+        kind_at(where)
+        return SafetensorsWeights(match(where, stored(where), model, want, strict))
+
+    def show(self, shown: bool, ranks: int) -> None:
+        """Show a progress bar for one of `ranks` that share the reading."""
+        total = sum(tensor.stop - tensor.start for tensor in self.match.tensors)
+        self._bar = ProgressBar(f"weights of {self.match.path}", total // ranks, shown)
+
+    def holds(self, name: str) -> bool:
+        return name in self.match.filled
+
+    def exact(self, name: str) -> torch.dtype:
+        """Return a dtype that holds the values of a parameter exactly."""
+        return self.match.filled[name].exact.torch
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read the elements of a parameter from `start` on into flat memory, cast to its dtype."""
+        filled = self.match.filled[name]
+        self._read(filled.boxes, start, out)
+        for other in filled.again:
+            self._compare(name, filled, other, start, out.numel())
+
+    def _read(self, boxes: tuple[Box, ...], start: int, out: torch.Tensor) -> None:
+        for box in within(boxes, start, start + out.numel()):
+            self._reader.read(self.match.tensors[box.number], box, out, start)
+
+    def _compare(
+        self, name: str, filled: TensorPlaces, other: tuple[Box, ...], start: int, numel: int
+    ) -> None:
+        """Raise if the files hold a tied parameter twice with different values."""
+        dtype = torch.float32 if filled.exact.is_floating else filled.exact.torch
+        for first in range(start, start + numel, WINDOW):
+            count = min(WINDOW, start + numel - first)
+            one, two = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
+            self._read(filled.boxes, first, one)
+            self._read(other, first, two)
+            if not torch.equal(one, two):
+                second = self.match.tensors[other[0].number].name
+                must = f"must have the values of `{second}`, which the model ties to it"
+                do = "Build the model untied, or remove the one that is not meant."
+                raise ModelError(name, must, got="others in the files", do=do)
+
+    def _progress(self, count: int) -> None:
+        if self._bar is not None:
+            self._bar(count)
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._bar is not None:
+            self._bar.close()
+
+    def finish(self, model: nn.Module, comm: Collectives) -> LoadedWeights:
+        """Close the files, and sum up what all ranks read."""
+        self.close()
+        if hasattr(model, "base_model_prefix"):  # as `from_pretrained` does, to save in the same form
+            model._weight_conversions = self.match.conversions  # type: ignore[assignment]
+        mine = (self._reader.count, time.monotonic() - self._begin, peak_memory())
+        counts, seconds, peaks = zip(*comm.all_gather_object(mine), strict=True)
+        names = tuple(self.match.missing), tuple(self.match.unexpected)
+        return LoadedWeights(self.match.path, sum(counts), max(counts), max(seconds), max(peaks), *names)
+
+
+def peak_memory() -> int:
+    """Return the largest number of resident bytes of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    first = ", ".join(names[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3:,} more"
+
+
+# --- into a new engine -----------------------------------------------------------------------------------
+
+TODO = (
+    "Give weights that have them, or build the model inside `zerodrift.empty()` with parameters that are "
+    "written in place, as the functions of `torch.nn.init` do."
+)
+
+
+@dataclass(slots=True)
+class InitialValues:
+    """The sources of a model's initial values. Every parameter and buffer has one, the same on every rank, or
+    all ranks raise one error that names all that have none."""
+
+    model: nn.Module
+    spec: ModelSpec
+    """The model, with the checkpoint's dtypes if there is one."""
+    files: SafetensorsWeights | None
+    comm: Collectives
+
+    @staticmethod
+    def begin(
+        model: nn.Module, weights: str | os.PathLike[str] | None, strict: Strict, comm: Collectives
+    ) -> InitialValues:
+        """Describe the model, and read the headers of the files. Collective."""
+        sources: list[InitialValues] = []
+        with raise_on_all_ranks(comm):
+            spec, files = describe(model), None
+            if weights is not None:
+                _check_plain(model)
+                want = expected_tensors(spec.parameters, spec.buffers, model)
+                files = SafetensorsWeights.open(weights, model, want, strict)
+                spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
+            sources.append(InitialValues(model, spec, files, comm))
+        return sources[0]
+
+    def show(self, shown: bool) -> None:
+        """Show a progress bar while files are read."""
+        if self.files is not None:
+            self.files.show(shown, self.comm.mesh.size("shard"))
+
+    def sources(self, plan: Plan) -> ValueSources:
+        """Return the sources of everything that the model has no memory for. Collective."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        files = self.files
+        rows: dict[str, ValueSource] = {}
+        bare: dict[str, nn.Parameter] = {}
+        for row in plan.rows:
+            if files is not None and files.holds(row.name):
+                rows[row.name] = files
+            elif row.name in parameters and parameters[row.name].is_meta:
+                bare[row.name] = parameters[row.name]
+        buffers: dict[str, ValueSource] = {}
+        if files is not None:
+            buffers = {row.name: files for row in plan.buffers if files.holds(row.name)}
+        with raise_on_all_ranks(self.comm):
+            _check_sources(bare, [n for n, b in self.model.named_buffers() if b.is_meta and n not in buffers])
+        if len(set(self.comm.all_gather_object(_fingerprint(rows, bare)))) > 1:
+            got = "parameters with memory, or values that constructors computed, that differ between ranks"
+            do = "Build it with the same code, and the same seed on every rank."
+            raise RankError("model", "must be built alike on every rank", got=got, do=do)
+        # Rank 0's seed, so that values do not depend on the number of ranks.
+        initial = _RecipeSource(recipe.Initial(bare, self.comm.broadcast_object(torch.initial_seed(), 0)))
+        return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
+
+    def finish(self) -> LoadedWeights | None:
+        """Close the files, and sum up what was read. Collective."""
+        return None if self.files is None else self.files.finish(self.model, self.comm)
+
+
+def _check_plain(model: nn.Module) -> None:
+    spread = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
+    if spread:
+        must, got = "must be read where parameters are plain tensors", f"DTensors: {listed(spread)}"
+        do = "Load them into the model before `parallelize_module`."
+        raise ModelError("weights", must, got=got, do=do)
+
+
+def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
+    reasons: dict[str, list[str]] = {}
+    for name, why in recipe.refusals(bare.items()):
+        reasons.setdefault(why, []).append(name)
+    problems = Problems()
+    for why, names in reasons.items():
+        must = "must have first values, from a checkpoint or their own module"
+        problems.add(listed(names), must, got=why, do=TODO)
+    if buffers:
+        problems.add(listed(buffers), "must have values, as buffers", got="the meta device", do=TODO)
+    problems.raise_as(ModelError)
+
+
+def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) -> str:
+    """Return a digest of who fills what, and of the values that recipes have computed."""
+    digest = hashlib.sha256()
+    for name in rows:
+        digest.update(f"{name} from files\n".encode(errors="surrogatepass"))
+    for name, parameter in bare.items():
+        digest.update(f"{name} from its module\n".encode(errors="surrogatepass"))
+        written = recipe.of(parameter)
+        for operation in written.operations if written is not None else ():
+            for value in (*operation.args, *operation.kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                elif isinstance(value, (bool, int, float, str)):
+                    digest.update(repr(value).encode())
+    return digest.hexdigest()
+
+
+class _RecipeSource:
+    """Initial values by recipe; an element that no operation wrote is an error with its parameter's name."""
+
+    def __init__(self, recipes: recipe.Initial) -> None:
+        self._recipes = recipes
+
+    def exact(self, name: str) -> torch.dtype:
+        return self._recipes.exact(name)
+
+    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
+        try:
+            self._recipes.fill(name, start, out)
+        except recipe.Unwritten as error:
+            must = "must be initialized as a whole by its own module"
+            raise ModelError(name, must, got="elements that nobody wrote", do=TODO) from error
+
+
+# --- into an engine that runs -----------------------------------------------------------------------------
+
+
+def load_weights(
+    engine: Engine, path: str | os.PathLike[str], strict: Strict = True, *, quiet: bool = False
+) -> LoadedWeights:
+    """Replace the weights of `engine` by those of safetensors files: one file, an index, or a folder.
+    Moments, step and schedule stay.
+
+    Collective. `strict` is as in `initialize`. Errors in the files are found before anything is replaced; if
+    reading fails later, weights are partly replaced and the error says so.
+    """
+    comm, plan, model = engine.comm, engine.plan, engine.whole
+    shown = engine.mesh.rank() == 0 and not quiet
+    opened: list[SafetensorsWeights] = []
+    with raise_on_all_ranks(comm):
+        opened.append(
+            SafetensorsWeights.open(path, model, expected_tensors(plan.rows, plan.buffers, model), strict)
+        )
+        opened[0].show(shown, engine.mesh.size("shard") * engine.mesh.size("pipeline"))
+    files, shards = opened[0], Shards(engine)
+    # The stages of a pipeline read their own segments, and agree after each that it could be read.
+    most = max(len(part(plan, rank).segments) for rank in range(plan.mesh.pipeline))
+    try:
+        with torch.no_grad():
+            engine.executor.drop()
+            for piece in itertools.islice(itertools.chain(shards.pieces(), itertools.repeat(None)), most):
+                if piece is not None:
+                    _replace(engine, files, piece)
+                else:
+                    with raise_on_all_ranks(comm):
+                        pass
+            shards.sync_storage()
+            _replace_buffers(engine, files)
+        result = files.finish(model, comm)
+    finally:
+        files.close()
+    if shown:
+        print(result, flush=True)
+    return result
+
+
+def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> None:
+    """Replace the weights of one piece, of which each rank reads its share."""
+    values = piece.weights()  # a copy of the master; storage itself if there is none
+    with raise_on_all_ranks(engine.comm):
+        for span in piece.filled:
+            name = named(engine.plan, span.row).name
+            if files.holds(name):
+                files.fill(name, span.start, values[span.place])
+    if any(files.holds(named(engine.plan, row).name) for row in piece.rows):
+        piece.set_filled(values, engine.comm)
+
+
+def _replace_buffers(engine: Engine, files: SafetensorsWeights) -> None:
+    """Read the buffers of this pipeline stage on one data rank, and broadcast them."""
+    buffers = dict(engine.module.named_buffers())
+    rows = [row for row in engine.plan.buffers if row.name in buffers and files.holds(row.name)]
+    with raise_on_all_ranks(engine.comm):
+        for row in rows:
+            if engine.mesh.rank("data") == 0:
+                flat = torch.empty(row.numel, dtype=row.storage.torch)
+                files.fill(row.name, 0, flat)
+                buffers[row.name].copy_(flat.view(row.shape))
+    for row in rows:
+        engine.comm.broadcast(buffers[row.name], 0, "data")

@@ -1,0 +1,227 @@
+"""Match the tensors of a checkpoint with the parameters and buffers of a model, or report all that is wrong.
+
+Invariant: without an error, every element of every name in `Match.filled` has one place in a file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerodrift.dtypes import DType, widest
+from zerodrift.errors import ModelError, Problems, did_you_mean
+from zerodrift.model.document import listed, read
+from zerodrift.model.header import Stored
+from zerodrift.model.module import transient
+from zerodrift.model.spec import BufferSpec, ParameterSpec
+from zerodrift.plan.table import BufferRow, Row
+from zerodrift.weights.boxes import Box
+from zerodrift.weights.conversions import convert
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """A parameter or a buffer that a checkpoint may have values for."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: DType
+    is_buffer: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def expected_tensors(
+    parameters: Iterable[ParameterSpec | Row], buffers: Iterable[BufferSpec | BufferRow], model: nn.Module
+) -> tuple[ExpectedTensor, ...]:
+    """List what a state dict of the model would hold, tied parameters once."""
+    tensors = [
+        ExpectedTensor(p.names, p.whole_shape, p.source)
+        if isinstance(p, Row)
+        else ExpectedTensor(p.names, p.shape, p.dtype)
+        for p in parameters
+    ]
+    left_out = transient(model)
+    for buffer in buffers:
+        if buffer.name not in left_out:
+            dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
+            tensors.append(ExpectedTensor((buffer.name,), buffer.shape, dtype, is_buffer=True))
+    return tuple(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlaces:
+    """The places of the values of one parameter or buffer. Sources are numbered as in `Match.tensors`."""
+
+    boxes: tuple[Box, ...]
+    exact: DType
+    """A dtype that holds every value of every source."""
+    again: tuple[tuple[Box, ...], ...] = ()
+    """Places of the same values under other names that the model ties to it."""
+
+
+@dataclass
+class Match:
+    """A checkpoint and a model, matched."""
+
+    path: str
+    tensors: tuple[Stored, ...]
+    filled: dict[str, TensorPlaces] = field(default_factory=dict)
+    """By the first name of a parameter or buffer."""
+    missing: list[str] = field(default_factory=list)
+    """Names that are allowed to keep the model's own values."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names that are allowed to stay unread."""
+    conversions: list[Any] = field(default_factory=list)
+    """Conversions of `transformers` that were used; the model keeps them to be saved in the same form."""
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(tensor.name for tensor in self.tensors)
+
+
+Strict = bool | Sequence[str]
+"""True: nothing may be missing or too much. False: anything may. Globs: the names that they match may."""
+
+
+def match(
+    path: str | Path,
+    tensors: tuple[Stored, ...],
+    model: nn.Module,
+    want: Sequence[ExpectedTensor],
+    strict: Strict,
+) -> Match:
+    """Find every value that the checkpoint has for the model, or raise one ModelError with all that is
+    wrong."""
+    names = [name for entry in want for name in entry.names]
+    converted = convert(model, names, tensors)
+    problems = Problems()
+    result = Match(str(path), tensors, conversions=converted.used)
+    refused = {name for name, _ in converted.refused}
+    for name, why in converted.refused:
+        problems.add(name, "must be readable from the files", got=why)
+    for entry in want:
+        layouts = [(name, converted.layouts[name]) for name in entry.names if name in converted.layouts]
+        if not layouts and not refused & set(entry.names):
+            result.missing.append(entry.name)
+        places: list[tuple[Box, ...]] = []
+        for name, layout in layouts:
+            if layout.shape != entry.shape:
+                must, got = f"must have shape {list(entry.shape)}", f"{list(layout.shape)} in the files"
+                problems.add(name, must, got=got)
+                continue
+            places.append(layout.boxes())
+            _check_dtypes(name, entry, places[-1], result, problems)
+        if places:
+            sources = tuple({tensors[box.number].dtype for box in places[0]}) or (entry.dtype,)
+            exact = widest(sources) if sources[0].is_floating else sources[0]
+            result.filled[entry.name] = TensorPlaces(places[0], exact, tuple(places[1:]))
+    placed = set(names)
+    unexpected = [*converted.unexpected, *(name for name in converted.layouts if name not in placed)]
+    allowed = _Allowance(model, strict, [*names, *(tensor.name for tensor in tensors)], problems)
+    _check_names(result, unexpected, allowed, problems)
+    if problems:
+        _explain(Path(path), problems)
+    problems.raise_as(ModelError, f"weights of {path}")
+    return result
+
+
+def _check_dtypes(
+    name: str, entry: ExpectedTensor, boxes: Sequence[Box], result: Match, problems: Problems
+) -> None:
+    """Report values that may not be converted while they are read."""
+    for stored in {box.number: result.tensors[box.number] for box in boxes}.values():
+        must, got, do = "", f"{stored.dtype} of `{stored.name}`", ""
+        if not entry.dtype.is_floating:
+            if stored.dtype is not entry.dtype:
+                must = f"must be {entry.dtype} in the files"
+        elif not stored.dtype.is_floating or stored.dtype is DType.FP64:
+            must = "must be in a floating dtype of at most 32 bits in the files"
+            if stored.dtype is DType.FP64:
+                do = "Its values would be rounded. Convert the file to fp32 if that is meant."
+        elif stored.dtype.size == 1 and (scale := _scale_of(stored, result.known)):
+            must, got = "must be stored without a scale", f"{got}, scaled by `{scale}`"
+            do = "Dequantize the checkpoint first."
+        elif entry.is_buffer and not entry.dtype.holds(stored.dtype):
+            must = f"must be at most {entry.dtype} in the files, the dtype of the buffer"
+            do = f"Give the buffer the dtype {stored.dtype}: its values would be rounded."
+        if must:
+            problems.add(name, must, got=got, do=do)
+
+
+def _scale_of(stored: Stored, known: Collection[str]) -> str:
+    """Return the name of a quantized tensor's scale, by the usual names for it; empty if there is none."""
+    stem = stored.name.removesuffix(".weight")
+    likely = [f"{stored.name}{end}" for end in ("_scale_inv", "_scale", ".scale", "_scales")]
+    likely += [f"{stem}.{end}" for end in ("weight_scale", "weight_scale_inv", "scale", "scales")]
+    return next((name for name in likely if name in known), "")
+
+
+class _Allowance:
+    """The names that the caller, or the model itself, allows to be missing or unexpected."""
+
+    def __init__(self, model: nn.Module, strict: Strict, known: Sequence[str], problems: Problems) -> None:
+        self._all = strict is False
+        self._patterns: list[re.Pattern[str]] = []
+        globs = [strict] if isinstance(strict, str) else [] if isinstance(strict, bool) else list(strict)
+        for text in globs:
+            self._patterns.append(re.compile(fnmatch.translate(text)))
+            if not any(self._patterns[-1].match(name) for name in known):
+                must = "must match a name in the model or in the files"
+                problems.add("strict", must, got=repr(text), do=did_you_mean(text, known))
+        # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
+        self.missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        self.unexpected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        buffers = [name for name, _ in model.named_buffers()]
+        # Old files hold tensors that are buffers outside of the state dict by now.
+        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+            self.unexpected.append(r"rotary_emb\.inv_freq")
+        if any(name.endswith("position_ids") for name in buffers):
+            self.unexpected.append(r"(^|\.)position_ids$")
+
+    def refused(self, names: Sequence[str], declared: Sequence[str]) -> list[str]:
+        """Return the names that neither the caller's globs nor the model's own patterns allow."""
+        return [
+            name
+            for name in names
+            if not self._all
+            and not any(pattern.match(name) for pattern in self._patterns)
+            and not any(re.search(pattern, name) for pattern in declared)
+        ]
+
+
+def _check_names(result: Match, unexpected: Sequence[str], allowed: _Allowance, problems: Problems) -> None:
+    if lacking := allowed.refused(result.missing, allowed.missing):
+        must = "must hold every parameter and buffer of the model"
+        do = "If they are to start from the model's own values, allow it: `strict=[...]` with globs."
+        problems.add(result.path, must, got=f"no {listed(lacking)}", do=do)
+    if extra := allowed.refused(unexpected, allowed.unexpected):
+        must = "must hold nothing that the model has no place for"
+        do = "If they are to be left out, allow it: `strict=[...]` with globs."
+        problems.add(result.path, must, got=listed(extra), do=do)
+    result.unexpected = [name for name in unexpected if name not in extra]
+
+
+def _explain(path: Path, problems: Problems) -> None:
+    """Add a line if the checkpoint's config says that it is quantized."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    document = (read(file, Problems()) or {}) if file.is_file() else {}
+    quantized = document.get("quantization_config")
+    if isinstance(quantized, dict):
+        do = "Dequantize it first, for example with `transformers`, and save it."
+        got = repr(quantized.get("quant_method"))
+        problems.add(str(file), "must be of a checkpoint that is not quantized", got=got, do=do)
+
+
+def dtypes(result: Match) -> dict[str, DType]:
+    """Return the checkpoint's dtype of each name in the model."""
+    return {name: filled.exact for name, filled in result.filled.items()}

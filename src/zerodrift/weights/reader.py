@@ -1,0 +1,155 @@
+"""Read boxes of tensors from files: positioned reads, and a bounded buffer for what cannot go to its place.
+
+Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that were read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from zerodrift.errors import ModelError
+from zerodrift.model.header import Stored
+from zerodrift.weights.boxes import Box, simplified
+
+CHUNK = 2 << 20
+"""Bytes of one read. A larger one is not faster: its values leave the cache before they are converted."""
+FILES = 64
+"""Number of files that are open at once."""
+SPARSE = 2
+"""A span is read as a whole if at least one in this many of its elements is wanted."""
+SEEK = 4096
+"""Bytes below which skipping costs more than reading."""
+
+
+class SafetensorsReader:
+    """Reads tensors of files. Not safe for several threads."""
+
+    def __init__(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        self._progress = progress
+        self._open: dict[Path, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pages = Pages()
+        self.count = 0
+
+    def close(self) -> None:
+        for number in self._open.values():
+            os.close(number)
+        self._open.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, stored: Stored, box: Box, out: torch.Tensor, first: int = 0) -> None:
+        """Read one box of a tensor into flat `out`, which begins at element `first` of the target."""
+        box = simplified(box)
+        if box.is_run:
+            start = box.start - first
+            self._run(stored, box.origin, out[start : start + box.numel])
+        else:
+            for part in _spans(box, stored.dtype.size):
+                values = self._staged(stored, part.origin, part.span)
+                part.of_target(out, first).copy_(part.of_source(values, part.origin))
+
+    def _run(self, stored: Stored, origin: int, out: torch.Tensor) -> None:
+        dtype, on_host = stored.dtype.torch, out.device.type == "cpu"
+        step = CHUNK // dtype.itemsize
+        for first in range(0, out.numel(), step):
+            part = out[first : first + step]
+            if on_host:
+                self._pages.ready(part)
+            if on_host and out.dtype is dtype:
+                self._bytes(stored, origin + first, part)
+            else:
+                part.copy_(self._staged(stored, origin + first, part.numel()))
+
+    def _staged(self, stored: Stored, first: int, count: int) -> torch.Tensor:
+        """Read elements into the buffer, where they stay until the next call."""
+        size = count * stored.dtype.size
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8)
+        values = self._buffer[:size].view(stored.dtype.torch)
+        self._bytes(stored, first, values)
+        return values
+
+    def _bytes(self, stored: Stored, first: int, into: torch.Tensor) -> None:
+        """Fill `into`, contiguous and in the tensor's own dtype, from element `first` on."""
+        room = memoryview(into.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        place = stored.start + first * stored.dtype.size
+        number = self._descriptor(stored.file)
+        while room:
+            try:
+                count = os.preadv(number, [room], place)
+            except OSError as error:
+                raise _unreadable(stored, error.strerror or str(error)) from error
+            if not count:
+                raise _unreadable(stored, f"an end at byte {place:,}")
+            self.count += count
+            self._progress(count)
+            room, place = room[count:], place + count
+
+    def _descriptor(self, file: Path) -> int:
+        descriptor = self._open.pop(file, None)
+        if descriptor is None:
+            if len(self._open) >= FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            except OSError as error:
+                got = error.strerror or str(error)
+                raise ModelError(file, "must be a file that can be read", got=got) from error
+        self._open[file] = descriptor  # the last used is closed last
+        return descriptor
+
+
+def _spans(box: Box, size: int) -> Iterator[Box]:
+    """Cut a box into parts that are each read at once: short enough, and mostly wanted."""
+    reach = [(axis.size - 1) * axis.source for axis in box.axes]
+    span = box.span
+    if span * size <= CHUNK and (span <= SPARSE * box.numel or span * size <= SEEK):
+        yield box
+        return
+    outer = max(range(len(reach)), key=lambda n: box.axes[n].source)
+    axis = box.axes[outer]
+    inner = span - reach[outer]
+    if axis.source * size > SEEK and inner <= axis.source and span > SPARSE * box.numel:
+        count = 1  # the gaps between steps are worth a call
+    else:
+        count = max(1, min(axis.size, (CHUNK // size - inner) // max(1, axis.source) + 1))
+    if count >= axis.size:
+        yield box
+        return
+    for first in range(0, axis.size, count):
+        part = box.at(outer, first, min(count, axis.size - first))
+        axes = tuple(a for a in part.axes if a.size > 1)
+        yield from _spans(Box(part.number, part.start, part.origin, axes), size)
+
+
+def _unreadable(stored: Stored, got: str) -> ModelError:
+    must = f"`{stored.name}` must be readable in it, bytes {stored.start:,} to {stored.stop:,}"
+    return ModelError(stored.file, must, got=got, do="It was changed or cut short meanwhile.")
+
+
+POPULATE_WRITE = 23
+"""Number of the `madvise` request, which Python's `mmap` does not name. Linux 5.14 and later know it."""
+
+
+class Pages:
+    """Creates the pages of fresh memory at once. A read of 1 GiB then takes a tenth less of the processor
+    (`bench/load.py`); where the system does not know the request, nothing happens."""
+
+    def __init__(self) -> None:
+        self._ask = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
+    def ready(self, tensor: torch.Tensor) -> None:
+        """Create the pages of a contiguous tensor in host memory."""
+        if self._ask is None:
+            return
+        low = tensor.data_ptr() & -mmap.PAGESIZE
+        count = tensor.data_ptr() + tensor.nbytes - low
+        if self._ask(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
+            self._ask = None

@@ -1,0 +1,162 @@
+"""A checkpoint that can be converted, as one thing: weights, moments and counters by parameter name.
+
+Invariant: only headers are read until a run of elements is requested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.checkpoint.manifest import SHARED, SavedParameter, read_entries, read_plan, verified
+from zerodrift.checkpoint.state import read_state
+from zerodrift.checkpoint.tensors import CHUNK, CheckpointReader, Destination, moment_key, weight_key
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import CheckpointError
+from zerodrift.model import safetensors
+from zerodrift.model.sources import describe
+from zerodrift.plan.table import Plan
+from zerodrift.weights.load import SafetensorsWeights
+from zerodrift.weights.matching import ExpectedTensor, expected_tensors
+
+Run = tuple[int, torch.Tensor]
+"""(first element in row-major order, values)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The state of a run that safetensors files do not have."""
+
+    step: int = 0
+    """Steps, skipped ones included."""
+    skipped: int = 0
+    optimizer: str = ""
+    """The meaning of the moments, such as `adamw`; empty without moments."""
+    updates: int = 0
+    """Steps that the optimizer has counted."""
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """Options of the parameter groups."""
+    scaler: Mapping[str, Any] | None = None
+    schedule: str = ""
+    """The type of the config's schedule; empty without one."""
+    schedule_state: Any = None
+    mode: str = "fp32"
+    stage: int = 0
+    ranks: int = 1
+    client: Any = None
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertSource:
+    """A checkpoint that can be converted; `weight` and `moment` yield runs of elements."""
+
+    kind: str
+    path: Path
+    entries: tuple[SavedParameter, ...]
+    buffers: Mapping[str, torch.Tensor]
+    weight: Callable[[SavedParameter], Iterator[Run]]
+    moment: Callable[[SavedParameter, str], Iterator[Run]] = lambda entry, key: iter(())
+    trained: TrainingState | None = None
+    plan: Plan | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries)
+
+    def whole(self, name: str, key: str = "") -> torch.Tensor:
+        """Copy a whole weight, or a whole moment by its key."""
+        entry = next((entry for entry in self.entries if name in entry.names), None)
+        if entry is None or (key and key not in entry.moments):
+            must = f"must hold {f'the moment {key!r} of ' if key else ''}the parameter {name!r}"
+            raise CheckpointError(self.path, must, got="none of the name")
+        runs = [run.reshape(-1) for _, run in (self.moment(entry, key) if key else self.weight(entry))]
+        return torch.cat(runs).view(entry.shape) if runs else torch.zeros(entry.shape)
+
+
+def dtype_of(dtype: torch.dtype, where: str) -> DType:
+    known = from_torch(dtype)
+    if known is None:
+        raise CheckpointError(where, "must have a dtype that zerodrift knows", got=dtype)
+    return known
+
+
+def _chunks(
+    read: Callable[[int, torch.Tensor], None], shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[Run]:
+    """Yield a tensor in runs of at most CHUNK elements; `read(start, into)` fills one."""
+    total = math.prod(shape)
+    for start in range(0, total, CHUNK):
+        into = torch.empty(min(CHUNK, total - start), dtype=dtype)
+        read(start, into)
+        yield start, into
+
+
+def open_zerodrift(path: Path) -> ConvertSource:
+    manifest, table = verified(path), read_entries(path)
+    reader, shared = CheckpointReader(path), read_state(path, SHARED)
+    for entry in table:
+        reader.check(entry)
+
+    def runs(key: str, entry: SavedParameter, dtype: torch.dtype) -> Iterator[Run]:
+        return _chunks(lambda start, into: reader.read([Destination(key, start, into)]), entry.shape, dtype)
+
+    document, counters = read_plan(path), shared["counters"].get("", {})
+    trained = TrainingState(
+        step=manifest.step,
+        skipped=manifest.skipped,
+        optimizer=manifest.optimizer,
+        updates=int(counters.get("steps", manifest.step)),
+        groups=tuple(shared["groups"]),
+        scaler=shared["scaler"],
+        schedule=manifest.schedule,
+        schedule_state=shared["schedule"],
+        mode=manifest.mode,
+        stage=manifest.stage,
+        ranks=manifest.mesh.world,
+    )
+    return ConvertSource(
+        f"a zerodrift checkpoint, step {manifest.step}",
+        path,
+        table,
+        shared["buffers"],
+        lambda entry: runs(weight_key(entry.name), entry, DType(entry.dtype).torch),
+        lambda entry, key: runs(moment_key(key, entry.name), entry, torch.float32),
+        trained,
+        None if document is None else Plan.from_json(document),
+    )
+
+
+def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
+    """Open files as they are, or with a `model` in the names and layout of its module."""
+    where = path.expanduser()
+    if model is None:
+        want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.stored(where))
+        files = SafetensorsWeights.open(where, nn.Module(), want, True)
+    else:
+        spec = describe(model)
+        want = expected_tensors(spec.parameters, spec.buffers, model)
+        files = SafetensorsWeights.open(where, model, want, True)
+    buffers, entries = {}, []
+    for item in want:
+        if not item.is_buffer:
+            dtype = from_torch(files.exact(item.name)) or item.dtype
+            entries.append(SavedParameter(item.names, item.shape, dtype.value, -1, ()))
+        elif files.holds(item.name):
+            flat = torch.empty(math.prod(item.shape), dtype=item.dtype.torch)
+            files.fill(item.name, 0, flat)
+            buffers[item.name] = flat.view(item.shape)
+
+    def runs(entry: SavedParameter) -> Iterator[Run]:
+        dtype = DType(entry.dtype).torch
+        return _chunks(lambda start, into: files.fill(entry.name, start, into), entry.shape, dtype)
+
+    kind = "safetensors files" if model is None else f"safetensors files of a {type(model).__name__}"
+    return ConvertSource(kind, path, tuple(entries), buffers, runs)
