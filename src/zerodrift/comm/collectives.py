@@ -27,9 +27,8 @@ import torch.distributed as dist
 from zerodrift.comm.errors import different_plans, out_of_order
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
-from zerodrift.comm.native import NativeCalls
+from zerodrift.comm.native import CommunicationStream, NativeCalls
 from zerodrift.comm.pairs import Pairs
-from zerodrift.comm.streams import CommunicationStream
 from zerodrift.comm.watch import StartedCollective
 from zerodrift.dtypes import DType, from_torch
 

@@ -3,12 +3,22 @@
 `collectives.py` says what moves, and checks and records it. Calls return a function that waits: on a CPU for
 the call, on CUDA for nothing, since the current stream waits already.
 
+On CUDA gathers have a stream and reductions another, beside that of the computation: neither waits for the
+other, and casts and additions of a sum run beside the computation too.
+
 Invariant: only moves are left to the backend, and sums of the order `native`; `fold` forms all others.
+
+[Note: buffers on streams] A buffer belongs to the stream that it was allocated on, and is free for others
+of that stream as soon as the host drops it. The buffers of a collective were allocated where the engine
+computes, so its handle holds them until that stream has been told to wait for the collective. Whatever takes
+their memory afterwards comes later on the same stream. Memory that is allocated inside of a stream is used
+there alone. So no `record_stream` is needed, whose memory comes back when the host happens to look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +140,35 @@ class NativeCalls:
                 work.wait()
 
         self.call(turn, line, send_and_receive, peer=exchange.partner)
+
+
+class CommunicationStream:
+    """One stream beside that of the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: Any = torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the current stream, after all work that the computation was given before."""
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
+            yield
+
+    def wait_for_work(self, *buffers: torch.Tensor) -> Callable[[], None]:
+        """Return a function that makes the computation wait for all work in the stream now.
+
+        It holds the buffers until then; see [Note: buffers on streams].
+        """
+        done, held = self._stream.record_event(), list(buffers)
+
+        def wait() -> None:
+            self._streams.current_stream(self._device).wait_event(done)
+            held.clear()
+
+        return wait
 
 
 def _nothing() -> None:
