@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "weights": {
         *{"checkpoint", "engine", "comm", "plan", "model"},
-        *{"dtypes", "errors", "mesh", "optimizers"},
+        *{"dtypes", "errors", "mesh", "optimizers", "versions"},
     },
     "observer": {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},

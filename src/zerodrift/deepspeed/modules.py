@@ -78,7 +78,7 @@ class DeepSpeedModules(MetaPathFinder, Loader):
     @classmethod
     def install(cls) -> None:
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
-            sys.meta_path.append(cls())
+            sys.meta_path.insert(0, cls())  # a folder with nothing but a cache in it would be found first
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
