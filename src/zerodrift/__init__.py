@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
+    from zerodrift.inspect.check.observation import Observation as Observation
+    from zerodrift.inspect.check.observation import observe as observe
     from zerodrift.io.checkpoint.checkpoints import Checkpoints as Checkpoints
     from zerodrift.io.checkpoint.checkpoints import Loaded as Loaded
     from zerodrift.io.safetensors.export import Exported as Exported
@@ -57,8 +59,6 @@ if TYPE_CHECKING:
     from zerodrift.model.spec import ModelSpec as ModelSpec
     from zerodrift.numerics.audit import audit as audit
     from zerodrift.numerics.audit_text import Audit as Audit
-    from zerodrift.observer.observation import Observation as Observation
-    from zerodrift.observer.observation import observe as observe
     from zerodrift.pipeline.cut import Parts as Parts
     from zerodrift.pipeline.deprecated import PipelineEngine as PipelineEngine
     from zerodrift.plan.build import build as build
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api": "empty export initialize initialize_pipeline load_weights make_plan save_16bit",
-    "observer.observation": "Observation observe",
+    "inspect.check.observation": "Observation observe",
     "config.load": "load",
     "config.schema": (
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "

@@ -16,11 +16,11 @@ import torch
 
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
-from zerodrift.observer import compare
-from zerodrift.observer.modules import is_compiled
-from zerodrift.observer.observe import observe_calls
-from zerodrift.observer.observed import Observed, merged
-from zerodrift.observer.operations import anything_compiled
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe_calls
+from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.operations import anything_compiled
+from zerodrift.inspect.trace.records import EngineRecord, merged
 
 
 class FirstStep:
@@ -29,7 +29,7 @@ class FirstStep:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stack = contextlib.ExitStack()
-        self._seen: Observed | None = None
+        self._seen: EngineRecord | None = None
         self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def call(self) -> contextlib.AbstractContextManager[Any]:
@@ -53,7 +53,7 @@ class FirstStep:
         """Say what was seen. Collective."""
         self.leave()
         engine = self._engine
-        seen = merged(engine.comm.all_gather_object(self._seen or Observed()))
+        seen = merged(engine.comm.all_gather_object(self._seen or EngineRecord()))
         if engine.mesh.rank() or self._seen is None:
             return
         lines = [compare.line(engine.plan, seen), *compare.widened(engine.plan, seen)]

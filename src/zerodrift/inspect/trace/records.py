@@ -1,0 +1,216 @@
+"""The records of a run: the dtypes that one process saw of every parameter, and the call that showed each.
+
+A cell holds sightings: the dtype, and the first operation, collective or tensor that showed it. An empty cell
+has a reason instead. Records hold values only: every process of a command writes its own as JSON, and ranks
+send an `EngineRecord` to each other.
+
+Invariant: a dtype that was not seen has no sighting. Nothing here is taken from a config or a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
+
+Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export"]
+
+COLUMNS: tuple[Column, ...] = get_args(Column)
+"""The columns in the order of a plan."""
+
+VERSION = 1
+"""Version of the JSON of a process."""
+
+Line = str | Callable[[], str]
+"""`file:line`, or a function that finds it when it is needed."""
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Sighting(NamedTuple):
+    """One dtype in one cell, and the first call that showed it."""
+
+    dtype: str
+    """torch's name; `wire>sum` for a reduction that sums in another dtype; `same` for a master that is the
+    storage itself."""
+    by: str
+    """The operation, the collective, or the tensor."""
+    module: str = ""
+    """Path of the module whose forward ran."""
+    line: str = ""
+    """`file:line` of the script, or of the code that the script called."""
+
+
+class Facts(TypedDict, total=False):
+    """Knowledge about a parameter besides its dtypes."""
+
+    changed: bool
+    """Whether its values changed over the watched steps."""
+    optimized: bool
+    """Whether an optimizer that stepped holds it."""
+    gradients: int
+    """Gradients that arrived at it."""
+    reductions: int
+    """Collectives that carried its gradient."""
+    master_rounded: bool
+    """Whether its master began as values that storage holds exactly."""
+    began: int | None
+    """Digest of its first values, where they identify the tensor."""
+    digest: int | None
+    """Digest of its last values, where this rank holds all of them."""
+    own: list[float]
+    """Sampled elements of this rank's gradients, summed in fp64; empty if some gradients were not sampled."""
+    used: list[float | None]
+    """The same elements of the gradient that the optimizer was given."""
+
+
+@dataclass
+class ParameterRecord:
+    """One parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    """Dotted class of the module that holds it."""
+    trained: bool
+    """Whether it requires a gradient."""
+    layout: str = ""
+    """How it is spread over ranks; empty if each rank has all of it."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tensor."""
+    cells: dict[Column, list[Sighting]] = field(default_factory=dict)
+    unseen: dict[Column, str] = field(default_factory=dict)
+    """Why a cell is empty."""
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def dtypes(self, column: Column) -> tuple[str, ...]:
+        """The dtypes of a cell, the first seen first."""
+        return tuple(sighting.dtype for sighting in self.cells.get(column, ()))
+
+    def has(self, column: Column, dtype: str) -> bool:
+        return any(sighting.dtype == dtype for sighting in self.cells.get(column, ()))
+
+    def add(self, column: Column, dtype: str, by: str, module: str = "", line: Line = "") -> None:
+        """Add a sighting, unless the cell has this dtype."""
+        if not self.has(column, dtype):
+            line = line if isinstance(line, str) else line()
+            self.cells.setdefault(column, []).append(Sighting(dtype, by, module, line))
+
+
+@dataclass
+class ModelRecord:
+    """One model: a module whose forward a script called, without the wrappers around it."""
+
+    name: str
+    parameters: list[ParameterRecord]
+    buffers: dict[str, str] = field(default_factory=dict)
+    """Floating-point buffers and their dtypes."""
+    trained: bool = True
+    """Whether an optimizer updated any of it."""
+    wrappers: tuple[str, ...] = ()
+    """Classes around it, outermost first."""
+    ties: bool | None = None
+    """Whether its config ties input and output embeddings; None if no config says."""
+
+    def parameter(self, name: str) -> ParameterRecord | None:
+        """Return the parameter of this name, or of which it is another name."""
+        return next((one for one in self.parameters if name == one.name or name in one.also), None)
+
+
+@dataclass
+class ProcessRecord:
+    """Everything that one process saw."""
+
+    rank: int
+    world: int
+    steps: int
+    """Optimizer steps that were watched."""
+    models: list[ModelRecord]
+    micro_batches: int = 1
+    """Backward passes of the last step."""
+    libraries: dict[str, str] = field(default_factory=dict)
+    """Libraries that took part, and their versions."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on cells that could not be seen, or not surely."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Events that make a finding: `{"kind": ..., "line": ...}`."""
+    ended: str = "steps"
+    """`steps` if all steps were seen, `exit` if the program ended before, `crash` if by an error, `broken` if
+    the observer failed."""
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("rank", "world", "steps", "micro_batches", "ended", "libraries", "notes", "events")
+        models = [
+            {name: getattr(model, name) for name in ("name", "trained", "wrappers", "ties", "buffers")}
+            | {"parameters": [asdict(parameter) for parameter in model.parameters]}
+            for model in self.models
+        ]
+        return {"version": VERSION, **{name: getattr(self, name) for name in names}, "models": models}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ProcessRecord:
+        rest = {name: value for name, value in data.items() if name not in ("version", "models")}
+        return cls(models=[_model(model) for model in data["models"]], **rest)
+
+
+def _model(data: dict[str, Any]) -> ModelRecord:
+    parameters = [
+        ParameterRecord(
+            **{
+                **item,
+                "shape": tuple(item["shape"]),
+                "also": tuple(item["also"]),
+                "cells": {
+                    column: [Sighting(*cell) for cell in cells] for column, cells in item["cells"].items()
+                },
+            }
+        )
+        for item in data["parameters"]
+    ]
+    return ModelRecord(**{**data, "wrappers": tuple(data["wrappers"]), "parameters": parameters})
+
+
+@dataclass
+class EngineRecord:
+    """The dtypes of our engine's parameters in a step, seen by one rank or by all of them."""
+
+    cells: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    """Parameter -> column -> dtypes; `reduce` is `wire>sum`, or one name if they agree."""
+    logits: set[str] = field(default_factory=set)
+    """Dtypes of the model's floating outputs, the loss left out."""
+
+    def add(self, name: str, column: Column, dtype: str) -> None:
+        self.cells.setdefault(name, {}).setdefault(column, set()).add(dtype)
+
+    def seen(self, name: str, column: Column) -> frozenset[str]:
+        return frozenset(self.cells.get(name, {}).get(column, ()))
+
+    def to_json(self) -> dict[str, Any]:
+        """List parameters with equal cells together."""
+        groups: dict[str, tuple[dict[str, list[str]], list[str]]] = {}
+        for name, columns in self.cells.items():
+            plain = {column: sorted(dtypes) for column, dtypes in sorted(columns.items())}
+            groups.setdefault(repr(plain), (plain, []))[1].append(name)
+        listed = [{"seen": cells, "names": names} for cells, names in groups.values()]
+        return {"logits": sorted(self.logits), "parameters": listed}
+
+
+def merged(parts: Iterable[EngineRecord]) -> EngineRecord:
+    """The union of several records."""
+    total = EngineRecord()
+    for part in parts:
+        total.logits |= part.logits
+        for name, columns in part.cells.items():
+            for column, dtypes in columns.items():
+                total.cells.setdefault(name, {}).setdefault(column, set()).update(dtypes)
+    return total
