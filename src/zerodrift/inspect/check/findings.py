@@ -62,28 +62,22 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     first = processes[0]
     found: list[RunFinding] = []
     for model in first.models:
-        if not model.trained:
-            if not any(other.trained for other in first.models):
-                found += _never_updated(first, model)
-            continue
-        for rule in _RULES:
-            found += rule(first, model)
-        found += _not_averaged(processes, model)
-        found += _ranks_differ(processes, model)
-    found += [_clipped(event["line"]) for event in first.events if event["kind"] == "clipped_scaled"]
-    return found
+        if model.trained:
+            for rule in (_never_updated, _narrow, _untied, _narrow_export):
+                found += rule(first, model)
+            found += [*_not_averaged(processes, model), *_ranks_differ(processes, model)]
+        elif not any(other.trained for other in first.models):
+            found += _never_updated(first, model)
+    what = (
+        "Gradients are clipped while the loss scale is in them: their norm is thousands of times too large, "
+        "so every step is clipped to the bone."
+    )
+    do = "Call `scaler.unscale_(optimizer)` before clipping."
+    lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
+    return found + [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
 
 
 # --- advice -------------------------------------------------------------------------------------------
-
-
-def _library(model: ModelRecord) -> str:
-    if "DeepSpeedEngine" in model.wrappers:
-        return "deepspeed"
-    if any(parameter.layout.startswith("sharded") for parameter in model.parameters):
-        return "fully_shard"
-    return "fsdp" if "FullyShardedDataParallel" in model.wrappers else ""
-
 
 _MASTERS = {
     "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
@@ -107,6 +101,14 @@ _AVERAGES = {
 }
 
 
+def _library(model: ModelRecord) -> str:
+    if "DeepSpeedEngine" in model.wrappers:
+        return "deepspeed"
+    if any(parameter.layout.startswith("sharded") for parameter in model.parameters):
+        return "fully_shard"
+    return "fsdp" if "FullyShardedDataParallel" in model.wrappers else ""
+
+
 def _advice(texts: dict[str, str], model: ModelRecord) -> str:
     return texts.get(_library(model), texts[""])
 
@@ -123,186 +125,76 @@ def _names(parameters: Iterable[ParameterRecord]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters)
 
 
-def _updated_in_place(model: ModelRecord, dtype: str) -> list[ParameterRecord]:
-    """Return parameters of this dtype that an optimizer updates without a master."""
-    return [
-        p for p in model.parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)
-    ]
-
-
-def _no_master(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+def _narrow(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    """Find values that 16 bits round: weights, their computation, states, sums, routers, buffers."""
     for dtype, bits in _BITS.items():
-        bare = _updated_in_place(model, dtype)
+        bare = [
+            p for p in model.parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)
+        ]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
-        rest = [parameter for parameter in bare if not _is_norm(parameter)]
+        still = sum(parameter.facts.get("changed") is False for parameter in norms)
+        wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
+        sums = [p for p in model.parameters if p.facts.get("gradients", 0) > process.steps]
+        cast = wide[0].dtypes("compute")[0] if wide else ""
         lost = f"an update smaller than 1/{2**bits} of a weight is lost"
-        do = _advice(_MASTERS, model)
-        if rest:
-            what = f"The optimizer updates {dtype} weights in place: {lost}."
-            yield RunFinding("no-master", "master", _names(rest), what, do)
-        if norms:
-            still = sum(parameter.facts.get("changed") is False for parameter in norms)
-            what = f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
-            what += f"; {still} of {len(norms)} did not change at all." if still else "."
-            yield RunFinding("norm-in-16-bits", "master", _names(norms), what, do)
-
-
-def _widened_in_vain(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    """Find weights that each update rounds, and that compute in a wider dtype."""
-    for dtype, bits in _BITS.items():
-        widened = [
-            parameter
-            for parameter in _updated_in_place(model, dtype)
-            if min((_WIDTH.get(word, 0) for word in parameter.dtypes("compute")), default=0) > 16
-        ]
-        if widened:
-            what = (
-                f"Weights rest in {dtype} and are cast to {widened[0].dtypes('compute')[0]} where they "
-                f"compute: every update rounds them to {bits} bits before, and a cast adds none."
-            )
-            names, do = _names(widened), _advice(_MASTERS, model)
-            yield RunFinding("upcast-without-effect", "compute", names, what, do)
-
-
-def _narrow_state(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    for dtype in _BITS:
-        narrow = [parameter for parameter in model.parameters if parameter.has("state", dtype)]
-        if narrow:
-            what = (
+        cases: list[tuple[Kind, Column | None, tuple[str, ...], str, str]] = [
+            (
+                "no-master",
+                "master",
+                _names(p for p in bare if not _is_norm(p)),
+                f"The optimizer updates {dtype} weights in place: {lost}.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "norm-in-16-bits",
+                "master",
+                _names(norms),
+                f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
+                + (f"; {still} of {len(norms)} did not change at all." if still else "."),
+                _advice(_MASTERS, model),
+            ),
+            (
+                "upcast-without-effect",
+                "compute",
+                _names(wide),
+                f"Weights rest in {dtype} and are cast to {cast} where they compute: "
+                f"every update rounds them to {bits} bits before, and a cast adds none.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "state-too-narrow",
+                "state",
+                _names(p for p in model.parameters if p.has("state", dtype)),
                 f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
-                f"{dtype} rounds away, so it can grow and never shrink."
-            )
-            do = _advice(_MASTERS, model)
-            yield RunFinding("state-too-narrow", "state", _names(narrow), what, do)
-
-
-def _rounded_sums(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    if process.micro_batches < 2:
-        return
-    for dtype, bits in _BITS.items():
-        rounded = [
-            p
-            for p in model.parameters
-            if p.has("accumulate", dtype) and p.facts.get("gradients", 0) > process.steps
-        ]
-        if rounded:
-            what = (
+                f"{dtype} rounds away, so it can grow and never shrink.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "rounded-before-accumulation",
+                "accumulate",
+                _names(p for p in sums if p.has("accumulate", dtype) and process.micro_batches > 1),
                 f"Gradients of {process.micro_batches} micro-batches are added in {dtype}: each addition "
-                f"keeps {bits} bits."
-            )
-            names, do = _names(rounded), _advice(_SUMS, model)
-            yield RunFinding("rounded-before-accumulation", "accumulate", names, what, do)
-
-
-def _narrow_router(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    for dtype in _BITS:
-        routers = [p for p in model.parameters if p.has("compute", dtype) and _is_router(p, model)]
-        if routers:
-            what = (
+                f"keeps {bits} bits.",
+                _advice(_SUMS, model),
+            ),
+            (
+                "router-in-16-bits",
+                "compute",
+                _names(p for p in model.parameters if p.has("compute", dtype) and _is_router(p, model)),
                 f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
-                "other experts."
-            )
-            do = "Compute the router's logits in fp32: cast its weight and its input up, with autocast off."
-            yield RunFinding("router-in-16-bits", "compute", _names(routers), what, do)
-
-
-def _narrow_buffer(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    for dtype in _BITS:
-        narrow = tuple(name for name, held in model.buffers.items() if held == dtype)
-        if narrow:
-            what = (
+                "other experts.",
+                "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
+            ),
+            (
+                "buffer-rounded",
+                None,
+                tuple(name for name, held in model.buffers.items() if held == dtype),
                 f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
-                "rounded with the weights."
-            )
-            do = "Cast parameters alone, not the module, or restore the buffers after the cast."
-            yield RunFinding("buffer-rounded", None, narrow, what, do)
-
-
-def _never_updated(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    trained = [p for p in model.parameters if p.trained and p.facts.get("gradients", 0)]
-    left_out = [p for p in trained if p.facts.get("optimized") is False]
-    if left_out:
-        what = "Gradients arrive, and no optimizer that took a step has the parameter."
-        do = (
-            "Build the optimizer from the parameters of the model that is trained, after it was wrapped, "
-            "cast or moved."
-        )
-        yield RunFinding("never-updated", "master", _names(left_out), what, do)
-    still = [
-        p
-        for p in trained
-        if p.facts.get("optimized")
-        and p.facts.get("changed") is False
-        and process.steps > 1
-        and any(p.facts.get("used") or ())
-        and not (_is_norm(p) and p.dtypes("storage")[:1] in (("bfloat16",), ("float16",)))
-    ]
-    if still:
-        what = f"Not one bit changed in {process.steps} steps, though gradients arrived that are not zero."
-        do = (
-            "Look at the learning rate of its group, at whether updates are smaller than its dtype "
-            "resolves, and at whether the optimizer holds the tensors that the model computes with."
-        )
-        yield RunFinding("never-updated", "storage", _names(still), what, do)
-
-
-def _untied(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    """Find an embedding and a parameter that began as its copy.
-
-    They are a fault if the model's config ties them, a question if no config says, and meant if it says no.
-    """
-    if model.ties is False:
-        return
-    pairs: dict[tuple[int, tuple[int, ...]], list[ParameterRecord]] = {}
-    for parameter in model.parameters:
-        began = parameter.facts.get("began")
-        if began is not None and parameter.trained and len(parameter.shape) > 1:
-            pairs.setdefault((began, parameter.shape), []).append(parameter)
-    for alike in pairs.values():
-        # Others may be copies by intent, as experts are that began as one.
-        embeddings = sum(parameter.kind.endswith("Embedding") for parameter in alike)
-        if 0 < embeddings < len(alike):
-            what = "began with the same values in memory of their own, and train apart."
-            do = "tie them again once the model is wrapped, cast or loaded "
-            do += "(transformers: `model.tie_weights()`)."
-            if model.ties:
-                what, do = f"The model's config ties them; they {what}", f"T{do[1:]}"
-            else:
-                what, do = f"They {what}", f"Are they meant to be one parameter? Then {do} {_BY_INTENT}"
-            yield RunFinding("untied", "storage", _names(alike), what, do)
-
-
-_BY_INTENT = "A copy by intent is as it should be."
-
-
-def _narrow_export(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
-    def width(parameter: ParameterRecord, column: Column) -> int:
-        return max((_WIDTH.get(dtype, 32) for dtype in parameter.dtypes(column)), default=0)
-
-    narrow = [p for p in model.parameters if p.dtypes("export") and width(p, "export") < width(p, "storage")]
-    if narrow:
-        export = narrow[0].cells["export"][0]
-        what = (
-            f"Files have {export.dtype} of weights that are {narrow[0].dtypes('storage')[0]}: what was "
-            "trained is rounded."
-        )
-        do = "Write the weights as they are trained, and round where they are served."
-        yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
-
-
-_RULES: tuple[Callable[[ProcessRecord, ModelRecord], Iterator[RunFinding]], ...] = (
-    *(_never_updated, _no_master, _widened_in_vain, _narrow_state, _rounded_sums, _narrow_router),
-    *(_narrow_buffer, _untied, _narrow_export),
-)
-
-
-def _clipped(line: str) -> RunFinding:
-    what = (
-        "Gradients are clipped while the loss scale is in them: their norm is thousands of times too large, "
-        "so every step is clipped to the bone."
-    )
-    do = "Call `scaler.unscale_(optimizer)` before clipping."
-    return RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line)
+                "rounded with the weights.",
+                "Cast parameters alone, not the module, or restore the buffers after the cast.",
+            ),
+        ]
+        yield from (RunFinding(*case) for case in cases if case[2])
 
 
 def _is_norm(parameter: ParameterRecord) -> bool:
@@ -323,6 +215,74 @@ def _is_router(parameter: ParameterRecord, model: ModelRecord) -> bool:
     )
 
 
+def _never_updated(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    trained = [p for p in model.parameters if p.trained and p.facts.get("gradients", 0)]
+    left_out = _names(p for p in trained if p.facts.get("optimized") is False)
+    if left_out:
+        what = "Gradients arrive, and no optimizer that took a step has the parameter."
+        do = (
+            "Build the optimizer from the parameters of the model that is trained, after it was wrapped, "
+            "cast or moved."
+        )
+        yield RunFinding("never-updated", "master", left_out, what, do)
+    still = _names(
+        p
+        for p in trained
+        if p.facts.get("optimized")
+        and p.facts.get("changed") is False
+        and any(p.facts.get("used") or ())
+        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & _BITS.keys())
+    )
+    if still and process.steps > 1:
+        what = f"Not one bit changed in {process.steps} steps, though gradients arrived that are not zero."
+        do = (
+            "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
+            "and at whether the optimizer holds the tensors that the model computes with."
+        )
+        yield RunFinding("never-updated", "storage", still, what, do)
+
+
+def _untied(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    """Find an embedding and a parameter that began as its copy.
+
+    They are a fault if the model's config ties them, a question if no config says, and meant if it says no.
+    """
+    pairs: dict[tuple[int, tuple[int, ...]], list[ParameterRecord]] = {}
+    for parameter in () if model.ties is False else model.parameters:
+        began = parameter.facts.get("began")
+        if began is not None and parameter.trained and len(parameter.shape) > 1:
+            pairs.setdefault((began, parameter.shape), []).append(parameter)
+    for alike in pairs.values():
+        # Others may be copies by intent, as experts are that began as one.
+        if 0 < sum(parameter.kind.endswith("Embedding") for parameter in alike) < len(alike):
+            apart = "began with the same values in memory of their own, and train apart."
+            tie = (
+                "them again once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)."
+            )
+            what, do = f"The model's config ties them; they {apart}", f"Tie {tie}"
+            if not model.ties:
+                what = f"They {apart}"
+                do = (
+                    f"Are they meant to be one parameter? Then tie {tie} A copy by intent is as it should be."
+                )
+            yield RunFinding("untied", "storage", _names(alike), what, do)
+
+
+def _narrow_export(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    def width(parameter: ParameterRecord, column: Column) -> int:
+        return max((_WIDTH.get(dtype, 32) for dtype in parameter.dtypes(column)), default=0)
+
+    narrow = [p for p in model.parameters if p.dtypes("export") and width(p, "export") < width(p, "storage")]
+    if narrow:
+        export = narrow[0].cells["export"][0]
+        what = (
+            f"Files have {export.dtype} of weights that are {narrow[0].dtypes('storage')[0]}: what was "
+            "trained is rounded."
+        )
+        do = "Write the weights as they are trained, and round where they are served."
+        yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
+
+
 # --- rules of several ranks ---------------------------------------------------------------------------
 
 
@@ -330,30 +290,23 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
     """Find optimizers that were given another gradient than the average over ranks."""
     if len(processes) < 2:
         return
-    count, micro_batches = len(processes), processes[0].micro_batches
-    given: dict[str, list[str]] = {"own": [], "sum": [], "mean": [], "neither": [], "": []}
+    ranks, micro_batches = len(processes), processes[0].micro_batches
+    given: dict[str, list[str]] = {}
     for parameter in model.parameters:
-        given[_kind_of_gradient(parameter.name, model, processes)].append(parameter.name)
-    if given["own"]:
-        what = (
-            "What the optimizer was given is the gradient of its own rank, not the average: each rank "
-            "trains on its part of the batch."
-        )
-        do = _advice(_AVERAGES, model)
-        yield RunFinding("not-averaged", "reduce", tuple(given["own"]), what, do)
-    if given["sum"]:
-        what = (
-            f"What the optimizer was given is the sum of the gradients of {count} ranks, not their mean: "
-            f"steps are {count} times as long, or clipped as often."
-        )
+        given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
+    if "own" in given:
+        what = "What the optimizer was given is the gradient of its own rank, not the average: "
+        what += "each rank trains on its part of the batch."
+        yield RunFinding("not-averaged", "reduce", tuple(given["own"]), what, _advice(_AVERAGES, model))
+    if "sum" in given:
+        what = f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: "
+        what += f"steps are {ranks} times as long, or clipped as often."
         do = "Divide by the number of ranks, unless the loss was divided by it."
         yield RunFinding("not-averaged", "reduce", tuple(given["sum"]), what, do)
-    lost = tuple(given["neither"])
+    lost = tuple(given.get("neither", ()))
     if _library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
-        what = (
-            f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: some "
-            "were dropped."
-        )
+        what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
+        what += "some were dropped."
         do = (
             "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
             "each, or mark the last with `engine.set_gradient_accumulation_boundary`."

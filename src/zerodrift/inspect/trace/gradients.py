@@ -15,7 +15,7 @@ import torch
 
 from zerodrift.inspect.trace.operations import floating
 from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
-from zerodrift.inspect.trace.places import LineOfCall, line_of_script
+from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import Column, dtype_name
 from zerodrift.inspect.trace.state import WatchState, guarded
 
@@ -25,8 +25,6 @@ class GradientWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self._line = LineOfCall()
-        """Line of the backward that is under way."""
         self._is_scaled = False
         """Whether the loss scale is in the gradients."""
 
@@ -55,11 +53,10 @@ class GradientWatch:
 
     @guarded
     def _begins(self) -> None:
-        self._line = LineOfCall()
         self.state.backward_begins()
         for model in self.state.models:
             for parameter in model.parameters:
-                tensor = parameter.tensor
+                tensor = parameter.tensor()
                 if parameter.record.trained and not parameter.is_hooked and tensor is not None:
                     self.hook(parameter, tensor)
                     parameter.is_hooked = tensor.requires_grad
@@ -76,7 +73,7 @@ class GradientWatch:
         def arrives(gradient: torch.Tensor) -> None:
             if state.active and not torch.compiler.is_compiling():
                 try:
-                    parameter.arrives(gradient, state.several, self._line)
+                    parameter.arrives(gradient, state.several)
                     tensor = holder()
                     if tensor is not None and tensor.grad is not None:
                         self._adds(parameter, tensor.grad)
@@ -101,7 +98,7 @@ class GradientWatch:
         dtype = dtype_name(held.dtype)
         # Zeros are no sum: DeepSpeed's BF16_Optimizer leaves them.
         if not parameter.record.has("accumulate", dtype) and local(held).any():
-            parameter.record.add("accumulate", dtype, ".grad", "", self._line)
+            parameter.record.add("accumulate", dtype, ".grad", "", line_of_script)
 
     @guarded
     def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor | None) -> None:

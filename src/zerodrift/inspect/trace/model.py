@@ -194,14 +194,14 @@ class LiveModel:
     def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is."""
         parameter = self._by_tensor.get(id(tensor))
-        return parameter if parameter is not None and parameter.is_resting(tensor) else None
+        return parameter if parameter is not None and parameter.tensor() is tensor else None
 
     def copied(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is a wider copy of, by its values."""
         known = self._copies.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        copies = [p for p in self.parameters if _is_copy(tensor, p.tensor)]
+        copies = [p for p in self.parameters if _is_copy(tensor, p.tensor())]
         parameter = copies[0] if len(copies) == 1 else None
         self._copies[id(tensor)] = (weakref.ref(tensor), parameter)
         return parameter
@@ -218,7 +218,7 @@ class LiveModel:
     def remember(self, memory: Owners[LiveParameter]) -> None:
         """Put the memory of what rests into `memory`."""
         for parameter in self.parameters:
-            tensor = parameter.tensor
+            tensor = parameter.tensor()
             if tensor is not None and local(tensor).numel():
                 memory.put(tensor, parameter)
 
@@ -232,12 +232,10 @@ class LiveModel:
     def has_others(self, module: torch.nn.Module) -> bool:
         """Return True if its forward had other tensors than the one before."""
         leaves = self._leaves.get(id(module), ())
-        return any(not parameter.was_computed_with(_attribute(module, leaf)) for leaf, parameter in leaves)
+        return any(parameter.computed_with() is not _attribute(module, leaf) for leaf, parameter in leaves)
 
     def stepped(self, since: bool) -> None:
-        new = [parameter.samples for parameter in self.parameters if parameter.samples.is_new]
-        if new:
-            read(new)
+        read([parameter.samples for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.stepped(since)
 

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerodrift.inspect.trace.places import line_of_script
-from zerodrift.inspect.trace.records import Column, Line, ParameterRecord, dtype_name
+from zerodrift.inspect.trace.records import Column, ParameterRecord, dtype_name
 
 Owner = TypeVar("Owner")
 
@@ -34,29 +34,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else tensor
 
 
-# --- memory -------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Allocation(Generic[Owner]):
-    """One storage, and the owners of its ranges of elements, in the order of their begins."""
+    """One storage, and the owners of ranges of its elements, in the order of their begins."""
 
     memory: StorageWeakRef
     begins: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    owners: list[Owner] = field(default_factory=list)
-
-    def put(self, begin: int, end: int, owner: Owner) -> bool:
-        place = bisect.bisect_left(self.begins, begin)
-        if place < len(self.begins) and self.begins[place] == begin:
-            if self.ends[place] == end and self.owners[place] is owner:
-                return False
-            self.ends[place], self.owners[place] = end, owner
-            return True
-        self.begins.insert(place, begin)
-        self.ends.insert(place, end)
-        self.owners.insert(place, owner)
-        return True
+    ranges: list[tuple[int, Owner]] = field(default_factory=list)
+    """End and owner of each."""
 
 
 class Owners(Generic[Owner]):
@@ -76,35 +61,40 @@ class Owners(Generic[Owner]):
         held = self._held.get(storage._cdata)
         if held is None or _is_freed(held.memory.cdata):
             held = self._held[storage._cdata] = _Allocation(StorageWeakRef(storage))
-        return held.put(begin, end, owner)
+        place = bisect.bisect_left(held.begins, begin)
+        if place == len(held.begins) or held.begins[place] != begin:
+            held.begins.insert(place, begin)
+            held.ranges.insert(place, (end, owner))
+            return True
+        before, held.ranges[place] = held.ranges[place], (end, owner)
+        return before[0] != end or before[1] is not owner
+
+    def _find(self, tensor: torch.Tensor) -> tuple[int, _Allocation[Owner] | None]:
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        is_alive = held is not None and not _is_freed(held.memory.cdata)
+        return int(tensor.storage_offset()), held if is_alive else None
 
     def of(self, tensor: torch.Tensor) -> Owner | None:
         """Return the owner of a tensor's first element."""
-        tensor = local(tensor)
-        held = self._held.get(tensor.untyped_storage()._cdata)
-        if held is None or _is_freed(held.memory.cdata):
+        begin, held = self._find(local(tensor))
+        place = 0 if held is None else bisect.bisect_right(held.begins, begin)
+        if held is None or not place:
             return None
-        begin = int(tensor.storage_offset())
-        place = bisect.bisect_right(held.begins, begin) - 1
-        return held.owners[place] if place >= 0 and begin < held.ends[place] else None
+        end, owner = held.ranges[place - 1]
+        return owner if begin < end else None
 
     def all_of(self, tensor: torch.Tensor) -> list[Owner]:
         """Return every owner of any of its elements."""
-        tensor = local(tensor)
-        held = self._held.get(tensor.untyped_storage()._cdata)
-        if held is None or _is_freed(held.memory.cdata):
+        begin, held = self._find(local(tensor))
+        if held is None:
             return []
-        begin = int(tensor.storage_offset())
-        end = begin + tensor.numel()
-        parts = zip(held.begins, held.ends, held.owners, strict=True)
-        return [owner for first, last, owner in parts if first < end and begin < last]
+        end, parts = begin + local(tensor).numel(), zip(held.begins, held.ranges, strict=True)
+        return [owner for first, (last, owner) in parts if first < end and begin < last]
 
     def forget_freed(self) -> None:
         for key in [key for key, held in self._held.items() if _is_freed(held.memory.cdata)]:
             del self._held[key]
 
-
-# --- samples ------------------------------------------------------------------------------------------
 
 COUNT = 8
 """Elements of a parameter that are sampled, at most."""
@@ -154,14 +144,10 @@ class Samples:
         self._own, self._used = [0.0] * len(self.places), [None] * len(self.places)
         return own, used
 
-    @property
-    def is_new(self) -> bool:
-        """Whether elements were copied that were not read."""
-        return bool(self._arrived or self._given)
-
 
 def read(samples: Sequence[Samples]) -> None:
     """Read all copied elements, with one transfer per device."""
+    samples = [one for one in samples if one._arrived or one._given]
     copied = [tensor for one in samples for tensor in (*one._arrived, *(given for _, given in one._given))]
     values = {
         device: iter(torch.cat([tensor for tensor in copied if tensor.device == device]).tolist())
@@ -196,9 +182,6 @@ def _indices(shape: torch.Size, flat: range, device: torch.device) -> tuple[torc
     return tuple(reversed(index))
 
 
-# --- the parameter ------------------------------------------------------------------------------------
-
-
 class LiveParameter:
     """A parameter, the tensor that rests between steps, and what becomes of its gradients."""
 
@@ -216,9 +199,10 @@ class LiveParameter:
         self.begin = 0
         """Flat index of this rank's first element; -1 if its elements are no range."""
         self.rests_in(tensor)
-        self._computed_with: Callable[[], torch.Tensor | None] = lambda: None
+        self.computed_with: Callable[[], torch.Tensor | None] = lambda: None
+        """Returns the tensor of its module's last forward."""
         self.compute_dtype: torch.dtype | None = None
-        """Dtype of the tensor in its module's last forward; operations may cast it."""
+        """Dtype of that tensor; operations may cast it."""
         self.computed_in: set[torch.dtype] = set()
         self._arrived = self._arrived_before = 0
         self._arrived_in: set[torch.dtype] = set()
@@ -226,29 +210,19 @@ class LiveParameter:
         self._numel = record.numel
         self._first_digest: int | None = None
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        return self._tensor()
-
     def rests_in(self, tensor: torch.Tensor) -> None:
+        """Rest in another tensor between steps, which `tensor` returns while it is there."""
         self._rested_in: torch.dtype | None = None
         self.is_hooked = False
         """Whether gradients are seen to arrive at the tensor that rests."""
-        self._tensor = weakref.ref(tensor)
+        self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.begin = _begin(tensor, self.record)
-
-    def is_resting(self, tensor: torch.Tensor) -> bool:
-        return self._tensor() is tensor
-
-    def was_computed_with(self, tensor: torch.Tensor | None) -> bool:
-        """Return True if the last forward of its module had this tensor."""
-        return self._computed_with() is tensor
 
     def computes_with(self, tensor: torch.Tensor) -> bool:
         """Note the tensor of a forward; return True if it is another than before."""
-        if self._computed_with() is tensor:
+        if self.computed_with() is tensor:
             return False
-        self._computed_with, self.compute_dtype = weakref.ref(tensor), tensor.dtype
+        self.computed_with, self.compute_dtype = weakref.ref(tensor), tensor.dtype
         return True
 
     @property
@@ -258,7 +232,7 @@ class LiveParameter:
 
     def look(self) -> bool:
         """Record what rests; return True if its dtype is new."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None:
             return False
         rests = tensor.__dict__.get("ds_tensor", tensor)  # DeepSpeed's shard of it
@@ -276,13 +250,15 @@ class LiveParameter:
     def gathered(self, dtype: torch.dtype) -> str:
         return self.gather_dtype if dtype is torch.uint8 and self.gather_dtype else dtype_name(dtype)
 
-    def arrives(self, gradient: torch.Tensor, sample: bool, line: Line = line_of_script) -> None:
+    def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
         """Record a gradient at the leaf, and sample it if other ranks have one to compare with."""
         self._arrived += 1
         if gradient.dtype not in self._arrived_in:
             self._arrived_in.add(gradient.dtype)
             path = self.record.name.rpartition(".")[0]
-            self.record.add("grad", dtype_name(gradient.dtype), "the gradient at the leaf", path, line)
+            self.record.add(
+                "grad", dtype_name(gradient.dtype), "the gradient at the leaf", path, line_of_script
+            )
         if not sample:
             self.samples.misses()
         elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
@@ -321,7 +297,7 @@ class LiveParameter:
 
     def end(self, world: int) -> ParameterRecord:
         """Return the record, with a reason for every empty cell."""
-        record, tensor = self.record, self._tensor()
+        record, tensor = self.record, self.tensor()
         record.facts |= {
             "optimized": self.optimized,
             "gradients": self._arrived,
@@ -374,49 +350,40 @@ def _varies(tensor: torch.Tensor) -> bool:
 
 
 _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_CHUNK = 1 << 20
-_ROW = 64
 
 
 def _digest(tensor: torch.Tensor) -> int | None:
-    """Return a number of the bits and their order; None for a tensor without floating values."""
+    """Return a number of the bits and their order; None for a tensor without floating values.
+
+    Rows and columns of 64 words of 64 bits are summed, and each sum is weighted by its place: that takes a
+    fraction of the time of a product with every word.
+    """
     if tensor.device.type == "meta" or not tensor.dtype.is_floating_point:
         return None
-    flat = tensor.detach().reshape(-1).view(_AS_INTEGERS[tensor.dtype.itemsize])
-    total = 0
-    for begin in range(0, flat.numel(), _CHUNK):
-        total = (31 * total + _weighted_sum(flat[begin : begin + _CHUNK])) % (1 << 63)
+    each, total = 8 // tensor.dtype.itemsize, 0
+    for bits in tensor.detach().reshape(-1).view(_AS_INTEGERS[tensor.dtype.itemsize]).split(1 << 20):
+        whole = bits.numel() - bits.numel() % (64 * each)
+        bits = bits.clone() if bits.storage_offset() % each else bits
+        words = bits[:whole].view(torch.int64).view(-1, 64)
+        sums = torch.cat([words.sum(1), words.sum(0), bits[whole:].to(torch.int64)])
+        weights = torch.arange(sums.numel(), device=sums.device) * 2654435761 | 1
+        total = (31 * total + int((sums * weights).sum())) % (1 << 63)
     return total
-
-
-def _weighted_sum(bits: torch.Tensor) -> int:
-    """Sum rows and columns of 64 words of 64 bits, and the rest, each weighted by its place.
-
-    Sums of whole words take a fraction of the time of a product with every word.
-    """
-    each = 8 // bits.dtype.itemsize
-    whole = bits.numel() - bits.numel() % (_ROW * each)
-    if bits.storage_offset() % each:
-        bits = bits.clone()
-    words = bits[:whole].view(torch.int64).view(-1, _ROW)
-    sums = torch.cat([words.sum(1), words.sum(0), bits[whole:].to(torch.int64)])
-    weights = torch.arange(sums.numel(), device=sums.device) * 2654435761 | 1
-    return int((sums * weights).sum())
 
 
 def _reasons(record: ParameterRecord, world: int, is_optimized: bool) -> dict[Column, str]:
     """Return the reason that each column would be empty for."""
-    whole = "one process" if world == 1 else "none was seen" if record.layout else "each rank has all of it"
+    alone = "one process" if world == 1 else ""
     frozen = "" if record.trained else "it is not trained"
     no_gradient = frozen or "no gradient arrived in the observed steps"
     no_optimizer = frozen or "no optimizer that took a step has it"
     return {
         "storage": "it was never between steps",
-        "gather": whole,
+        "gather": alone or ("none was seen" if record.layout else "each rank has all of it"),
         "compute": "no operation used it in the observed steps",
         "grad": no_gradient,
         "accumulate": no_gradient,
-        "reduce": frozen or ("one process" if world == 1 else "no collective carried its gradient"),
+        "reduce": frozen or alone or "no collective carried its gradient",
         "master": no_optimizer,
         "state": "none is kept" if is_optimized else no_optimizer,
         "export": "no file with it was written in the observed steps",

@@ -175,15 +175,3 @@ def line_of_script() -> str:
     """Return `file:line` of the innermost frame that is in no library; empty if there is none."""
     frame = _frame_where(_is_script)
     return "" if frame is None else _line(frame)
-
-
-class LineOfCall:
-    """The line of a call that is under way, found once."""
-
-    def __init__(self) -> None:
-        self._line: str | None = None
-
-    def __call__(self) -> str:
-        if self._line is None:
-            self._line = line_of_script()
-        return self._line

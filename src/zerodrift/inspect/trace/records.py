@@ -23,9 +23,6 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 VERSION = 1
 """Version of the JSON of a process."""
 
-Line = str | Callable[[], str]
-"""`file:line`, or a function that finds it when it is needed."""
-
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
@@ -100,8 +97,10 @@ class ParameterRecord:
     def has(self, column: Column, dtype: str) -> bool:
         return any(sighting.dtype == dtype for sighting in self.cells.get(column, ()))
 
-    def add(self, column: Column, dtype: str, by: str, module: str = "", line: Line = "") -> None:
-        """Add a sighting, unless the cell has this dtype."""
+    def add(
+        self, column: Column, dtype: str, by: str, module: str = "", line: str | Callable[[], str] = ""
+    ) -> None:
+        """Add a sighting, unless the cell has this dtype; `line` may be found only then."""
         if not self.has(column, dtype):
             line = line if isinstance(line, str) else line()
             self.cells.setdefault(column, []).append(Sighting(dtype, by, module, line))

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerodrift.inspect.trace.hooks import Patches, when_imported
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, local
-from zerodrift.inspect.trace.places import LineOfCall, line_of_script
+from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
@@ -71,7 +71,6 @@ class StepWatch:
 
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        line = LineOfCall()
         self._under_way = optimizer, self._pairs(optimizer)
         for tensor, updated in self._under_way[1]:
             gradient = tensor.grad
@@ -79,7 +78,7 @@ class StepWatch:
             if dtype not in updated.given:
                 updated.given.add(dtype)
                 for part in updated.parts:
-                    _see_given(part, tensor, dtype, line)
+                    _see_given(part, tensor, dtype)
             if gradient is not None:
                 for part in updated.parts:
                     if self.state.several or not part.parameter.has_gradient:
@@ -144,18 +143,16 @@ def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _see_given(
-    part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | None, line: LineOfCall
-) -> None:
+def _see_given(part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
     parameter = part.parameter
     parameter.optimized = True
-    if parameter.is_resting(tensor):
+    if parameter.tensor() is tensor:
         parameter.record.add("master", "same", "the parameter itself")
     else:
         parameter.record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
         parameter.began(local(tensor), part.at, part.length)
     if part.sums and dtype is not None:
-        parameter.record.add("accumulate", dtype_name(dtype), ".grad", "", line)
+        parameter.record.add("accumulate", dtype_name(dtype), ".grad", "", line_of_script)
 
 
 def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, state: Any) -> None:

@@ -93,7 +93,7 @@ class DeepSpeed(Adapter):
 
 def _sent_in(parameter: LiveParameter) -> torch.dtype | None:
     """Return the dtype that DeepSpeed sends a parameter in, unless its config says another for all."""
-    tensor = parameter.tensor
+    tensor = parameter.tensor()
     rests = getattr(tensor, "ds_tensor", tensor)
     dtype = rests.dtype if isinstance(rests, torch.Tensor) else None
     return getattr(tensor, "comm_dtype", dtype)

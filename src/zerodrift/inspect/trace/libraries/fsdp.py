@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from zerodrift.inspect.trace.parameter import LiveParameter
-from zerodrift.inspect.trace.places import LineOfCall
+from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import Adapter, OptimizedPart, WatchState
 
 
 def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]) -> None:
     """Record the tensor that micro-batches are added in."""
-    line = LineOfCall()
     for parameter in parameters:
-        parameter.record.add("accumulate", dtype_name(total.dtype), name, "", line)
+        parameter.record.add("accumulate", dtype_name(total.dtype), name, "", line_of_script)
 
 
 # --- fully_shard --------------------------------------------------------------------------------------
@@ -136,9 +135,9 @@ class Fsdp1(Adapter):
         before = self._sums.pop(id(flat), None)
         if not reduces:
             self._sums[id(flat)] = total.clone()
-        gradient, line = total if before is None else total - before, LineOfCall()
+        gradient = total if before is None else total - before
         for parameter, _, begin in self._members(flat):
-            parameter.arrives(gradient[begin : begin + parameter.record.numel], True, line)
+            parameter.arrives(gradient[begin : begin + parameter.record.numel], sample=True)
         if before is not None or not reduces:
             _see_sum(total, "FSDP's whole gradient", self._parameters(flat))
 
