@@ -157,7 +157,7 @@ def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
 
 PLACES = [
     (LiveParameter, "arrives"),
-    (LiveParameter, "used"),
+    (Samples, "given"),
     (LiveModel, "held"),
     (Owners, "of"),
 ]
@@ -363,7 +363,7 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     assert used == [float(torch.tensor(float(place)).bfloat16()) for place in one.places]
     one.given(torch.arange(100.0), 13, 50, 20)  # elements 13 to 33, from place 50
     one.arrives(whole)
-    one.misses()
+    one.missed = True
     read([one])
     own, used = one.end()
     assert own == []

@@ -24,7 +24,7 @@ from zerodrift.config.load import load
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
-from zerodrift.inspect.check.findings import RunFinding
+from zerodrift.inspect.check.findings import Kind, RunFinding
 from zerodrift.inspect.trace import records
 from zerodrift.inspect.trace.records import (
     Column,
@@ -49,9 +49,6 @@ Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFF
 
 THE_MODELS: tuple[Column, ...] = ("compute", "grad")
 """Columns that a model's own code may widen; the engine decides the others."""
-
-
-# --- our engine and its plan --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,6 @@ class ComparedCell:
     parameters: int
     numel: int
     example: str
-    """The first of them."""
     verdict: Verdict
 
 
@@ -104,7 +100,6 @@ def declared(columns: Columns) -> dict[Column, str]:
 
 
 def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) -> Verdict:
-    """Judge one cell of one parameter."""
     if not seen:
         return "not seen"
     said = declared(columns)[column]
@@ -131,33 +126,36 @@ def _word(dtype: DType) -> str:
     return dtype_name(dtype.torch)
 
 
-def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
-    """Return every cell that was seen to be another dtype than declared, in plan order."""
-    findings = []
+def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, str, list[str], Verdict]]:
+    """Yield every declared cell in plan order, with what was seen of it."""
     for row in plan.rows:
-        why = row.columns.reasons()
         for column, said in declared(row.columns).items():
             seen = observed.seen(row.name, column)
-            if verdict(plan, row.columns, column, seen) == "DIFFERENT":
-                findings.append(Finding(row.name, column, said, tuple(sorted(seen)), why.get(column, "")))
-    return findings
+            yield row, column, said, sorted(seen), verdict(plan, row.columns, column, seen)
+
+
+def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
+    """Return every cell that was seen to be another dtype than declared, in plan order."""
+    return [
+        Finding(row.name, column, said, tuple(seen), row.columns.reasons().get(column, ""))
+        for row, column, said, seen, judged in _judged(plan, observed)
+        if judged == "DIFFERENT"
+    ]
 
 
 def table(plan: Plan, observed: EngineRecord) -> list[ComparedCell]:
     """Return declared and seen dtypes column by column, with the number of parameters."""
     cells: dict[tuple[Column, str, str, Verdict], list[Row]] = {}
-    for column in COLUMNS:
-        for row in plan.rows:
-            said = declared(row.columns).get(column)
-            if said is None:
-                continue
-            dtypes = observed.seen(row.name, column)
-            judged = verdict(plan, row.columns, column, dtypes)
-            cells.setdefault((column, said, ", ".join(sorted(dtypes)) or UNSEEN, judged), []).append(row)
+    for row, column, said, seen, judged in _judged(plan, observed):
+        cells.setdefault((column, said, ", ".join(seen) or UNSEEN, judged), []).append(row)
     return [
         ComparedCell(column, said, seen, len(rows), sum(r.whole_numel for r in rows), rows[0].name, judged)
-        for (column, said, seen, judged), rows in cells.items()
+        for (column, said, seen, judged), rows in sorted(cells.items(), key=_column_number)
     ]
+
+
+def _column_number(item: tuple[tuple[Column, str, str, Verdict], list[Row]]) -> int:
+    return COLUMNS.index(item[0][0])
 
 
 def line(plan: Plan, observed: EngineRecord) -> str:
@@ -177,27 +175,16 @@ def line(plan: Plan, observed: EngineRecord) -> str:
 
 def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
     """Return a line for each cell that the model's own code computed wider than planned."""
-    return tuple(
-        _WIDENED[cell.column].format(
-            seen=cell.seen,
-            whose=cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else ""),
-            declared=cell.declared,
-        )
-        for cell in table(plan, observed)
-        if cell.verdict == "wider"
-    )
-
-
-_WIDENED: dict[Column, str] = {
-    "compute": (
-        "wider than planned: the model's own code computes in {seen} with {whose}, for {declared} in the "
-        "plan; nothing is lost"
-    ),
-    "grad": (
-        "wider than planned: the model's own code leaves gradients of {whose} in {seen}; they are rounded "
-        "to {declared}, as the plan says, where autograd adds them"
-    ),
-}
+    lines = []
+    for cell in table(plan, observed):
+        whose = cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else "")
+        what = f"computes in {cell.seen} with {whose}, for {cell.declared} in the plan; nothing is lost"
+        if cell.column == "grad":
+            what = f"leaves gradients of {whose} in {cell.seen}; they are rounded to {cell.declared}, as the plan "
+            what += "says, where autograd adds them"
+        if cell.verdict == "wider":
+            lines.append(f"wider than planned: the model's own code {what}")
+    return tuple(lines)
 
 
 def require_declared(plan: Plan, observed: EngineRecord) -> None:
@@ -208,15 +195,10 @@ def require_declared(plan: Plan, observed: EngineRecord) -> None:
 
 
 def _problem(finding: Finding) -> Problem:
-    return Problem(
-        finding.name,
-        f"`{finding.column}` must be {finding.declared} ({finding.why})",
-        got=", ".join(finding.seen),
-        do=_OWN_CODE if finding.column in THE_MODELS else "",
-    )
-
-
-_OWN_CODE = "The model's own code may round what it is given: change that, or what the plan says."
+    must = f"`{finding.column}` must be {finding.declared} ({finding.why})"
+    do = "The model's own code may round what it is given: change that, or what the plan says."
+    do = do if finding.column in THE_MODELS else ""
+    return Problem(finding.name, must, got=", ".join(finding.seen), do=do)
 
 
 # --- anybody's run and a file -------------------------------------------------------------------------
@@ -226,39 +208,28 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
     data = _json(path)
     if tables.is_table(data):
+        do = "If the change is meant, save the table anew."
         return [
-            RunFinding(
-                "not-as-expected",
-                item.column,  # type: ignore[arg-type]
-                item.names,
-                f"It was {item.a} and is {item.b}.",
-                "If the change is meant, save the table anew.",
-            )
+            RunFinding("not-as-expected", item.column, item.names, f"It was {item.a} and is {item.b}.", do)
             for item in tables.differences(tables.read(path), processes)
         ]
     trained = [model for model in processes[0].models if model.trained]
     if len(trained) != 1:
-        raise ConfigError(
-            path.name,
-            "must be a table that `check --save` wrote, where several models are trained",
-            got=f"{len(trained)} models: {', '.join(model.name for model in trained)}",
-        )
+        must = "must be a table that `check --save` wrote, where several models are trained"
+        got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
+        raise ConfigError(path.name, must, got=got)
     is_plan = isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
     plan = _read_plan(path, data) if is_plan else _planned(path, trained[0], processes[0].world)
     alike: dict[tuple[Column, str, str, str], list[str]] = {}
     for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, is_plan):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
-    return [
-        RunFinding(
-            "key-without-effect" if _KEY.search(why) else "not-as-expected",
-            column,
-            tuple(names),
-            f"{why}: {said} was declared, {seen} was seen.",
-            "The library that runs does not do what the key says: see what it supports, or leave the key "
-            "out.",
-        )
-        for (column, said, why, seen), names in alike.items()
-    ]
+    do = "The library that runs does not do what the key says: see what it supports, or leave the key out."
+    found = []
+    for (column, said, why, seen), names in alike.items():
+        what = f"{why}: {said} was declared, {seen} was seen."
+        kind: Kind = "key-without-effect" if _KEY.search(why) else "not-as-expected"
+        found.append(RunFinding(kind, column, tuple(names), what, do))
+    return found
 
 
 _KEY = re.compile(r"[a-z_]+\.[a-z_]+|communication_data_type|[a-z]+_dtype")
@@ -281,22 +252,15 @@ def _read_plan(path: Path, data: Any) -> Plan:
 
 def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
     """Plan a config on the model that was seen."""
+    specs = []
+    for seen in model.parameters:
+        names = (seen.name, *seen.also)
+        storage = from_torch(getattr(torch, (seen.dtypes("storage") or ("float32",))[0]))
+        owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
+        specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
     config = load(path)
     mesh = mesh_for(config, world)
-    spec = ModelSpec(model.name, tuple(map(_spec, model.parameters)))
-    return build(resolve(config, mesh), spec, mesh)
-
-
-def _spec(seen: ParameterRecord) -> ParameterSpec:
-    names = (seen.name, *seen.also)
-    storage = (seen.dtypes("storage") or ("float32",))[0]
-    return ParameterSpec(
-        names=names,
-        shape=seen.shape,
-        dtype=from_torch(getattr(torch, storage)) or DType.FP32,
-        owners=tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names),
-        trained=seen.trained,
-    )
+    return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
 
 
 def _differing(

@@ -340,14 +340,9 @@ def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[Process
     return "neither" if min(_spread(by_mean, median), _spread(by_own, median)) > _UNLIKE else ""
 
 
-_LEAST = 3
-"""Elements that it takes to tell."""
-
-_ALIKE = 0.02
-"""Relative spread that rounding explains."""
-
-_UNLIKE = 0.2
-"""Relative spread of half of the elements that rounding does not explain."""
+_LEAST = 3  # elements that it takes to tell
+_ALIKE = 0.02  # relative spread that rounding explains
+_UNLIKE = 0.2  # relative spread of half of the elements that rounding does not explain
 
 
 def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> float:

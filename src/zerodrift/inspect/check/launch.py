@@ -30,41 +30,29 @@ from zerodrift.inspect.trace.hooks import when_imported
 from zerodrift.inspect.trace.records import ProcessRecord
 from zerodrift.startup import Start, failures, spawn, starting, tell_failure
 
-END = "end"
-"""File that lets every process end."""
+END = "end"  # a file that lets every process end
+HELD = "held"  # a file that is locked while the check is there
 
-HELD = "held"
-"""File that is locked while the check is there."""
-
-_STRAGGLING = 60.0
-"""Seconds between the first rank that has seen its steps and the last."""
-
-_GRACE = 10.0
-"""Seconds between asking processes to end and killing them."""
-
-_LONGEST_WAIT = 120.0
-"""Seconds that a process waits for the others."""
-
-
-# --- the check ----------------------------------------------------------------------------------------
+_STRAGGLING = 60.0  # seconds between the first rank that has seen its steps and the last
+_GRACE = 10.0  # seconds between asking processes to end and killing them
+_LONGEST_WAIT = 120.0  # seconds that a process waits for the others
 
 
 @dataclass
 class RunRecord:
-    """The records of a command's processes."""
+    """The records of a command's processes: of those that took a step, by rank, and of the idle ones.
+
+    `failures` says why processes could not be watched, `silent` counts watched ones that left nothing, and `late`
+    is whether the check ended the command because its time was over.
+    """
 
     code: int
     """Exit code of the command; negative for a signal, 0 if the check ended it."""
     processes: list[ProcessRecord] = field(default_factory=list)
-    """Processes that took a step, by rank."""
     idle: list[ProcessRecord] = field(default_factory=list)
-    """Processes that imported torch and took no step."""
     failures: list[str] = field(default_factory=list)
-    """Why a process could not be watched."""
     silent: int = 0
-    """Processes that were watched and left nothing."""
     late: bool = False
-    """Whether the check ended the command because its time was over."""
 
 
 def run(
@@ -137,9 +125,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _records(seen: Path) -> list[ProcessRecord]:
     return [ProcessRecord.from_json(json.loads(path.read_text())) for path in sorted(seen.glob("*.json"))]
-
-
-# --- each process -------------------------------------------------------------------------------------
 
 
 def watch_with_torch(folder: str, steps: int, keep_going: bool) -> None:

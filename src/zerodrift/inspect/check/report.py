@@ -31,11 +31,8 @@ from zerodrift.report.page import section as page_section
 
 WIDTH = 80
 
-_GROUP_NAMES = 6
-"""Names of a group that are printed."""
-
-_FINDING_NAMES = 3
-"""Names of a finding that are printed."""
+_GROUP_NAMES = 6  # printed of a group
+_FINDING_NAMES = 3  # printed of a finding
 
 _STYLES = {"fp32": "green", "fp64": "green", "same": "", "bf16": "cyan", "fp16": "magenta"}
 

@@ -151,7 +151,8 @@ def read(path: Path) -> list[ProcessRecord]:
 class CellDifference:
     """One column of some parameters that differs between two tables."""
 
-    column: str
+    column: Any
+    """A column, or `model`, `parameter` or `training`."""
     a: str
     b: str
     names: tuple[str, ...]

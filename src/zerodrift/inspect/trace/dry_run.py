@@ -135,7 +135,6 @@ class _DryRun:
                 self._kept.setdefault(self._recorder.memory(tensor), path)
 
     def step(self, inputs: Inputs) -> Trace:
-        """Run one forward and backward."""
         recorder, loss, refused = self._recorder, "", None
         try:
             with FunctionCalls(recorder), recorder.mode():

@@ -32,13 +32,10 @@ from zerodrift.inspect.trace.places import ModulePaths, place_of_code
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.plan.traced import CastBy, Refusal, TracedOperation, TracedTensor
 
-DEVICE = "cpu"
-"""The device whose list autocast goes by; those of other devices differ in a few operations."""
+DEVICE = "cpu"  # autocast's lists of other devices differ in a few operations
+SMALL = 1 << 16  # elements up to which whole numbers keep their values
 
-SMALL = 1 << 16
-"""Elements up to which whole numbers keep their values."""
-
-ONE_DTYPE = frozenset((
+ONE_DTYPE = frozenset((  # see [Note: mixed dtypes]
     "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution", "_grouped_mm",
     "linalg_cross", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_",
     "_unsafe_index_put", "_index_put_impl_", "scatter", "scatter_", "scatter_add", "scatter_add_",
@@ -46,7 +43,6 @@ ONE_DTYPE = frozenset((
     "complex", "nll_loss_forward", "nll_loss2d_forward", "_cdist_forward",
     "_linalg_solve_ex",
 ))  # fmt: skip
-"""See [Note: mixed dtypes]."""
 
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"))
 """Norms, whose parameters may be wider than their input, and not narrower."""
@@ -131,16 +127,14 @@ class FakeRecorder:
         self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Id of a tensor -> the tensor and its form without values."""
         self._nodes: list[int] = []
-        """Numbers of autograd's nodes, ascending."""
         self._made: list[tuple[str, int, str]] = []
-        """The module, call and line that made each node."""
+        """Numbers of autograd's nodes, ascending, and the module, call and line that made each."""
 
     def mode(self) -> TorchDispatchMode:
         """Return the context in which operations are recorded."""
         return every_operation(self._write_down, compiled=False, run=self._run)
 
     def memory(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's memory."""
         whole: Any = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
         key = whole._cdata
         if key not in self._numbers:
@@ -153,8 +147,6 @@ class FakeRecorder:
         if not tensor.is_meta and _keeps_values(tensor):
             return tensor.to(dtype)
         return self._faked(tensor) if dtype is tensor.dtype else self._empty(tensor, dtype)
-
-    # --- running --------------------------------------------------------------------------------------
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -234,8 +226,6 @@ class FakeRecorder:
         with self._fake:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=DEVICE)
 
-    # --- refusals -------------------------------------------------------------------------------------
-
     def _require_one_dtype(self, name: str, given: list[torch.Tensor]) -> None:
         dtypes = _floating_dtypes(given) if name in ONE_DTYPE or name in NORMS else []
         if len(dtypes) < 2:
@@ -255,8 +245,6 @@ class FakeRecorder:
         shown = called if is_public else name.strip("_")
         self.refused = Refusal(path, shown, tuple(dtypes), why, line, self.backward)
         raise RefusedError(shown)
-
-    # --- writing down ---------------------------------------------------------------------------------
 
     def _place(self) -> tuple[tuple[str, int], str, CastBy]:
         """Return module and call, line of the model's code, and who in the engine asks for the operation."""

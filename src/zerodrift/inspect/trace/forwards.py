@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from zerodrift.inspect.trace.gradients import GradientWatch
 from zerodrift.inspect.trace.operations import CASTS, anything_compiled, computing, every_operation, floating
-from zerodrift.inspect.trace.parameter import LiveParameter
 from zerodrift.inspect.trace.places import is_from_script, line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import WatchState, guarded
@@ -62,8 +61,6 @@ class ForwardWatch:
             self._mode.__exit__(None, None, None)
         self._entered, self._is_training = -1, False
         self._calls.clear()
-
-    # --- modules --------------------------------------------------------------------------------------
 
     @guarded
     def begins(self, module: torch.nn.Module, args: Any) -> None:
@@ -107,17 +104,17 @@ class ForwardWatch:
                 self._entered = -1
                 self._mode.__exit__(None, None, None)
         elif self._is_training and any(model.has_others(module) for model in state.models):
-            self._look_after(module)
+            state.safely(lambda: self._look(module, is_watched=False), None)
         if not calls:
             self._is_training = False
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
         model = state.model_of(module)
-        if model.look():
+        changed = model.look()
+        if changed:
             state.forget()
-            self._known.clear()
-        if any(parameter.is_used_unseen for parameter in model.parameters):
+        if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
         if model.is_compiled or anything_compiled() or self._compiles:
             self._compiles = True
@@ -129,28 +126,24 @@ class ForwardWatch:
 
     def _kind(self, module: torch.nn.Module, args: Any) -> CallKind:
         """See [Note: once is enough]."""
-        kind: list[Any] = [id(module), module.training]
-        for device in self._devices:
-            kind.append(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
-        for arg in args:
-            kind.append(arg.dtype if isinstance(arg, torch.Tensor) else None)
-        return tuple(kind)
+        casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
+        dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
+        return (id(module), module.training, *casts, *dtypes)
 
     def _is_first_thread(self) -> bool:
         """Return True if no other thread has run a forward."""
-        if self.state.thread is None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return False
+        if self.state.thread is None:
             self.state.thread = threading.get_ident()
             return True
-        if torch.is_grad_enabled():
-            self.state.note("Modules run on several threads: those of the first are seen.")
+        self.state.note("Modules run on several threads: those of the first are seen.")
         return False
 
     def _compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Libraries decorate functions with it that may never run; `anything_compiled` knows what has run.
         self._compiles |= is_from_script()
         return original(*args, **kwargs)
-
-    # --- operations -----------------------------------------------------------------------------------
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         name = self._names.get(func)
@@ -164,7 +157,8 @@ class ForwardWatch:
         """Record the parameters of an operation that computes."""
         state = self.state
         if not state.looked:
-            self._look_at(self._calls[-1][0])
+            state.looked = True
+            self._look(self._calls[-1][0], is_watched=True)
         for tensor in floating(args, kwargs):
             parameter = state.memory.of(tensor)
             if parameter is None:
@@ -172,36 +166,24 @@ class ForwardWatch:
             if operation in CASTS:
                 state.memory.put(out, parameter)
             elif tensor.dtype not in parameter.computed_in:
-                self._see_compute(parameter, tensor.dtype, operation)
+                parameter.computed_in.add(tensor.dtype)
+                module = self._calls[-1][0]
+                path = next((path for model in state.models if (path := model.path(module)) is not None), "")
+                dtype = dtype_name(tensor.dtype)
+                parameter.record.add("compute", dtype, operation, path, line_of_script)
 
-    def _look_at(self, module: torch.nn.Module) -> None:
+    def _look(self, module: torch.nn.Module, is_watched: bool) -> None:
         """Find a module's tensors, which a library may have replaced for its forward."""
-        self.state.looked = True
-        for parameter, tensor in self._held(module):
-            is_new = self.state.memory.put(tensor, parameter)
-            if parameter.computes_with(tensor) or is_new:
-                self._gradients.hook(parameter, tensor)
-
-    @guarded
-    def _look_after(self, module: torch.nn.Module) -> None:
-        """Find the new tensors of a call that was not watched."""
-        for parameter, tensor in self._held(module):
-            dtype = parameter.compute_dtype
-            if parameter.computes_with(tensor):
-                self.state.memory.put(tensor, parameter)
-                self._gradients.hook(parameter, tensor)
-                if parameter.compute_dtype is not dtype:
-                    self._known.clear()
-
-    def _held(self, module: torch.nn.Module) -> Iterator[tuple[LiveParameter, torch.Tensor]]:
         for model in self.state.models:
-            yield from model.held(module)
-
-    def _see_compute(self, parameter: LiveParameter, dtype: torch.dtype, operation: str) -> None:
-        parameter.computed_in.add(dtype)
-        module = self._calls[-1][0]
-        path = next((model.path(module) for model in self.state.models if model.has(module)), "")
-        parameter.record.add("compute", dtype_name(dtype), operation, path, line_of_script)
+            for parameter, tensor in model.held(module):
+                dtype = parameter.compute_dtype
+                is_new = parameter.computes_with(tensor)
+                if is_new or is_watched:
+                    is_new |= self.state.memory.put(tensor, parameter)
+                if is_new:
+                    self._gradients.hook(parameter, tensor)
+                    if not is_watched and parameter.compute_dtype is not dtype:
+                        self._known.clear()
 
 
 def _is_part(module: torch.nn.Module, whole: Any) -> bool:

@@ -6,6 +6,7 @@ there, at a key where torch has none, and hand it on.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ class GradientWatch:
     def __init__(self, state: WatchState) -> None:
         self.state = state
         self._is_scaled = False
-        """Whether the loss scale is in the gradients."""
 
     def begin(self) -> None:
         replace = self.state.patches.replace
@@ -35,9 +35,8 @@ class GradientWatch:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 replace(module, name, self._clips)
-        replace(torch.amp.GradScaler, "scale", self._scales)
-        for name in ("unscale_", "update"):
-            replace(torch.amp.GradScaler, name, self._unscales)
+        for name in ("scale", "unscale_", "update"):
+            replace(torch.amp.GradScaler, name, functools.partial(self._scales, name == "scale"))
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -70,58 +69,47 @@ class GradientWatch:
         leaf._zerodrift_watched = True  # type: ignore[attr-defined]
         holder, state = weakref.ref(leaf), self.state
 
-        def arrives(gradient: torch.Tensor) -> None:
-            if state.active and not torch.compiler.is_compiling():
-                try:
-                    parameter.arrives(gradient, state.several)
-                    tensor = holder()
-                    if tensor is not None and tensor.grad is not None:
-                        self._adds(parameter, tensor.grad)
-                except Exception as error:
-                    state.broken(error)
-
         def accumulated(tensor: torch.Tensor) -> None:
-            if state.several:
+            if state.several and tensor.grad is not None:
                 self._accumulated(parameter, tensor.grad)
 
         def forget() -> None:
-            tensor = holder()
+            tensor: Any = holder()
             if tensor is not None:
-                del tensor._zerodrift_watched  # type: ignore[attr-defined]
+                del tensor._zerodrift_watched
 
-        state.patches.undo(leaf.register_hook(arrives).remove)
+        state.patches.undo(leaf.register_hook(lambda g: self._arrives(parameter, g, holder())).remove)
         state.patches.undo(leaf.register_post_accumulate_grad_hook(accumulated).remove)
         state.patches.undo(forget)
 
-    def _adds(self, parameter: LiveParameter, held: torch.Tensor) -> None:
-        """Record the dtype of a gradient that another is added to."""
-        dtype = dtype_name(held.dtype)
+    @guarded
+    def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
+        """Record a gradient, and the dtype of one that it is added to."""
+        parameter.arrives(gradient, self.state.several)
+        held = None if leaf is None else leaf.grad
         # Zeros are no sum: DeepSpeed's BF16_Optimizer leaves them.
-        if not parameter.record.has("accumulate", dtype) and local(held).any():
-            parameter.record.add("accumulate", dtype, ".grad", "", line_of_script)
+        if (
+            held is not None
+            and not parameter.record.has("accumulate", dtype_name(held.dtype))
+            and local(held).any()
+        ):
+            parameter.record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
 
     @guarded
-    def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self.state.gradient_memory.put(gradient, parameter)
-
-    # --- the loss scale -------------------------------------------------------------------------------
+    def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor) -> None:
+        self.state.gradient_memory.put(gradient, parameter)
 
     def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.state.active and self._is_scaled and threading.get_ident() == self.state.thread:
             self.state.event("clipped_scaled", line_of_script())
         return original(*args, **kwargs)
 
-    def _scales(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._is_scaled = bool(scaler.is_enabled())
+    def _scales(
+        self, scales: bool, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._is_scaled = scales and bool(scaler.is_enabled())
         return original(scaler, *args, **kwargs)
 
-    def _unscales(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._is_scaled = False
-        return original(scaler, *args, **kwargs)
-
-
-# --- collectives --------------------------------------------------------------------------------------
 
 _KEY = "ADInplaceOrView"
 """Key of the dispatcher between autograd and the backends."""

@@ -21,7 +21,6 @@ class Patches:
         self._undo: list[Callable[[], Any]] = []
 
     def undo(self, call: Callable[[], Any]) -> None:
-        """Make this call in the end."""
         self._undo.append(call)
 
     def replace(self, holder: Any, name: str, watched: Callable[..., Any]) -> None:
@@ -75,41 +74,24 @@ class _ImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
         # A module that is only asked for, and not imported, will be asked for again.
-        for finder in [finder for finder in sys.meta_path if not isinstance(finder, _ImportFinder)]:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _CallingLoader(spec.loader, self._imported)
-                return spec
-        return None
+        others = [] if name != self._name else [f for f in sys.meta_path if not isinstance(f, _ImportFinder)]
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module"):
+            execute = loader.exec_module
 
-    def _imported(self, module: ModuleType) -> None:
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == name:
+                    self._imported()
+
+            loader.exec_module = exec_module
+        return spec
+
+    def _imported(self) -> None:
         """Call for every finder that waits for this module."""
         for finder in [each for each in sys.meta_path if isinstance(each, _ImportFinder)]:
             if finder._name == self._name:
                 finder.leave()
-                finder._call(module)
-
-
-class _CallingLoader(importlib.abc.Loader):
-    """A loader that calls back when the other one has executed the module."""
-
-    def __init__(self, loader: Any, call: Callable[[ModuleType], None]) -> None:
-        self._loader, self._call = loader, call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        module.__loader__ = self._loader
-        if spec is not None:
-            spec.loader = self._loader
-        self._loader.exec_module(module)
-        self._call(module)
+                finder._call(sys.modules[self._name])

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,22 +27,14 @@ _WRAPPED = {
 """Class of a wrapper -> its child, whose name is no part of a path."""
 
 
-# --- modules ------------------------------------------------------------------------------------------
-
-
-def _bases(module: torch.nn.Module) -> tuple[str, ...]:
-    kind: Any = type(module)
-    return _bases_of(kind)
-
-
 @functools.lru_cache(maxsize=1 << 12)
-def _bases_of(kind: type) -> tuple[str, ...]:
+def _bases(kind: Any) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    called = module.__dict__.get("_compiled_call_impl")
-    return called is not None or "OptimizedModule" in _bases(module)
+    kind: Any = type(module)
+    return module.__dict__.get("_compiled_call_impl") is not None or "OptimizedModule" in _bases(kind)
 
 
 def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
@@ -61,28 +52,22 @@ def _all_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _identities(root: torch.nn.Module) -> list[int]:
     """Return the ids of modules and parameters, which change if a name may be another tensor's."""
-    found = []
-    for module in _all_modules(root):
-        found.append(id(module))
-        found += map(id, module._parameters.values())
-    return found
+    return [id(one) for module in _all_modules(root) for one in (module, *module._parameters.values())]
 
 
 def _class_of(module: torch.nn.Module) -> type:
     """Return the class that the author wrote: `fully_shard` derives one of its own."""
-    kinds = type(module).__mro__
-    if "FSDPModule" in _bases(module):
-        kinds = tuple(kind for kind in kinds[1:] if kind.__name__ != "FSDPModule")
-    return kinds[0]
+    kinds: Any = type(module).__mro__
+    if "FSDPModule" in _bases(kinds[0]):
+        kinds = [kind for kind in kinds[1:] if kind.__name__ != "FSDPModule"]
+    return kinds[0]  # type: ignore[no-any-return]
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that a wrapper holds; None if it is no wrapper."""
-    for kind in _bases(module):
-        child = module._modules.get(_WRAPPED.get(kind, ""))
-        if child is not None:
-            return child
-    return None
+    kind: Any = type(module)
+    children = (module._modules.get(_WRAPPED.get(name, "")) for name in _bases(kind))
+    return next((child for child in children if child is not None), None)
 
 
 def _modules_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -105,8 +90,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     """A parameter in its module, or in the pack that FSDP took it into."""
 
     path: str
@@ -144,9 +128,6 @@ def _leaves_of(root: torch.nn.Module) -> Iterator[_Leaf]:
                 yield _Leaf(home, info.module, info.param_name, tensor, tuple(shape), True, is_packed=True)
 
 
-# --- the model ----------------------------------------------------------------------------------------
-
-
 class LiveModel:
     """A module whose forward was called, and its parameters under their author's names."""
 
@@ -160,11 +141,9 @@ class LiveModel:
         self._scanned: list[int] = []
         self._scan({})
 
-    def has(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._paths
-
-    def path(self, module: torch.nn.Module) -> str:
-        return self._paths[id(module)]
+    def path(self, module: torch.nn.Module) -> str | None:
+        """Return a module's path; None if it is not in the model."""
+        return self._paths.get(id(module))
 
     def _wrapping(self) -> list[torch.nn.Module]:
         """Return the wrappers, outermost first, and the model in them."""
@@ -188,11 +167,9 @@ class LiveModel:
         self._scan(self._by_tensor)
 
     def leaf(self, module: torch.nn.Module, name: str) -> LiveParameter | None:
-        """Return the parameter that is this attribute of this module."""
         return next((p for leaf, p in self._leaves.get(id(module), ()) if leaf == name), None)
 
     def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
-        """Return the parameter that this tensor is."""
         parameter = self._by_tensor.get(id(tensor))
         return parameter if parameter is not None and parameter.tensor() is tensor else None
 
@@ -216,7 +193,6 @@ class LiveModel:
         return changed
 
     def remember(self, memory: Owners[LiveParameter]) -> None:
-        """Put the memory of what rests into `memory`."""
         for parameter in self.parameters:
             tensor = parameter.tensor()
             if tensor is not None and local(tensor).numel():
@@ -241,13 +217,13 @@ class LiveModel:
 
     def record(self, world: int) -> ModelRecord:
         inner = self._wrapping()[-1]
+        ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)
         buffers = {
             _join(path, leaf): dtype_name(buffer.dtype)
             for path, module in _modules_of(self.root)
             for leaf, buffer in module._buffers.items()
             if buffer is not None and buffer.is_floating_point() and buffer.numel() > 0
         }
-        ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)
         return ModelRecord(
             name=_class_of(inner).__name__,
             parameters=[parameter.end(world) for parameter in self.parameters],
@@ -294,8 +270,8 @@ def _attribute(module: torch.nn.Module, name: str) -> Any:
 
 def _is_copy(tensor: torch.Tensor, parameter: torch.Tensor | None) -> bool:
     """Return True if a parameter is this tensor, rounded."""
-    if parameter is None or parameter is tensor or tensor.shape != parameter.shape:
+    if parameter is None or tensor.dtype == parameter.dtype:
         return False
-    if tensor.device != parameter.device or tensor.dtype == parameter.dtype:
+    if (tensor.shape, tensor.device) != (parameter.shape, parameter.device):
         return False
-    return bool(torch.equal(tensor.detach().to(parameter.dtype), parameter.detach()))
+    return torch.equal(tensor.detach().to(parameter.dtype), parameter.detach())

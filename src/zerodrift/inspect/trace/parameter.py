@@ -7,7 +7,6 @@ tensors again. So a tensor belongs to a parameter by the memory that holds it, a
 from __future__ import annotations
 
 import bisect
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -96,10 +95,6 @@ class Owners(Generic[Owner]):
             del self._held[key]
 
 
-COUNT = 8
-"""Elements of a parameter that are sampled, at most."""
-
-
 class Samples:
     """A few elements of each gradient: as they arrive on a rank, and as an optimizer is given them.
 
@@ -108,28 +103,25 @@ class Samples:
     """
 
     def __init__(self, numel: int) -> None:
-        self.places = range(0, max(numel, 1), max(1, -(-numel // COUNT)))
-        """Flat indices of the elements."""
+        self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
         self._arrived: list[torch.Tensor] = []
         self._given: list[tuple[range, torch.Tensor]] = []
         """Numbers of elements, and their values."""
         self._own = [0.0] * len(self.places)
         self._used: list[float | None] = [None] * len(self.places)
-        self._missed = False
+        self.missed = False
+        """Whether a gradient was not sampled."""
         self.was_given = False
         """Whether an optimizer was given some of them since the last end."""
 
     def arrives(self, gradient: torch.Tensor) -> None:
-        """Sample a gradient of the whole parameter."""
         self._arrived.append(_elements(gradient, self.places))
-
-    def misses(self) -> None:
-        """Note a gradient that is not sampled."""
-        self._missed = True
 
     def given(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
         """Sample an optimizer's gradient: elements from `begin`, which is at `at` in its flat form."""
-        step = self.places.step
+        if gradient.is_sparse or begin < 0:
+            return
+        step, length = self.places.step, gradient.numel() - at if length < 0 else length
         numbers = range(len(self.places))[-(-begin // step) : -(-(begin + length) // step)]
         if numbers:
             first = self.places[numbers.start] - begin + at
@@ -139,8 +131,8 @@ class Samples:
 
     def end(self) -> tuple[list[float], list[float | None]]:
         """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
-        own, used = [] if self._missed else self._own, self._used
-        self._missed = self.was_given = False
+        own, used = [] if self.missed else self._own, self._used
+        self.missed = self.was_given = False
         self._own, self._used = [0.0] * len(self.places), [None] * len(self.places)
         return own, used
 
@@ -163,23 +155,8 @@ def read(samples: Sequence[Samples]) -> None:
 
 
 def _elements(tensor: torch.Tensor, places: range) -> torch.Tensor:
-    """Copy some elements by flat index, without a copy of a whole tensor that is not contiguous."""
-    tensor = local(tensor).detach()
-    if tensor.is_contiguous():
-        first = tensor.storage_offset() + places.start
-        return tensor.as_strided((len(places),), (places.step,), first).to(torch.float32, copy=True)
-    return tensor[_indices(tensor.shape, places, tensor.device)].float()
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _indices(shape: torch.Size, flat: range, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Turn flat indices into one index per dimension."""
-    index: list[Any] = []
-    rest = list(flat)
-    for length in reversed(shape):
-        index.append(torch.tensor([place % length for place in rest], device=device))
-        rest = [place // length for place in rest]
-    return tuple(reversed(index))
+    flat = local(tensor).detach().reshape(-1)
+    return flat[places.start : places.stop : places.step].to(torch.float32, copy=True)
 
 
 class LiveParameter:
@@ -260,19 +237,13 @@ class LiveParameter:
                 "grad", dtype_name(gradient.dtype), "the gradient at the leaf", path, line_of_script
             )
         if not sample:
-            self.samples.misses()
+            self.samples.missed = True
         elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
             self.samples.arrives(gradient)
 
     def arrived_since_step(self) -> int:
-        """Return the gradients that arrived since the last call, which follows a step."""
         since, self._arrived_before = self._arrived - self._arrived_before, self._arrived
         return since
-
-    def used(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
-        """Sample an optimizer's gradient: elements from `begin`, which is at `at` in its flat form."""
-        if not gradient.is_sparse and begin >= 0:
-            self.samples.given(gradient, begin, at, gradient.numel() - at if length < 0 else length)
 
     def began(self, master: torch.Tensor, at: int, length: int) -> None:
         """Record once, before its first step, whether storage holds every value of its master."""

@@ -39,7 +39,6 @@ class Sighting(NamedTuple):
     by: str
     """The operation, the collective, or the tensor."""
     module: str = ""
-    """Path of the module whose forward ran."""
     line: str = ""
     """`file:line` of the script, or of the code that the script called."""
 
@@ -52,9 +51,7 @@ class Facts(TypedDict, total=False):
     optimized: bool
     """Whether an optimizer that stepped holds it."""
     gradients: int
-    """Gradients that arrived at it."""
     reductions: int
-    """Collectives that carried its gradient."""
     master_rounded: bool
     """Whether its master began as values that storage holds exactly."""
     began: int | None
@@ -76,14 +73,11 @@ class ParameterRecord:
     kind: str
     """Dotted class of the module that holds it."""
     trained: bool
-    """Whether it requires a gradient."""
     layout: str = ""
     """How it is spread over ranks; empty if each rank has all of it."""
     also: tuple[str, ...] = ()
-    """Other names of the same tensor."""
     cells: dict[Column, list[Sighting]] = field(default_factory=dict)
     unseen: dict[Column, str] = field(default_factory=dict)
-    """Why a cell is empty."""
     facts: Facts = field(default_factory=Facts)
 
     @property
@@ -113,11 +107,9 @@ class ModelRecord:
     name: str
     parameters: list[ParameterRecord]
     buffers: dict[str, str] = field(default_factory=dict)
-    """Floating-point buffers and their dtypes."""
     trained: bool = True
     """Whether an optimizer updated any of it."""
     wrappers: tuple[str, ...] = ()
-    """Classes around it, outermost first."""
     ties: bool | None = None
     """Whether its config ties input and output embeddings; None if no config says."""
 
@@ -133,12 +125,10 @@ class ProcessRecord:
     rank: int
     world: int
     steps: int
-    """Optimizer steps that were watched."""
     models: list[ModelRecord]
     micro_batches: int = 1
     """Backward passes of the last step."""
     libraries: dict[str, str] = field(default_factory=dict)
-    """Libraries that took part, and their versions."""
     notes: list[str] = field(default_factory=list)
     """Sentences on cells that could not be seen, or not surely."""
     events: list[dict[str, Any]] = field(default_factory=list)

@@ -59,7 +59,6 @@ class Adapter:
         return False
 
     def models(self) -> Iterable[ModelRecord]:
-        """Return the models that the adapter itself recorded."""
         return ()
 
 
@@ -69,11 +68,9 @@ class WatchState:
     def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
         self.active = False
         self.only = only
-        """The module or the engine to watch; None for all."""
         self.thread: int | None = None
         """The thread whose calls are watched; None until one trains."""
         self.several = False
-        """Whether there are other ranks."""
         self.models: list[LiveModel] = []
         self.patches = Patches()
         self.process = ProcessRecord(rank=0, world=1, steps=0, models=[])
@@ -90,15 +87,12 @@ class WatchState:
         """The parameters of the collectives that an adapter's library issues; the innermost call's last."""
         self.in_backward = 0
         self.passes = 0
-        """Backward passes that there have been."""
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
         self.optimized: dict[int, Any] = {}
         """The parts of each tensor that an optimizer updates, by the tensor's id."""
         self._settled = 0
         """Steps that there had been when a backward last began."""
-
-    # --- defects --------------------------------------------------------------------------------------
 
     def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
         """Call while the run is watched; an error ends the watching."""
@@ -139,16 +133,14 @@ class WatchState:
         if text not in self.process.notes:
             self.process.notes.append(text)
 
-    # --- models and memory ----------------------------------------------------------------------------
-
     def model_of(self, module: torch.nn.Module) -> LiveModel:
         """Return the model that this module is, wraps, or is a part of."""
         for model in self.models:
-            if model.has(module):
+            if model.path(module) is not None:
                 return model
         made = LiveModel(module)
         for model in self.models:
-            if made.has(model.root):  # a wrapper around it, or a module that it is a part of
+            if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
                 model.become(made)
                 self.forget()
                 return model
@@ -157,11 +149,8 @@ class WatchState:
 
     def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
         """Return the parameter that this tensor is."""
-        for model in self.models:
-            parameter = model.resting(tensor)
-            if parameter is not None:
-                return parameter
-        return None
+        found = (model.resting(tensor) for model in self.models)
+        return next((parameter for parameter in found if parameter is not None), None)
 
     def forget(self) -> None:
         """Drop what depends on names and packs, which have changed."""
@@ -183,8 +172,6 @@ class WatchState:
             yield
         finally:
             self.packed.pop()
-
-    # --- steps ----------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """Close a step that may be over: its optimizer was given the gradients that had arrived."""

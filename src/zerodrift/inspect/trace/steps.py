@@ -38,7 +38,6 @@ class StepWatch:
         self.state = state
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: tuple[Any, list[tuple[torch.Tensor, _OptimizedTensor]]] = (None, [])
-        """The optimizer whose step has begun, and its tensors."""
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The backward passes that there had been at an optimizer's last step."""
 
@@ -50,17 +49,11 @@ class StepWatch:
 
     def were(self, steps: int) -> bool:
         """Return True if everything that is updated was updated so many times."""
-        counts = list(self.state.counts.values())
-        if not counts:
-            return False
+        counts = list(self.state.counts.values()) or [0]
         if max(counts) >= 4 * steps:
             return True
-        waiting = (
-            any(self.state.resting(tensor) is not None for tensor in _tensors(made))
-            for made in self._made
-            if made not in self._stepped
-        )
-        return min(counts) >= steps and not any(waiting)
+        idle = (tensor for made in self._made if made not in self._stepped for tensor in _tensors(made))
+        return min(counts) >= steps and all(self.state.resting(tensor) is None for tensor in idle)
 
     def _init(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(optimizer, *args, **kwargs)
@@ -82,7 +75,7 @@ class StepWatch:
             if gradient is not None:
                 for part in updated.parts:
                     if self.state.several or not part.parameter.has_gradient:
-                        part.parameter.used(local(gradient), part.begin, part.at, part.length)
+                        part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -174,12 +167,6 @@ def _moments(state: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     return [(key, value) for key, value in kept if value.numel() >= least]
 
 
-# --- files --------------------------------------------------------------------------------------------
-
-_DEPTH = 4
-"""Levels of dicts in a checkpoint."""
-
-
 class ExportWatch:
     """Hooks on the functions that write tensors to files."""
 
@@ -203,7 +190,7 @@ class ExportWatch:
     def _saves(self, by: str) -> Callable[..., Any]:
         def save(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
             line = line_of_script()
-            for name, tensor in _named(tensors, _DEPTH):
+            for name, tensor in _named(tensors):
                 self._written[name] = (tuple(tensor.shape), dtype_name(tensor.dtype), by, line)
             return original(tensors, *args, **kwargs)
 
@@ -220,10 +207,9 @@ class ExportWatch:
                         record.unseen.pop("export", None)
 
 
-def _named(value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if not isinstance(value, dict) or depth == 0:
-        return
-    for key, item in value.items():
+def _named(value: Any, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating tensors of a checkpoint, a dict of dicts."""
+    for key, item in value.items() if isinstance(value, dict) and depth else ():
         if isinstance(item, torch.Tensor):
             if isinstance(key, str) and item.is_floating_point():
                 yield key, item

@@ -5,21 +5,8 @@
         engine.step()
     findings = compare.findings(engine.plan, seen)
 
-A column is seen where it is a tensor or a call, never in a config:
-
-    storage     the tensor that rests between steps, after the step
-    gather      the all-gathers that were issued
-    compute     inputs of the first operation that is no view and no cast, in the forward
-    grad        results of the backward of that operation, before autograd casts them to be added
-    accumulate  the tensor that micro-batches are added in
-    reduce      the reduce-scatters and all-reduces that were issued, and the dtype they sum in
-    master      the tensors that the updater holds beyond storage
-    state       the moments that the updater holds
-
-Forward and backward are observed alike on every backend. The other columns are in the segments of the native
-engine, and in the two forms of each parameter under `fully_shard`: it is computed with in its gathered form,
-whose gradient is the sum of micro-batches until they are reduced, and rests in its sharded form, whose
-gradient is that sum if each is reduced.
+Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation that
+computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
 
 Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
 changes nothing: every hook is gone when the context ends, however it ends.
@@ -80,16 +67,12 @@ def observe_calls(
     subject.see_resting(seen)
 
 
-# --- forward and backward -----------------------------------------------------------------------------
-
-
 class _StepOperations:
     """The dtypes of parameters in the operations of a forward, and the casts of gradients in a backward."""
 
     def __init__(self, owners: Owners[str], seen: EngineRecord) -> None:
         self._owners, self._seen = owners, seen
         self.is_forward = False
-        """Whether a forward of the engine's model is under way."""
         self.casts: dict[int, tuple[StorageWeakRef, str]] | None = None
         """Storage of a cast -> its source, while a node of the backward runs that serves a parameter."""
 
@@ -101,24 +84,20 @@ class _StepOperations:
             if operation == "_to_copy":
                 storage = out.untyped_storage()
                 self.casts[storage._cdata] = (StorageWeakRef(storage), dtype_name(args[0].dtype))
-        elif operation not in VIEWS:
-            # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
-            inputs = args[1:] if operation == "copy_" else args
-            self._computes(operation, tensors_in((inputs, kwargs)), out)
-
-    def _computes(self, operation: str, tensors: Sequence[torch.Tensor], out: Any) -> None:
-        for tensor in tensors:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                continue  # a parameter's bits, or a tensor that is unpacked before it is used
-            owner = self._owners.of(tensor)
+            return
+        if operation in VIEWS:
+            return
+        # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
+        for tensor in tensors_in((args[1:] if operation == "copy_" else args, kwargs)):
+            # Integers are a parameter's bits, or a tensor that is unpacked before it is used.
+            is_floating = tensor.is_floating_point() or tensor.is_complex()
+            owner = self._owners.of(tensor) if is_floating else None
             if owner is None:
                 continue
-            if operation in CASTS:
-                self._owners.put(out, owner)
-            else:
+            if operation not in CASTS:
                 self._seen.add(owner, "compute", dtype_name(tensor.dtype))
-                if _is_still(tensor, out) and self._owners.of(out) is None:
-                    self._owners.put(out, owner)
+            if operation in CASTS or (_is_still(tensor, out) and self._owners.of(out) is None):
+                self._owners.put(out, owner)
 
 
 def _is_still(parameter: torch.Tensor, out: Any) -> bool:
@@ -142,45 +121,42 @@ class _ModuleWatch:
             self._operations.is_forward = True
 
     def after(self, module: Any, args: Any, output: Any) -> None:
-        if self._operations is not None:
-            self._operations.is_forward = False
-        if output is None:
-            return
-        outputs = tensors_in(output)
-        if self._is_model:  # a piece of a model returns no logits
-            logits = getattr(output, "logits", None)
+        outputs = [] if output is None else tensors_in(output)
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, torch.Tensor):
+            floating = [logits]
+        else:
             floating = [tensor for tensor in outputs if tensor.is_floating_point() and tensor.dim()]
-            floating = [logits] if isinstance(logits, torch.Tensor) else floating
+        if self._is_model:  # a piece of a model returns no logits
             self._seen.logits |= {dtype_name(tensor.dtype) for tensor in floating}
         if self._operations is not None:
-            roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-            self._watch_graph(roots, self._operations)
+            self._operations.is_forward = False
+            self._watch_graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
 
-    def _watch_graph(self, roots: list[Any], operations: _StepOperations) -> None:
+    def _watch_graph(self, waiting: list[Any]) -> None:
         """Hook on every node that hands a gradient to a parameter; the hooks go with the graph."""
-        visited, waiting = set(roots), list(roots)
+        visited = set(waiting)
         while waiting:
             node = waiting.pop()
             owners: dict[int, tuple[str, str]] = {}
             for place, (following, _) in enumerate(node.next_functions):
-                if following is None:
-                    continue
                 variable = getattr(following, "variable", None)
                 if variable is not None and id(variable) in self._names:
                     owners[place] = (self._names[id(variable)], dtype_name(variable.dtype))
-                if following not in visited:
+                if following is not None and following not in visited:
                     visited.add(following)
                     waiting.append(following)
             if owners:
-                self._hook(node, owners, operations)
+                self._hook(node, owners)
 
-    def _hook(self, node: Any, owners: dict[int, tuple[str, str]], operations: _StepOperations) -> None:
+    def _hook(self, node: Any, owners: dict[int, tuple[str, str]]) -> None:
         """Record a node's gradients of its parameters, each with its name and its own dtype.
 
-        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node
-        returned the source of that cast, if there was one. The backward of a cast that the model made casts
-        too, to the parameter's dtype, and that cast is no loss of ours.
+        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node returned
+        the source of that cast, if there was one. The backward of a cast that the model made casts too, to the
+        parameter's dtype, and that cast is no loss of ours.
         """
+        operations: Any = self._operations
         casts_itself = node.name().startswith("ToCopyBackward")
 
         def before(arriving: Any) -> None:
@@ -190,12 +166,11 @@ class _ModuleWatch:
             casts, operations.casts = operations.casts or {}, None
             for place, (owner, own) in owners.items():
                 gradient = leaving[place]
-                if gradient is None:
-                    continue
-                held = casts.get(gradient.untyped_storage()._cdata)
-                source = held[1] if held is not None and not held[0].expired() else ""
-                by_autograd = source and not (casts_itself and source != own)
-                self._seen.add(owner, "grad", source if by_autograd else dtype_name(gradient.dtype))
+                if gradient is not None:
+                    held = casts.get(gradient.untyped_storage()._cdata)
+                    source = held[1] if held is not None and not held[0].expired() else ""
+                    by_autograd = source and not (casts_itself and source != own)
+                    self._seen.add(owner, "grad", source if by_autograd else dtype_name(gradient.dtype))
 
         node.register_prehook(before)
         node.register_hook(after)
@@ -206,8 +181,6 @@ def _wire(call: Recorded) -> str:
     wire, total = dtype_name(call.dtype.torch), dtype_name((call.sum or call.dtype).torch)
     return wire if wire == total else f"{wire}>{total}"
 
-
-# --- the native engine --------------------------------------------------------------------------------
 
 _REDUCES = {"shard": "reduce_scatter", "expert_shard": "reduce_scatter", "replicate": "all_reduce"}
 
@@ -246,10 +219,12 @@ class _NativeTensors:
             if updater is not None:
                 update = updater.update
 
-                def see(number: int, flat: torch.Tensor) -> None:
-                    self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
+                def watched(gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
+                    for number, flat in gradients.items():
+                        self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
+                    update(gradients, *rest)
 
-                updater.update = lambda gradients, *rest: update(_ReadGradients(gradients, see), *rest)
+                updater.update = watched
                 stack.callback(delattr, updater, "update")
             yield
         self._see_sent(seen, log)
@@ -295,38 +270,11 @@ class _NativeTensors:
                     self._add(seen, segments[number], "gather", dtype_name(sent.torch))
 
 
-class _ReadGradients(Mapping[int, torch.Tensor]):
-    """Flat gradients by segment, each shown to `see` when the update reads it."""
-
-    def __init__(
-        self, gradients: Mapping[int, torch.Tensor], see: Callable[[int, torch.Tensor], None]
-    ) -> None:
-        self._gradients, self._see = gradients, see
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        gradient = self._gradients[number]
-        self._see(number, gradient)
-        return gradient
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._gradients
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._gradients)
-
-    def __len__(self) -> int:
-        return len(self._gradients)
-
-
 def _master(held: torch.dtype | None, storage: torch.dtype) -> str:
-    """Return the plan's word for a master."""
     if held is None:
         return "same"
     is_split = storage is torch.bfloat16 and held.itemsize == 2 and not held.is_floating_point
     return "split" if is_split else dtype_name(held)
-
-
-# --- fully_shard --------------------------------------------------------------------------------------
 
 
 class _FullyShardTensors:
@@ -349,10 +297,14 @@ class _FullyShardTensors:
     def watching(self, seen: EngineRecord) -> Iterator[None]:
         """See the sums that autograd adds to, those that the update reads, and the collectives."""
         updater: Any = self._executor.updater
+
+        def added(parameter: Any) -> None:
+            if parameter.grad is not None:
+                seen.add(self.trained[id(parameter)], "accumulate", dtype_name(parameter.grad.dtype))
+
         with contextlib.ExitStack() as stack:
             for member in self._trained:
-                hook = member.full.register_post_accumulate_grad_hook(_see_sum(member.row.name, seen))
-                stack.callback(hook.remove)
+                stack.callback(member.full.register_post_accumulate_grad_hook(added).remove)
             groups = self._executor.units
             logs = [(group, stack.enter_context(group.collectives.record())) for group in groups]
             if updater is not None:
@@ -387,11 +339,3 @@ class _FullyShardTensors:
             seen.add(member.row.name, "master", "same")  # torch's optimizers update storage itself
             for moment in updater.moments(member.row.name).values():  # type: ignore[union-attr]
                 seen.add(member.row.name, "state", dtype_name(moment.dtype))
-
-
-def _see_sum(name: str, seen: EngineRecord) -> Callable[[Any], None]:
-    def added(parameter: Any) -> None:
-        if parameter.grad is not None:
-            seen.add(name, "accumulate", dtype_name(parameter.grad.dtype))
-
-    return added

@@ -27,9 +27,6 @@ def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]
         parameter.record.add("accumulate", dtype_name(total.dtype), name, "", line_of_script)
 
 
-# --- fully_shard --------------------------------------------------------------------------------------
-
-
 class Fsdp2(Adapter):
     """Knows the groups of `fully_shard`."""
 
@@ -77,9 +74,6 @@ class Fsdp2(Adapter):
         for member, parameter in members:
             if member.unsharded_accumulated_grad is not None:
                 _see_sum(member.unsharded_accumulated_grad, "a sum before it is reduced", [parameter])
-
-
-# --- FullyShardedDataParallel -------------------------------------------------------------------------
 
 
 class Fsdp1(Adapter):

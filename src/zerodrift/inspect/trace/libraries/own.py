@@ -21,7 +21,6 @@ class _EngineRun:
     modules: frozenset[int]
     records: list[EngineRecord] = field(default_factory=list)
     step: contextlib.ExitStack | None = None
-    """The context of the step that is under way."""
 
     def begin(self) -> None:
         if self.step is None:
