@@ -180,8 +180,8 @@ def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
         whose = cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else "")
         what = f"computes in {cell.seen} with {whose}, for {cell.declared} in the plan; nothing is lost"
         if cell.column == "grad":
-            what = f"leaves gradients of {whose} in {cell.seen}; they are rounded to {cell.declared}, as the plan "
-            what += "says, where autograd adds them"
+            what = f"leaves gradients of {whose} in {cell.seen}; they are rounded to {cell.declared}, as the "
+            what += "plan says, where autograd adds them"
         if cell.verdict == "wider":
             lines.append(f"wider than planned: the model's own code {what}")
     return tuple(lines)

@@ -42,8 +42,8 @@ _LONGEST_WAIT = 120.0  # seconds that a process waits for the others
 class RunRecord:
     """The records of a command's processes: of those that took a step, by rank, and of the idle ones.
 
-    `failures` says why processes could not be watched, `silent` counts watched ones that left nothing, and `late`
-    is whether the check ended the command because its time was over.
+    `failures` says why processes could not be watched, `silent` counts watched ones that left nothing, and
+    `late` is whether the check ended the command because its time was over.
     """
 
     code: int
@@ -75,17 +75,13 @@ def run(
                 _end(child)
         records = _records(seen)
         stepped = [record for record in records if record.steps]
-        together = [record for record in stepped if record.world > 1]
-        return RunRecord(
-            code=code or 0,
-            processes=sorted(together or stepped, key=lambda record: record.rank),
-            idle=[record for record in records if not record.steps],
-            failures=failures(folder),
-            silent=len(
-                {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
-            ),
-            late=code is None,
+        together = [record for record in stepped if record.world > 1] or stepped
+        idle = [record for record in records if not record.steps]
+        silent = len(
+            {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
         )
+        together.sort(key=lambda record: record.rank)
+        return RunRecord(code or 0, together, idle, failures(folder), silent, late=code is None)
 
 
 def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, timeout: float | None) -> int | None:

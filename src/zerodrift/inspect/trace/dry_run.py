@@ -40,7 +40,7 @@ from zerodrift.inspect.trace.fake_run import DEVICE, FakeRecorder, FunctionCalls
 from zerodrift.inspect.trace.operations import name_of
 from zerodrift.inspect.trace.places import ModulePaths, line_of
 from zerodrift.model.inputs import Inputs
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.table import Plan
 from zerodrift.plan.traced import Trace
 from zerodrift.policy.nouns import Mode
 
@@ -99,7 +99,9 @@ class _DryRun:
             instead._is_param = True
             instead.requires_grad_(trained)
             if weakref.getweakrefs(parameter):  # as recurrent modules have to theirs
-                self._put(row, instead)
+                for name in row.names:
+                    path, _, attribute = name.rpartition(".")
+                    setattr(self._model.get_submodule(path), attribute, instead)
                 parameter = instead
             else:
                 torch.utils.swap_tensors(parameter, instead)
@@ -113,11 +115,6 @@ class _DryRun:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 dtype = dtypes.get(f"{path}.{name}" if path else name, buffer.dtype)
                 setattr(module, name, self._recorder.held(buffer, dtype))
-
-    def _put(self, row: Row, parameter: nn.Parameter) -> None:
-        for name in row.names:
-            path, _, attribute = name.rpartition(".")
-            setattr(self._model.get_submodule(path), attribute, parameter)
 
     def _watch_kept(self) -> Iterator[Any]:
         """Hook on pinned modules whose output keeps the pin's dtype, as the plan says."""
@@ -138,7 +135,9 @@ class _DryRun:
         recorder, loss, refused = self._recorder, "", None
         try:
             with FunctionCalls(recorder), recorder.mode():
-                output = self._forward(inputs)
+                given = inputs.args, inputs.kwargs
+                with self._precision.forward(), self._precision.cast(given) as (args, kwargs):
+                    output = self._model(*args, **kwargs)
                 root, loss = _loss(output)
                 if root is not None:
                     recorder.backward = True
@@ -148,21 +147,9 @@ class _DryRun:
             refused = recorder.refused
         except (Exception, SystemExit) as error:
             raise self._error(error) from error
-        return Trace(
-            device=DEVICE,
-            inputs=inputs.words,
-            loss=loss,
-            operations=tuple(recorder.operations),
-            classes={path: type(module).__name__ for path, module in self._model.named_modules()},
-            parameters=self._parameters,
-            kept=self._kept,
-            refused=refused,
-        )
-
-    def _forward(self, inputs: Inputs) -> Any:
-        """Call the model like `Engine.__call__`."""
-        with self._precision.forward(), self._precision.cast((inputs.args, inputs.kwargs)) as (args, kwargs):
-            return self._model(*args, **kwargs)
+        classes = {path: type(module).__name__ for path, module in self._model.named_modules()}
+        operations = tuple(recorder.operations)
+        return Trace(DEVICE, inputs.words, loss, operations, classes, self._parameters, self._kept, refused)
 
     def _error(self, error: BaseException) -> ModelError:
         """Return an error of the model's code with its module and line."""

@@ -213,12 +213,11 @@ class FakeRecorder:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if id(leaf) not in self._instead:
-            with torch.no_grad():
-                made = (
-                    self._empty(leaf, leaf.dtype)
-                    if leaf.is_meta
-                    else self._fake.from_tensor(leaf.detach(), static_shapes=True)
-                )
+            if leaf.is_meta:
+                made = self._empty(leaf, leaf.dtype)
+            else:
+                with torch.no_grad():
+                    made = self._fake.from_tensor(leaf.detach(), static_shapes=True)
             self._instead[id(leaf)] = (leaf, made)
         return self._instead[id(leaf)][1]
 
@@ -275,18 +274,10 @@ class FakeRecorder:
             cast = by or "the model"
         else:
             self.call.computed = True
+        inputs, results = tuple(map(self._traced, given)), tuple(map(self._traced, outputs))
+        flops = flops_of(func, args, kwargs, out)
         self.operations.append(
-            TracedOperation(
-                module=path,
-                call=call,
-                name=name,
-                inputs=tuple(map(self._traced, given)),
-                outputs=tuple(map(self._traced, outputs)),
-                line=line,
-                backward=self.backward,
-                cast_by=cast,
-                flops=flops_of(func, args, kwargs, out),
-            )
+            TracedOperation(path, call, name, inputs, results, line, self.backward, cast, flops)
         )
         newest = -1 if self.backward else torch._C._autograd._get_sequence_nr()
         if not self.backward and (not self._nodes or newest > self._nodes[-1]):

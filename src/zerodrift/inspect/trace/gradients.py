@@ -111,27 +111,15 @@ class GradientWatch:
         return original(scaler, *args, **kwargs)
 
 
-_KEY = "ADInplaceOrView"
-"""Key of the dispatcher between autograd and the backends."""
+_KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
 
-_PAYLOAD = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "reduce_": 0,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "_allgather_base_": 1,
-    "allgather_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "all_reduce": 0,
-    "reduce_scatter_tensor": 0,
-    "all_gather_into_tensor": 0,
-}
-"""Collective of c10d -> the argument that has what is sent."""
+_FIRST_SENT = frozenset(("allreduce_", "allreduce_coalesced_", "reduce_"))
+_FIRST_SENT |= {"all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
+_SECOND_SENT = frozenset(("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"))
+_SECOND_SENT |= {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
+"""Collectives of c10d by the argument that they send."""
 
-_LEAST_PACKED = 64
-"""Elements of a collective that may be of parameters; norms, losses and flags are fewer."""
+_LEAST_PACKED = 64  # elements that may be of parameters; norms, losses and flags are fewer
 
 
 class CollectiveWatch:
@@ -147,7 +135,7 @@ class CollectiveWatch:
             operations = getattr(torch.ops, namespace)
             library = torch.library.Library(namespace, "IMPL")
             self.state.patches.undo(library._destroy)
-            for name in _PAYLOAD:
+            for name in _FIRST_SENT | _SECOND_SENT:
                 if hasattr(operations, name):
                     operation = getattr(operations, name).default
                     library.impl(operation, self._kernel(name, operation), _KEY)
@@ -169,7 +157,7 @@ class CollectiveWatch:
         column: Column = "reduce" if "reduce" in operation else "gather"
         reduction = "reduce_scatter" if "scatter" in operation else "all_reduce"
         name = "all_gather" if column == "gather" else reduction
-        for tensor in floating((args[_PAYLOAD[operation]],), None, also_bytes=column == "gather"):
+        for tensor in floating((args[operation in _SECOND_SENT],), None, also_bytes=column == "gather"):
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
                 continue  # one without values, of code that is being compiled
             for parameter in self._carried(column, tensor):

@@ -138,13 +138,11 @@ class ProcessRecord:
     the observer failed."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("rank", "world", "steps", "micro_batches", "ended", "libraries", "notes", "events")
-        models = [
-            {name: getattr(model, name) for name in ("name", "trained", "wrappers", "ties", "buffers")}
-            | {"parameters": [asdict(parameter) for parameter in model.parameters]}
-            for model in self.models
-        ]
-        return {"version": VERSION, **{name: getattr(self, name) for name in names}, "models": models}
+        of_model = ("name", "trained", "wrappers", "ties", "buffers", "parameters")
+        names = ("rank", "world", "steps", "micro_batches", "ended", "libraries", "notes", "events", "models")
+        data = asdict(self)
+        data["models"] = [{name: model[name] for name in of_model} for model in data["models"]]
+        return {"version": VERSION, **{name: data[name] for name in names}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProcessRecord:
@@ -153,20 +151,14 @@ class ProcessRecord:
 
 
 def _model(data: dict[str, Any]) -> ModelRecord:
-    parameters = [
-        ParameterRecord(
-            **{
-                **item,
-                "shape": tuple(item["shape"]),
-                "also": tuple(item["also"]),
-                "cells": {
-                    column: [Sighting(*cell) for cell in cells] for column, cells in item["cells"].items()
-                },
-            }
-        )
-        for item in data["parameters"]
-    ]
-    return ModelRecord(**{**data, "wrappers": tuple(data["wrappers"]), "parameters": parameters})
+    model = ModelRecord(**data)
+    model.wrappers = tuple(model.wrappers)
+    model.parameters = [ParameterRecord(**item) for item in data["parameters"]]
+    for parameter in model.parameters:
+        parameter.shape, parameter.also = tuple(parameter.shape), tuple(parameter.also)
+        cells = parameter.cells.items()
+        parameter.cells = {column: [Sighting(*sighting) for sighting in held] for column, held in cells}
+    return model
 
 
 @dataclass

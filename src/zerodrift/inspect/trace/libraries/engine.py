@@ -5,8 +5,8 @@
         engine.step()
     findings = compare.findings(engine.plan, seen)
 
-Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation that
-computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
+Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation
+that computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
 
 Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
 changes nothing: every hook is gone when the context ends, however it ends.
@@ -152,9 +152,9 @@ class _ModuleWatch:
     def _hook(self, node: Any, owners: dict[int, tuple[str, str]]) -> None:
         """Record a node's gradients of its parameters, each with its name and its own dtype.
 
-        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node returned
-        the source of that cast, if there was one. The backward of a cast that the model made casts too, to the
-        parameter's dtype, and that cast is no loss of ours.
+        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node
+        returned the source of that cast, if there was one. The backward of a cast that the model made casts
+        too, to the parameter's dtype, and that cast is no loss of ours.
         """
         operations: Any = self._operations
         casts_itself = node.name().startswith("ToCopyBackward")

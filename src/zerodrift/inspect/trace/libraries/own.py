@@ -101,15 +101,10 @@ class Own(Adapter):
 def _model(run: _EngineRun) -> ModelRecord:
     seen, parameters = merged(run.records), []
     for row in run.engine.plan.rows:
-        parameter = ParameterRecord(
-            name=row.name,
-            shape=tuple(row.whole_shape),
-            kind=row.klass,
-            trained=row.trained,
-            layout="sharded" if row.columns.storage.axis else "",
-            also=tuple(row.names[1:]),
-            facts={"optimized": row.trained},
-        )
+        parameter = ParameterRecord(row.name, tuple(row.whole_shape), row.klass, row.trained)
+        parameter.layout = "sharded" if row.columns.storage.axis else ""
+        parameter.also = tuple(row.names[1:])
+        parameter.facts["optimized"] = row.trained
         for column in COLUMNS:
             for dtype in sorted(seen.seen(row.name, column)):
                 parameter.add(column, dtype, "zerodrift's engine")
