@@ -20,7 +20,7 @@ _FOREVER = 1 << 62
 
 
 class Observation:
-    """What this process saw; complete when the context has ended."""
+    """The record of this process; complete when the context has ended."""
 
     def __init__(self) -> None:
         self._process: ProcessRecord | None = None

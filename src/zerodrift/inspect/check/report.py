@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from zerodrift.inspect.check.findings import RunFinding
-from zerodrift.inspect.check.table import ParameterGroup, cell, folded, groups, short
+from zerodrift.inspect.check.table import ParameterGroup, cell, elements, folded, groups, short
 from zerodrift.inspect.trace.records import (
     COLUMNS,
     Column,
@@ -89,26 +89,25 @@ def run_text(
 
 
 def _model(model: ModelRecord) -> list[RenderableType]:
-    numel = sum(parameter.numel for parameter in model.parameters)
     around = f" in {' in '.join(reversed(model.wrappers))}" if model.wrappers else ""
-    counted = f"{len(model.parameters):,} parameters, {figures.elements(numel)} elements"
+    counted = f"{len(model.parameters):,} parameters, {figures.elements(elements(model.parameters))} elements"
     counted += "" if model.trained else ", none of them updated"
     parts: list[RenderableType] = [section(model.name + around), Text(counted, style="dim"), Text()]
     if not model.parameters:
         return parts
     made = groups(model)
-    widths = [max(len(name), *(len(group.cells[n]) for group in made)) for n, name in enumerate(COLUMNS)]
+    widths = [max(len(name), *(len(cells[n]) for cells, _ in made)) for n, name in enumerate(COLUMNS)]
     if sum(widths) + len(widths) > WIDTH:  # then dtypes of one cell stand below each other
-        words = [[word for group in made for word in group.cells[n].split(" ")] for n in range(len(COLUMNS))]
+        words = [[word for cells, _ in made for word in cells[n].split(" ")] for n in range(len(COLUMNS))]
         widths = [max(len(name), *map(len, words[n])) for n, name in enumerate(COLUMNS)]
     parts.append(_line([(name, "dim") for name in COLUMNS], widths))
-    for group in made:
-        cells = zip(group.cells, widths, strict=True)
-        stacked = [[text] if len(text) <= width else text.split(" ") for text, width in cells]
+    for cells, parameters in made:
+        texts = zip(cells, widths, strict=True)
+        stacked = [[text] if len(text) <= width else text.split(" ") for text, width in texts]
         for row in zip_longest(*stacked, fillvalue=""):
             styled = [(text, _STYLES.get(text.split(" ")[0], "dim") if text else "") for text in row]
             parts.append(_line(styled, widths))
-        parts.append(_group_names(group))
+        parts.append(_group_names(parameters))
     return [*parts, section("seen in", "the first of each"), _sightings(made)]
 
 
@@ -119,11 +118,11 @@ def _line(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> Text:
     return line
 
 
-def _group_names(group: ParameterGroup) -> RenderableType:
-    names = folded(parameter.name for parameter in group.parameters)
+def _group_names(parameters: Sequence[ParameterRecord]) -> RenderableType:
+    names = folded(parameter.name for parameter in parameters)
     listed = _first([elide(name, WIDTH - 4) for name in names], _GROUP_NAMES)
-    frozen = "" if group.parameters[0].trained else ", frozen"
-    text = Text(f"{figures.elements(group.numel)} elements{frozen}: ", style="dim")
+    frozen = "" if parameters[0].trained else ", frozen"
+    text = Text(f"{figures.elements(elements(parameters))} elements{frozen}: ", style="dim")
     return Padding(text.append_text(shown(listed)), (0, 0, 0, 2))
 
 
@@ -131,7 +130,7 @@ def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:
     """Return the first sighting of each dtype in each column, and the reasons of empty cells."""
     firsts: dict[tuple[Column, str], str] = {}
     for column in COLUMNS:
-        for parameter in (group.parameters[0] for group in made):
+        for parameter in (parameters[0] for _, parameters in made):
             for sighting in parameter.cells.get(column, ()):
                 if sighting.line or column not in ("storage", "master"):
                     firsts.setdefault((column, short(sighting.dtype)), _evidence(sighting))
@@ -170,40 +169,24 @@ def run_page(
             for number, model in enumerate(first.models)
         ),
     ]
-    return document(f"zerodrift check: {command}", body, _STYLE)
+    return document(f"zerodrift check: {command}", body)
 
 
 def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> Markup:
     if not findings:
         return tag("p", "None.")
-    items = [
-        tag(
-            "div",
-            tag("dt", finding.kind, tag("div", finding.column or "", class_="quiet")),
-            tag(
-                "dd",
-                tag("div", breaking(_finding_names(finding, trained))),
-                tag("div", " ".join(filter(None, (finding.line, finding.what)))),
-                tag("div", finding.do, class_="quiet"),
-            ),
-        )
-        for finding in findings
+    rows = [
+        (f.kind, f.column or "", _finding_names(f, trained), f"{f.line} {f.what}".strip(), f.do)
+        for f in findings
     ]
-    return tag("dl", items, class_="findings")
-
-
-_STYLE = """
-dl.findings > div { display: grid; grid-template-columns: 11rem 1fr; padding: .6rem 0;
-  border-top: 1px solid var(--line, #e2e4e8); }
-dl.findings dt { font-weight: 600; }
-dl.findings dd { margin: 0; max-width: 46rem; }
-@media (max-width: 40rem) { dl.findings > div { display: block; } }
-"""
+    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
+    head = tag("tr", heads(("finding", "column", "parameters", "what it costs", "what to do")))
+    return tag("table", tag("thead", head), tag("tbody", lines), class_="listing")
 
 
 def _rows(model: ModelRecord) -> Markup:
     head = tag("thead", tag("tr", heads(("parameter", "shape", "elements", *COLUMNS))))
-    lines = [_row(parameter) for group in groups(model) for parameter in group.parameters]
+    lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]
     return tag("div", tag("table", head, tag("tbody", lines), class_="rows"), class_="scroll")
 
 

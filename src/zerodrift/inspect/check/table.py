@@ -66,17 +66,8 @@ def _fill(parameter: ParameterRecord, theirs: ParameterRecord, rank: int) -> Non
 # --- groups for print ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters with the same cells."""
-
-    cells: tuple[str, ...]
-    """Text of each of `COLUMNS`; `-` for an empty cell."""
-    parameters: tuple[ParameterRecord, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(parameter.numel for parameter in self.parameters)
+ParameterGroup = tuple[tuple[str, ...], list[ParameterRecord]]
+"""Texts of the `COLUMNS`, and the parameters that have them."""
 
 
 def short(dtype: str) -> str:
@@ -95,8 +86,12 @@ def groups(model: ModelRecord) -> list[ParameterGroup]:
     for parameter in model.parameters:
         cells = tuple(cell(parameter, column) for column in COLUMNS)
         alike.setdefault((*cells, parameter.trained), []).append(parameter)
-    made = [ParameterGroup(key[:-1], tuple(parameters)) for key, parameters in alike.items()]
-    return sorted(made, key=lambda group: -group.numel)
+    made = [(key[:-1], parameters) for key, parameters in alike.items()]
+    return sorted(made, key=lambda group: -elements(group[1]))
+
+
+def elements(parameters: Iterable[ParameterRecord]) -> int:
+    return sum(parameter.numel for parameter in parameters)
 
 
 def folded(names: Iterable[str]) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def _class_of(module: torch.nn.Module) -> type:
     kinds: Any = type(module).__mro__
     if "FSDPModule" in _bases(kinds[0]):
         kinds = [kind for kind in kinds[1:] if kind.__name__ != "FSDPModule"]
-    return kinds[0]  # type: ignore[no-any-return]
+    return kinds[0]
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
