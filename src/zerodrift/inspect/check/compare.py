@@ -150,12 +150,8 @@ def table(plan: Plan, observed: EngineRecord) -> list[ComparedCell]:
         cells.setdefault((column, said, ", ".join(seen) or UNSEEN, judged), []).append(row)
     return [
         ComparedCell(column, said, seen, len(rows), sum(r.whole_numel for r in rows), rows[0].name, judged)
-        for (column, said, seen, judged), rows in sorted(cells.items(), key=_column_number)
+        for (column, said, seen, judged), rows in sorted(cells.items(), key=lambda c: COLUMNS.index(c[0][0]))
     ]
-
-
-def _column_number(item: tuple[tuple[Column, str, str, Verdict], list[Row]]) -> int:
-    return COLUMNS.index(item[0][0])
 
 
 def line(plan: Plan, observed: EngineRecord) -> str:
