@@ -290,8 +290,7 @@ class _FullyShardTensors:
         self.trained = {id(member.full): member.row.name for member in self._trained}
         self.owners: Owners[str] = Owners()
         for member in self._members:
-            end = max(member.full.numel(), 1)
-            self.owners.put_range(member.full.untyped_storage(), 0, end, member.row.name)
+            self.owners.put(member.full, member.row.name)
 
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
