@@ -26,7 +26,7 @@ from result import Result, flags
 from torch.nn.parallel import DistributedDataParallel
 
 import zerodrift
-from zerodrift.observer.operations import every_operation
+from zerodrift.inspect.trace.operations import every_operation
 
 KINDS = ("fp32", "autocast bf16")
 

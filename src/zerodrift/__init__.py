@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
+    from zerodrift.inspect.check.observation import Observation as Observation
+    from zerodrift.inspect.check.observation import observe as observe
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
     from zerodrift.numerics.audit import audit as audit
     from zerodrift.numerics.audit_text import Audit as Audit
-    from zerodrift.observer.observation import Observation as Observation
-    from zerodrift.observer.observation import observe as observe
     from zerodrift.pipeline.cut import Parts as Parts
     from zerodrift.plan.build import build as build
     from zerodrift.plan.cost import Cost as Cost
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api": "empty export initialize load_weights make_plan",
-    "observer.observation": "Observation observe",
+    "inspect.check.observation": "Observation observe",
     "config.load": "load",
     "config.schema": (
         "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from tests.models.architectures import SIZES, tokens
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.observer import compare
-from zerodrift.observer.observe import observe
-from zerodrift.observer.observed import merged
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import merged
 
 MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -19,10 +19,10 @@ from tests.models.test_precision import build
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
+from zerodrift.inspect.check.hidden import computes
+from zerodrift.inspect.trace.dry_run import trace
+from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.model.inputs import Inputs
-from zerodrift.observer.hidden import computes
-from zerodrift.observer.observe import observe
-from zerodrift.observer.trace import trace
 
 WIDTH = 16
 

@@ -24,8 +24,8 @@ from tests.numerics.experts import (
 from tests.numerics.runs import make, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.observer import compare
-from zerodrift.observer.observe import observe
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.pipeline.deferred import defer_weight_grads
 from zerodrift.plan.cost import cost
 from zerodrift.plan.schedule import collectives

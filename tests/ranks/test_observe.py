@@ -13,13 +13,13 @@ from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
-from zerodrift.observer import compare
-from zerodrift.observer.compare import Finding
-from zerodrift.observer.observe import observe
-from zerodrift.observer.observed import Observed, merged
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.check.compare import Finding
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import EngineRecord, merged
 
 
-def step(engine: Engine) -> Observed:
+def step(engine: Engine) -> EngineRecord:
     """A step of two micro-batches, watched on every rank."""
     with observe(engine) as seen:
         for micro in range(2):

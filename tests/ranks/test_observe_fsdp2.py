@@ -14,9 +14,9 @@ from tests.ranks.test_observe import Widened, step, watched
 from zerodrift.backends.fsdp_collectives import ReduceScatter
 from zerodrift.dtypes import DType
 from zerodrift.errors import PrecisionError
-from zerodrift.observer import compare
-from zerodrift.observer.observe import observe
-from zerodrift.observer.observed import merged
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import merged
 from zerodrift.policy.nouns import Reduction
 
 ON_FSDP2 = [

@@ -22,9 +22,9 @@ from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
-from zerodrift.observer import compare
-from zerodrift.observer.observe import observe
-from zerodrift.observer.observed import merged
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import merged
 
 SGD = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
 

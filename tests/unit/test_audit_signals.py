@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
+from zerodrift.inspect.trace.places import paths_in
 from zerodrift.numerics.audit import audit
 from zerodrift.numerics.audit_text import residual_stream
 from zerodrift.numerics.nouns import Place
 from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
-from zerodrift.observer.places import paths_in
 
 
 def scores() -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zerodrift.inspect.trace.places import paths_in
 from zerodrift.numerics.operations import Rounding, Roundings, Watch, Widened
-from zerodrift.observer.places import paths_in
 
 
 class Narrows(nn.Module):

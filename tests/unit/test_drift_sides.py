@@ -19,6 +19,7 @@ from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, 
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
+from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord
 from zerodrift.model.sources import describe
 from zerodrift.numerics.apart import apart, share
 from zerodrift.numerics.roles import roles
@@ -28,7 +29,6 @@ from zerodrift.numerics.sides_text import sides_json, sides_text
 from zerodrift.numerics.tensors import judged, neighbours
 from zerodrift.numerics.token_files import ids, read_ids, read_recorded, recorded
 from zerodrift.numerics.trainer import Trainer, as_config, trainer
-from zerodrift.observer.seen import SeenModel, SeenParameter
 
 FP32, BF16 = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16"))
 IDS = token_ids()[:2, :12].tolist()
@@ -263,25 +263,25 @@ def test_recorded_numbers_come_from_a_file(tmp_path: Path) -> None:
 # --- the trainer's side -------------------------------------------------------------------------------------
 
 
-def seen(name: str, storage: str, compute: str, numel: int = 64) -> SeenParameter:
-    parameter = SeenParameter(name, (numel,), "torch.nn.modules.linear.Linear", True)
-    parameter.see("storage", storage, "the parameter")
-    parameter.see("compute", compute, "linear")
+def seen(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRecord:
+    parameter = ParameterRecord(name, (numel,), "torch.nn.modules.linear.Linear", True)
+    parameter.add("storage", storage, "the parameter")
+    parameter.add("compute", compute, "linear")
     return parameter
 
 
 def test_what_was_seen_of_a_run_is_a_config() -> None:
-    mixed = SeenModel("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
+    mixed = ModelRecord("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
     assert as_config(mixed) == {
         "precision": {
             "mode": "bf16",
             "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}],
         }
     }
-    autocast = SeenModel("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
+    autocast = ModelRecord("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
     assert as_config(autocast) == {"precision": {"mode": "autocast-bf16"}}
     with pytest.raises(ConfigError, match="compute dtype was seen"):
-        as_config(SeenModel("M", []))
+        as_config(ModelRecord("M", []))
 
 
 def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:

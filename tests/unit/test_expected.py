@@ -10,11 +10,11 @@ import pytest
 
 import zerodrift
 from zerodrift.errors import ConfigError
+from zerodrift.inspect.check.compare import unexpected
+from zerodrift.inspect.check.findings import RunFinding
+from zerodrift.inspect.check.table import encoded
+from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
-from zerodrift.observer.expected import unexpected
-from zerodrift.observer.finding import RunFinding
-from zerodrift.observer.seen import SeenModel, SeenParameter, SeenProcess
-from zerodrift.observer.tables import encoded
 from zerodrift.plan.cost import cost
 from zerodrift.report.as_json import plan_json
 
@@ -38,11 +38,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def seen(**cells: str) -> list[SeenProcess]:
-    parameter = SeenParameter("head.weight", (8, 4), "torch.nn.modules.linear.Linear", True)
+def seen(**cells: str) -> list[ProcessRecord]:
+    parameter = ParameterRecord("head.weight", (8, 4), "torch.nn.modules.linear.Linear", True)
     for column, what in {**BF16, **cells}.items():
-        parameter.see(column, what, "test")  # type: ignore[arg-type]
-    return [SeenProcess(0, 2, 3, [SeenModel("Net", [parameter])], micro_batches=4)]
+        parameter.add(column, what, "test")  # type: ignore[arg-type]
+    return [ProcessRecord(0, 2, 3, [ModelRecord("Net", [parameter])], micro_batches=4)]
 
 
 def written(folder: Path, text: str, name: str = "expected.json") -> Path:

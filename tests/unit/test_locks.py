@@ -15,8 +15,8 @@ import pytest
 
 from zerodrift import files
 from zerodrift.files import is_locked, locked
-from zerodrift.observer import process
-from zerodrift.observer.launch import HELD
+from zerodrift.inspect.check import launch
+from zerodrift.inspect.check.launch import HELD
 
 HOLD = """
 import pathlib, sys, time
@@ -52,7 +52,7 @@ def test_a_lock_goes_with_its_process_and_so_does_a_check_that_is_waited_for(tmp
         assert holder.stdout is not None
         holder.stdout.readline()
         assert is_locked(path)
-        waiting = threading.Thread(target=process._wait_for_others, args=(tmp_path,))
+        waiting = threading.Thread(target=launch._wait_for_others, args=(tmp_path,))
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()

@@ -18,14 +18,12 @@ from torch.optim import optimizer as optimizers
 
 import zerodrift
 from zerodrift.errors import ModelError, ZerodriftError
-from zerodrift.observer import lines
-from zerodrift.observer.forwards import WatchedForwards
-from zerodrift.observer.imports import when_imported
-from zerodrift.observer.models import WatchedModel
-from zerodrift.observer.owners import Owners
-from zerodrift.observer.parameter import WatchedParameter
-from zerodrift.observer.samples import Samples, read
-from zerodrift.observer.seen import COLUMNS
+from zerodrift.inspect.trace import places
+from zerodrift.inspect.trace.forwards import ForwardWatch
+from zerodrift.inspect.trace.hooks import when_imported
+from zerodrift.inspect.trace.model import LiveModel
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples, read
+from zerodrift.inspect.trace.records import COLUMNS
 
 
 class Net(nn.Module):
@@ -90,8 +88,8 @@ def test_cells_are_what_the_loop_does(case: str) -> None:
     head = model.parameter("head.weight")
     assert head is not None and model.name == "Net"
     columns = ("storage", "compute", "accumulate", "state")
-    assert tuple(head.whats(column) for column in columns) == tuple((word,) for word in expected)
-    assert head.whats("master") == ("same",)
+    assert tuple(head.dtypes(column) for column in columns) == tuple((word,) for word in expected)
+    assert head.dtypes("master") == ("same",)
     assert head.facts["gradients"] == 4 and head.facts["changed"]
     (compute,) = head.cells["compute"]
     assert compute.module == "head" and compute.line.startswith("test_observation.py:")
@@ -158,9 +156,9 @@ def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
 
 
 PLACES = [
-    (WatchedParameter, "arrives"),
-    (WatchedParameter, "used"),
-    (WatchedModel, "held"),
+    (LiveParameter, "arrives"),
+    (Samples, "given"),
+    (LiveModel, "held"),
     (Owners, "of"),
 ]
 """Where a defect is planted: in a backward, in a step, in a forward."""
@@ -206,7 +204,7 @@ def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
     assert head is not None
     for column in ("storage", "compute", "grad", "accumulate", "state"):
         both = ("float32", "bfloat16") if column in columns else ("float32",)
-        assert head.whats(column) == both, column  # type: ignore[arg-type]
+        assert head.dtypes(column) == both, column  # type: ignore[arg-type]
 
 
 class Branches(nn.Module):
@@ -234,7 +232,7 @@ def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_se
             model(torch.randn(2, 8)).backward()
             optimizer.step()
     (found,) = seen.models
-    cells = {parameter.name: parameter.whats("compute") for parameter in found.parameters}
+    cells = {parameter.name: parameter.dtypes("compute") for parameter in found.parameters}
     assert cells["ways.1.weight"] == ("bfloat16",)
     later = found.parameter("bare.1")  # used by the model's own code, which was watched before
     assert later is not None
@@ -247,14 +245,14 @@ def test_operations_are_watched_once(case: str, monkeypatch: pytest.MonkeyPatch)
     """See [Note: once is enough]."""
     dtype, autocast, _ = CASES[case]
     model, count = net(dtype), 0
-    computed = WatchedForwards._computed
+    computed = ForwardWatch._computed
 
     def counted(*args: Any) -> None:
         nonlocal count
         count += 1
         computed(*args)
 
-    monkeypatch.setattr(WatchedForwards, "_computed", counted)
+    monkeypatch.setattr(ForwardWatch, "_computed", counted)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with zerodrift.observe(model, optimizer):
         train(model, optimizer, steps=1, autocast=autocast)
@@ -284,9 +282,9 @@ def test_two_optimizers_of_one_model_are_one_step() -> None:
             second.step()
     (found,) = seen.models
     assert (seen.process.steps, seen.process.micro_batches) == (3, 1)
-    assert all(parameter.whats("master") == ("same",) for parameter in found.parameters)
+    assert all(parameter.dtypes("master") == ("same",) for parameter in found.parameters)
     assert found.parameters[0].unseen["state"] == "SGD keeps none"
-    assert found.parameters[-1].whats("state") == ("float32",)
+    assert found.parameters[-1].dtypes("state") == ("float32",)
 
 
 def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
@@ -308,7 +306,7 @@ def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
         for thread in threads:
             thread.join()
     (found,) = seen.models
-    assert found.parameters[0].whats("master") == ("same",) and seen.process.steps == 1
+    assert found.parameters[0].dtypes("master") == ("same",) and seen.process.steps == 1
     assert any("several threads" in note for note in seen.process.notes)
 
 
@@ -325,7 +323,7 @@ def test_an_interrupt_that_the_script_catches_is_no_end() -> None:
             model(torch.tensor([1]))
         train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
     head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.whats("compute") == ("float32",)
+    assert head is not None and head.dtypes("compute") == ("float32",)
     assert doors() == before
 
 
@@ -365,7 +363,7 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     assert used == [float(torch.tensor(float(place)).bfloat16()) for place in one.places]
     one.given(torch.arange(100.0), 13, 50, 20)  # elements 13 to 33, from place 50
     one.arrives(whole)
-    one.misses()
+    one.missed = True
     read([one])
     own, used = one.end()
     assert own == []
@@ -389,7 +387,7 @@ def test_models_that_train_together_have_a_table_each() -> None:
             optimizer.step()
             first.zero_grad()
             second.zero_grad()
-    assert [model.parameters[0].whats("storage") for model in seen.models] == [("float32",), ("bfloat16",)]
+    assert [model.parameters[0].dtypes("storage") for model in seen.models] == [("float32",), ("bfloat16",)]
     assert all(model.trained for model in seen.models)
 
 
@@ -418,7 +416,7 @@ def test_masters_of_ones_own_are_told_by_their_values() -> None:
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
     head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.whats("master") == ("float32",) and head.facts["master_rounded"]
+    assert head is not None and head.dtypes("master") == ("float32",) and head.facts["master_rounded"]
     assert "no-master" not in {finding.kind for finding in seen.findings()}
 
 
@@ -437,7 +435,7 @@ def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
         train(model, optimizer, steps=1)
         torch.save({"model": {k: v.bfloat16() for k, v in model.state_dict().items()}}, tmp_path / "m.pt")
     head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.whats("export") == ("bfloat16",)
+    assert head is not None and head.dtypes("export") == ("bfloat16",)
     assert "narrow-export" in {finding.kind for finding in seen.findings()}
 
 
@@ -461,7 +459,7 @@ def test_compiled_code_is_not_watched_and_said(wrap: Callable[..., Any]) -> None
         compiled(torch.randint(16, (4, 3)))
         train(model, optimizer, steps=1)
     head = seen.models[0].parameter("head.weight")
-    assert head is not None and not head.whats("compute") and head.whats("accumulate") == ("float32",)
+    assert head is not None and not head.dtypes("compute") and head.dtypes("accumulate") == ("float32",)
     assert any("TORCH_COMPILE_DISABLE" in note for note in seen.process.notes)
 
 
@@ -495,14 +493,14 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("file", "whose"),
+    ("file", "is_script"),
     [
-        ("/home/me/train.py", "script"),
-        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/modules/linear.py", "library"),
-        ("/usr/local/lib/python3.10/dist-packages/torch/optim/adamw.py", "library"),
-        (torch.nn.__file__, "library"),
-        ("<string>", ""),
+        ("/home/me/train.py", True),
+        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/modules/linear.py", False),
+        ("/usr/local/lib/python3.10/dist-packages/torch/optim/adamw.py", False),
+        (torch.nn.__file__, False),
+        ("<string>", None),
     ],
 )
-def test_a_library_is_one_wherever_it_is_installed(file: str, whose: str) -> None:
-    assert lines._whose(file) == whose
+def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | None) -> None:
+    assert places._is_script(file) is is_script

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from zerodrift.observer.findings import run_findings
-from zerodrift.observer.ranks import completed
-from zerodrift.observer.seen import SeenModel, SeenParameter, SeenProcess, Sighting
+from zerodrift.inspect.check.findings import run_findings
+from zerodrift.inspect.check.table import completed
+from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord, Sighting
 
 OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
 """Of two ranks."""
@@ -16,14 +16,14 @@ OWNS = ([1.0, -2.0, 0.5, 4.0], [3.0, 2.0, -1.5, 1.0])
 MEAN = [2.0, 0.0, -0.5, 2.5]
 
 
-def parameter(name: str = "w", **facts: Any) -> SeenParameter:
-    seen = SeenParameter(name, (4,), "torch.nn.Linear", True)
+def parameter(name: str = "w", **facts: Any) -> ParameterRecord:
+    seen = ParameterRecord(name, (4,), "torch.nn.Linear", True)
     seen.facts |= {"optimized": True, "gradients": 2, "changed": True, **facts}
     return seen
 
 
-def process(rank: int, *models: SeenModel, micro_batches: int = 1) -> SeenProcess:
-    return SeenProcess(rank, 2, 2, list(models), micro_batches)
+def process(rank: int, *models: ModelRecord, micro_batches: int = 1) -> ProcessRecord:
+    return ProcessRecord(rank, 2, 2, list(models), micro_batches)
 
 
 def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[str]:
@@ -31,7 +31,7 @@ def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int 
     processes = [
         process(
             rank,
-            SeenModel("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,)),
+            ModelRecord("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,)),
             micro_batches=micro_batches,
         )
         for rank in range(2)
@@ -55,8 +55,8 @@ def test_the_own_gradient_is_no_mean() -> None:
 @pytest.mark.parametrize("ties", [True, None, False])
 def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bool | None) -> None:
     shape, kinds = (4, 2), {"embed.weight": "torch.nn.Embedding", "head.weight": "torch.nn.Linear"}
-    pair = [SeenParameter(name, shape, kind, True, facts={"began": 7}) for name, kind in kinds.items()]
-    findings = run_findings([process(0, SeenModel("M", pair, ties=ties))])
+    pair = [ParameterRecord(name, shape, kind, True, facts={"began": 7}) for name, kind in kinds.items()]
+    findings = run_findings([process(0, ModelRecord("M", pair, ties=ties))])
     assert [finding.kind for finding in findings] == ([] if ties is False else ["untied"])
     if findings:
         assert ("config ties them" in findings[0].what) is bool(ties)
@@ -76,20 +76,20 @@ def test_gradients_that_are_neither_were_dropped() -> None:
 
 
 def test_models_of_one_name_are_told_apart() -> None:
-    def models() -> tuple[SeenModel, ...]:
-        return tuple(SeenModel("Sequential", [parameter(digest=digest)]) for digest in (1, 2))
+    def models() -> tuple[ModelRecord, ...]:
+        return tuple(ModelRecord("Sequential", [parameter(digest=digest)]) for digest in (1, 2))
 
     assert run_findings([process(0, *models()), process(1, *models())]) == []
     first, second = process(0, *models()), process(1, *models())
     second.models[1].parameters[0].cells["gather"] = [Sighting("float32", "all_gather")]
     completed([first, second])
-    assert [model.parameters[0].whats("gather") for model in first.models] == [(), ("float32",)]
+    assert [model.parameters[0].dtypes("gather") for model in first.models] == [(), ("float32",)]
 
 
 def test_nothing_that_is_trained_is_updated() -> None:
-    left_out = SeenModel("M", [parameter(optimized=False)], trained=False)
+    left_out = ModelRecord("M", [parameter(optimized=False)], trained=False)
     assert [finding.kind for finding in run_findings([process(0, left_out)])] == ["never-updated"]
-    updated = SeenModel("N", [parameter()])
+    updated = ModelRecord("N", [parameter()])
     assert run_findings([process(0, left_out, updated)]) == []
 
 
@@ -106,7 +106,7 @@ def test_a_cast_adds_nothing_to_what_updates_round(cells: tuple[str, str, str], 
     """Storage, compute, master."""
     one = parameter()
     for column, what in zip(("storage", "compute", "master"), cells, strict=True):
-        one.see(column, what, "")  # type: ignore[arg-type]
-    findings = run_findings([process(0, SeenModel("M", [one]))])
+        one.add(column, what, "")  # type: ignore[arg-type]
+    findings = run_findings([process(0, ModelRecord("M", [one]))])
     assert [finding.kind for finding in findings] == kinds
     assert all(finding.names == ("w",) for finding in findings)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
+from zerodrift.inspect.check.hidden import computes, hidden
+from zerodrift.inspect.trace.dry_run import trace
+from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.model.runnable import runnable
-from zerodrift.observer.hidden import computes, hidden
-from zerodrift.observer.trace import trace
-from zerodrift.observer.trace_operations import NORMS, ONE_DTYPE
 from zerodrift.plan.traced import Trace
 
 WIDTH = 16

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from zerodrift.api import make_plan
-from zerodrift.observer.hidden import computes, hidden
+from zerodrift.inspect.check.hidden import computes, hidden
 from zerodrift.plan.table import Plan
 from zerodrift.plan.traced import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import trace_text
@@ -80,57 +80,57 @@ def test_a_step_as_planned_has_no_findings() -> None:
 
 # --- promotions ---------------------------------------------------------------------------------------
 
-
-def test_a_value_that_is_widened_and_rounded_is_found_where_it_was_widened() -> None:
-    rounded = op("_to_copy", "5 fp32", "6 bf16", "layers.0", cast_by="the model", line="net.py:9")
-    widened = op("mul", "3 bf16, 4 fp32", "5 fp32", "layers.0", line="net.py:7")
-    ((kind, name, what),) = found([widened, rounded])
-    assert (kind, name) == ("promotion", "layers.0")
-    assert what == "`mul` of bf16 and fp32 makes fp32, rounded to bf16 by the model at net.py:9"
+ADD = op("add", "3 bf16, 4 fp32", "5 fp32")
 
 
-def test_it_is_followed_through_what_is_computed_of_it() -> None:
-    between = [op("exp", "5 fp32", "7 fp32"), op("sum", "7 fp32", "8 fp32")]
-    rounded = op("_to_copy", "8 fp32", "9 bf16", cast_by="autocast")
-    assert len(found([op("add", "3 bf16, 4 fp32", "5 fp32"), *between, rounded])) == 1
+def cast(given: str, made: str, by: str = "the model", **rest: Any) -> TracedOperation:
+    return op("_to_copy", given, made, cast_by=by, **rest)
 
 
-@pytest.mark.parametrize(
-    "operations",
-    [
-        [op("add", "3 bf16, 4 fp32", "5 fp32")],
-        [op("_to_copy", "3 bf16", "5 fp32", cast_by="the model"), narrowed("5 fp32")],
-        [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), op("_to_copy", "5 bf16", "6 fp32", cast_by="the model")],
-        [op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), narrowed("5 fp32")],
-        [op("add", "3 bf16, 4 fp32", "5 fp32"), op("_to_copy", "5 fp32", "6 bf16", cast_by="torch")],
-        [op("add", "3 bf16, 4 fp32", "5 fp32"), op("zero_", "5 fp32", "5 fp32", backward=True)],
-        [op("add", "3 int64, 4 fp32", "5 fp32"), narrowed("5 fp32")],
-    ],
-    ids=["never rounded", "asked for", "a number", "a number in where", "inside torch", "backward", "whole"],
-)  # fmt: skip
-def test_what_is_no_promotion(operations: list[TracedOperation]) -> None:
-    assert found(operations) == []
+def rounded(by: str) -> list[tuple[str, str, str]]:
+    return [("promotion", "", f"`add` of bf16 and fp32 {by}")]
 
 
-def test_one_that_is_rounded_three_times_is_told_once() -> None:
-    rounded = [op("_to_copy", "5 fp32", f"{n} bf16", cast_by="autocast") for n in (6, 7, 8)]
-    assert len(found([op("add", "3 bf16, 4 fp32", "5 fp32"), *rounded])) == 1
+PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] = {
+    "where it was widened": (
+        [op("mul", "3 bf16, 4 fp32", "5 fp32", "layers.0", line="net.py:7"),
+         cast("5 fp32", "6 bf16", module="layers.0", line="net.py:9")],
+        [("promotion", "layers.0",
+          "`mul` of bf16 and fp32 makes fp32, rounded to bf16 by the model at net.py:9")],
+    ),
+    "through its results": (
+        [ADD, op("exp", "5 fp32", "7 fp32"), op("sum", "7 fp32", "8 fp32"),
+         cast("8 fp32", "9 bf16", "autocast")],
+        rounded("makes fp32, rounded to bf16 by autocast"),
+    ),
+    "three times, once told": (
+        [ADD, *[cast("5 fp32", f"{n} bf16", "autocast") for n in (6, 7, 8)]],
+        rounded("makes fp32, rounded to bf16 by autocast"),
+    ),
+    "in place": ([op("add_", "3 bf16, 4 fp32", "3 bf16")], rounded("is rounded to bf16 in place")),
+    "a write": (
+        [ADD, op("copy_", "9 bf16, 5 fp32", "9 bf16", cast_by="the model")],
+        rounded("makes fp32, rounded to bf16 by the model"),
+    ),
+    "written over": (
+        [ADD, op("mm", "3 bf16, 3 bf16", "5 bf16"), cast("5 bf16", "6 fp16")], [],
+    ),
+    "never rounded": ([ADD], []),
+    "asked for": ([cast("3 bf16", "5 fp32"), narrowed("5 fp32")], []),
+    "a number": (
+        [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), cast("5 bf16", "6 fp32")], [],
+    ),
+    "a number in where": ([op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), narrowed("5 fp32")], []),
+    "inside torch": ([ADD, cast("5 fp32", "6 bf16", "torch")], []),
+    "backward": ([ADD, op("zero_", "5 fp32", "5 fp32", backward=True)], []),
+    "whole": ([op("add", "3 int64, 4 fp32", "5 fp32"), narrowed("5 fp32")], []),
+}  # fmt: skip
 
 
-def test_what_is_written_over_a_widened_value_is_none() -> None:
-    again = op("mm", "3 bf16, 3 bf16", "5 bf16")
-    cast = op("_to_copy", "5 bf16", "6 fp16", cast_by="the model")
-    assert found([op("add", "3 bf16, 4 fp32", "5 fp32"), again, cast]) == []
-
-
-def test_a_wide_value_added_in_place_to_a_narrow_one_is_rounded_there() -> None:
-    ((kind, _, what),) = found([op("add_", "3 bf16, 4 fp32", "3 bf16")])
-    assert (kind, what) == ("promotion", "`add` of bf16 and fp32 is rounded to bf16 in place")
-
-
-def test_a_write_into_a_narrow_tensor_rounds_too() -> None:
-    write = op("copy_", "9 bf16, 5 fp32", "9 bf16", cast_by="the model")
-    assert [kind for kind, _, _ in found([op("add", "3 bf16, 4 fp32", "5 fp32"), write])] == ["promotion"]
+@pytest.mark.parametrize("case", PROMOTIONS)
+def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
+    operations, told = PROMOTIONS[case]
+    assert found(operations) == told
 
 
 # --- pins and columns ---------------------------------------------------------------------------------

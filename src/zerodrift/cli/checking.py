@@ -16,7 +16,7 @@ from zerodrift.cli.planning import write_page
 from zerodrift.errors import ZerodriftError
 
 if TYPE_CHECKING:
-    from zerodrift.observer.launch import SeenRun
+    from zerodrift.inspect.check.launch import RunRecord
 
 NOT_AS_EXPECTED = 3
 
@@ -34,11 +34,10 @@ def check(
 ) -> None:
     """Run a training command, and show which dtypes every parameter has in it."""
     with streams.errors(debug):
-        from zerodrift.observer.expected import unexpected
-        from zerodrift.observer.findings import run_findings
-        from zerodrift.observer.launch import run
-        from zerodrift.observer.ranks import completed
-        from zerodrift.observer.tables import encoded
+        from zerodrift.inspect.check.compare import unexpected
+        from zerodrift.inspect.check.findings import run_findings
+        from zerodrift.inspect.check.launch import run
+        from zerodrift.inspect.check.table import completed, encoded
 
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_seen(seen, command, steps, timeout)
@@ -48,13 +47,13 @@ def check(
         if save is not None:
             save.write_text(encoded(processes, findings))
         if html is not None:
-            from zerodrift.observer.page import run_page
+            from zerodrift.inspect.check.report import run_page
 
             write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
         else:
-            from zerodrift.observer.text import run_text
+            from zerodrift.inspect.check.report import run_text
 
             # What the command printed last may be no whole line.
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
@@ -64,12 +63,12 @@ def check(
         raise typer.Exit(NOT_AS_EXPECTED)
 
 
-def _ended_early(seen: SeenRun, steps: int) -> bool:
+def _ended_early(seen: RunRecord, steps: int) -> bool:
     """Whether something went wrong before everything was seen."""
     return (seen.code != 0 or seen.late) and any(process.steps < steps for process in seen.processes)
 
 
-def _require_seen(seen: SeenRun, command: list[str], steps: int, timeout: float | None) -> None:
+def _require_seen(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
     """Something to show, or why there is none."""
     if seen.processes:
         if any(process.models for process in seen.processes):
@@ -109,7 +108,7 @@ def _require_seen(seen: SeenRun, command: list[str], steps: int, timeout: float 
     raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
 
 
-def _notes(seen: SeenRun, steps: int) -> list[str]:
+def _notes(seen: RunRecord, steps: int) -> list[str]:
     notes = list(seen.failures)
     for process in seen.processes:
         if process.steps < steps:
@@ -136,7 +135,7 @@ def _notes(seen: SeenRun, steps: int) -> list[str]:
 def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> None:
     """Compare two tables that `check --save` wrote."""
     with streams.errors(debug):
-        from zerodrift.observer.tables import differences, read
+        from zerodrift.inspect.check.table import differences, read
 
         told = differences(read(a), read(b))
         if not told:

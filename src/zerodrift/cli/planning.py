@@ -239,10 +239,10 @@ def _plan_text(
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
+    from zerodrift.inspect.check.hidden import hidden
+    from zerodrift.inspect.trace.dry_run import trace
     from zerodrift.model.inputs import inputs_for
     from zerodrift.model.runnable import runnable
-    from zerodrift.observer.hidden import hidden
-    from zerodrift.observer.trace import trace
     from zerodrift.report import as_json
     from zerodrift.report.trace import trace_text
 

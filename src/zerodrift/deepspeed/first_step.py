@@ -14,11 +14,11 @@ import torch
 
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
-from zerodrift.observer import compare
-from zerodrift.observer.modules import is_compiled
-from zerodrift.observer.observe import observe_calls
-from zerodrift.observer.observed import Observed, merged
-from zerodrift.observer.operations import anything_compiled
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe_calls
+from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.operations import anything_compiled
+from zerodrift.inspect.trace.records import EngineRecord, merged
 
 
 class FirstStep:
@@ -27,7 +27,7 @@ class FirstStep:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stack = contextlib.ExitStack()
-        self._observed: Observed | None = None
+        self._observed: EngineRecord | None = None
         self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def call(self) -> contextlib.AbstractContextManager[Any]:
@@ -47,7 +47,7 @@ class FirstStep:
         """Print the result on rank 0. Collective."""
         self.leave()
         engine = self._engine
-        observed = merged(engine.comm.all_gather_object(self._observed or Observed()))
+        observed = merged(engine.comm.all_gather_object(self._observed or EngineRecord()))
         if engine.mesh.rank() or self._observed is None:
             return
         lines = [compare.line(engine.plan, observed), *compare.widened(engine.plan, observed)]

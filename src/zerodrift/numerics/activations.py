@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.dtypes import DType
+from zerodrift.inspect.trace.places import ModulePaths
 from zerodrift.numerics.signals import LOSSES
-from zerodrift.observer.places import ModulePaths
 
 _ATTENTION = re.compile(r"(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?", re.IGNORECASE)
 _ROTARY = re.compile(r"[Rr]otary|R[Oo][Pp][Ee]")

@@ -28,6 +28,7 @@ from torch import nn
 from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, ZerodriftError
+from zerodrift.inspect.trace.places import paths_in
 from zerodrift.mesh import MeshShape
 from zerodrift.numerics import signals, variants
 from zerodrift.numerics.nouns import Estimate, GradientLine, Place
@@ -35,7 +36,6 @@ from zerodrift.numerics.operations import Key, Rounding, Roundings, Watch, Widen
 from zerodrift.numerics.runs import Batch, Subject, running
 from zerodrift.numerics.signals import CloseCalls, Drift, Signals
 from zerodrift.numerics.variants import Choice
-from zerodrift.observer.places import paths_in
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Policy
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerodrift.observer.places import ModulePaths, place_of_code
+from zerodrift.inspect.trace.places import ModulePaths, place_of_code
 
 DRAWS = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zerodrift.dtypes import DType
+from zerodrift.inspect.trace.places import ModulePaths
 from zerodrift.mesh import MeshShape
 from zerodrift.numerics.activations import Activations, Done, at_modules
 from zerodrift.numerics.runs import Batch, Subject, running
@@ -30,7 +31,6 @@ from zerodrift.numerics.signals import Signals, signals
 from zerodrift.numerics.trainer import Trainer, put
 from zerodrift.numerics.unlike import UnlikeCell, mode_of
 from zerodrift.numerics.variants import rule
-from zerodrift.observer.places import ModulePaths
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Mode, Policy

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
+from zerodrift.inspect.trace.places import ModulePaths, paths_in
 from zerodrift.numerics.runs import Batch, called, loss_of, seeded
-from zerodrift.observer.places import ModulePaths, paths_in
 
 ROUTES = frozenset(("topk",))
 LOSSES = frozenset(("cross_entropy", "nll_loss"))

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from zerodrift.config.load import load
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed, said
+from zerodrift.inspect.check import table as tables
+from zerodrift.inspect.trace.records import Column, ModelRecord, ParameterRecord
 from zerodrift.mesh import MeshShape
 from zerodrift.model.factory import is_factory, make
 from zerodrift.model.runnable import runnable
@@ -31,8 +33,6 @@ from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
 from zerodrift.numerics.roles import Role, role_of, roles
 from zerodrift.numerics.variants import literal, without_update
-from zerodrift.observer import tables
-from zerodrift.observer.seen import Column, SeenModel, SeenParameter
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
@@ -189,7 +189,7 @@ def _json(path: Path) -> Any:
         return None  # the reader of configs says what is wrong with it
 
 
-def _trained(path: Path) -> SeenModel:
+def _trained(path: Path) -> ModelRecord:
     models = [model for model in tables.read(path)[0].models if model.trained]
     if len(models) != 1:
         names = listed(model.name for model in models) or "none"
@@ -197,7 +197,7 @@ def _trained(path: Path) -> SeenModel:
     return models[0]
 
 
-def as_config(model: SeenModel) -> dict[str, Any]:
+def as_config(model: ModelRecord) -> dict[str, Any]:
     """What of a forward was seen, as the config that asks for it."""
     cells = {name: cell for p in model.parameters for name in (p.name, *p.also) if (cell := _forward(p))}
     if not cells:
@@ -217,12 +217,12 @@ def as_config(model: SeenModel) -> dict[str, Any]:
     return {"precision": {"mode": mode, **({"rules": rules} if rules else {})}}
 
 
-def _forward(parameter: SeenParameter) -> tuple[DType, DType] | None:
+def _forward(parameter: ParameterRecord) -> tuple[DType, DType] | None:
     """What it rests and computes in, by the first sightings."""
     rests, computes = _first(parameter, "storage"), _first(parameter, "compute")
     return (rests, computes) if rests is not None and computes is not None else None
 
 
-def _first(parameter: SeenParameter, column: Column) -> DType | None:
-    dtype = getattr(torch, (parameter.whats(column) or ("",))[0], None)
+def _first(parameter: ParameterRecord, column: Column) -> DType | None:
+    dtype = getattr(torch, (parameter.dtypes(column) or ("",))[0], None)
     return from_torch(dtype) if isinstance(dtype, torch.dtype) else None

@@ -1,7 +1,8 @@
 """What one forward and backward would compute, operation by operation, and where that is not what it seems.
 
-`observer/trace.py` runs a model on tensors without values and writes these down; `observer/hidden.py` reads
-them, and `report/trace.py` shows them. Views are no operations: they compute nothing and cast nothing.
+`inspect/trace/dry_run.py` runs a model on tensors without values and writes these down;
+`inspect/check/hidden.py` reads them, and `report/trace.py` shows them. Views are no operations: they compute
+nothing and cast nothing.
 
 Invariant: values only. Two tensors that share memory have one number, and nothing else does.
 """

@@ -1,8 +1,8 @@
 """How much a model computes in a micro-batch, unit by unit: products, bytes that pass through memory, and
 what autograd keeps.
 
-A forward and a backward run once without values (`observer/trace.py`), so casts, attention and losses are
-counted as they are called. Each operation is later as fast as its products or its bytes allow, whichever
+A forward and a backward run once without values (`inspect/trace/dry_run.py`), so casts, attention and losses
+are counted as they are called. Each operation is later as fast as its products or its bytes allow, whichever
 takes longer.
 
 Invariant: nothing here depends on a cluster, a stage or a number of ranks, but for the experts that ranks
@@ -96,7 +96,7 @@ def work_of(plan: Plan, model: nn.Module, given: Inputs) -> Work:
     """Count what a micro-batch computes. The model is used up."""
     import torch
 
-    from zerodrift.observer.trace import trace
+    from zerodrift.inspect.trace.dry_run import trace
 
     kept = _Kept(plan, model)
     handles = list(kept.attach())

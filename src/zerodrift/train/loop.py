@@ -20,11 +20,11 @@ from pathlib import Path
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import merged
 from zerodrift.legible import legible
 from zerodrift.numerics.during import look, require_lookable
-from zerodrift.observer import compare
-from zerodrift.observer.observe import observe
-from zerodrift.observer.observed import merged
 from zerodrift.train import nonfinite
 from zerodrift.train.best import BestEvaluation
 from zerodrift.train.digests import DigestsOfStep

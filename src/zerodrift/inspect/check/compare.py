@@ -1,0 +1,313 @@
+"""Compare a declaration with a run: our engine with its plan, or anybody's run with a file (`--expect`).
+
+A cell that was not seen is no difference: a rank that is alone sends nothing, an expert without tokens
+computes nothing. A cell that was seen must be as declared, with three exceptions. Under autocast an operation
+computes in one of two dtypes, unless a rule pins the parameter. A model's own code may compute wider than
+declared, as many norms do: nothing is lost. Another library may keep its own defaults: a config binds it only
+in columns that a key decides.
+
+Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zerodrift.config.load import load
+from zerodrift.dtypes import DType, from_torch, lost
+from zerodrift.errors import ConfigError, PrecisionError, Problem
+from zerodrift.inspect.check import table as tables
+from zerodrift.inspect.check.findings import Kind, RunFinding
+from zerodrift.inspect.trace import records
+from zerodrift.inspect.trace.records import (
+    Column,
+    EngineRecord,
+    ModelRecord,
+    ParameterRecord,
+    ProcessRecord,
+    dtype_name,
+)
+from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.plan.build import build
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Columns, Master, State
+from zerodrift.policy.resolve import mesh_for, resolve
+
+COLUMNS = records.COLUMNS[:-1]
+"""The columns that a step shows; `export` is seen in files."""
+
+UNSEEN = "not seen"
+
+Verdict = Literal["as declared", "not seen", "as autocast chose", "wider", "DIFFERENT"]
+
+THE_MODELS: tuple[Column, ...] = ("compute", "grad")
+"""Columns that a model's own code may widen; the engine decides the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cell that is not as declared."""
+
+    name: str
+    column: Column
+    declared: str
+    seen: tuple[str, ...]
+    why: str
+    """The reason of the cell in the plan."""
+
+    def __str__(self) -> str:
+        return str(_problem(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedCell:
+    """One column of all parameters that agree in the declared and the seen dtypes."""
+
+    column: Column
+    declared: str
+    seen: str
+    parameters: int
+    numel: int
+    example: str
+    verdict: Verdict
+
+
+def declared(columns: Columns) -> dict[Column, str]:
+    """Return the cells of a row in the words of a record."""
+    update = columns.update
+    cells: dict[Column, str] = {
+        "storage": _word(columns.storage.dtype),
+        "gather": _word(columns.gather),
+        "compute": _word(columns.compute),
+    }
+    if update is not None:
+        wire, total = _word(update.reduce.wire), _word(update.reduce.sum)
+        cells |= {
+            "grad": _word(update.grad),
+            "accumulate": _word(update.accumulate.dtype),
+            "reduce": wire if wire == total else f"{wire}>{total}",
+            "master": "float32" if update.master is Master.FP32 else str(update.master),
+            "state": _word(update.state.dtype),
+        }
+    return cells
+
+
+def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) -> Verdict:
+    if not seen:
+        return "not seen"
+    said = declared(columns)[column]
+    if seen == {said}:
+        return "as declared"
+    if column == "compute" and _autocast_chose(plan, columns, seen):
+        return "as autocast chose"
+    return "wider" if column in THE_MODELS and _hold(seen, said) else "DIFFERENT"
+
+
+def _autocast_chose(plan: Plan, columns: Columns, seen: Iterable[str]) -> bool:
+    mode = plan.policy.mode
+    return mode.autocast and not columns.pinned and set(seen) <= {_word(mode.dtype), "float32"}
+
+
+def _hold(seen: Iterable[str], said: str) -> bool:
+    """Return True if every seen dtype holds every value of the declared one."""
+    least = from_torch(getattr(torch, said))
+    dtypes = [from_torch(getattr(torch, part, torch.int8)) for word in seen for part in word.split(">")]
+    return least is None or all(dtype is not None and not lost(least, dtype) for dtype in dtypes)
+
+
+def _word(dtype: DType) -> str:
+    return dtype_name(dtype.torch)
+
+
+def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, str, list[str], Verdict]]:
+    """Yield every declared cell in plan order, with what was seen of it."""
+    for row in plan.rows:
+        for column, said in declared(row.columns).items():
+            seen = observed.seen(row.name, column)
+            yield row, column, said, sorted(seen), verdict(plan, row.columns, column, seen)
+
+
+def findings(plan: Plan, observed: EngineRecord) -> list[Finding]:
+    """Return every cell that was seen to be another dtype than declared, in plan order."""
+    return [
+        Finding(row.name, column, said, tuple(seen), row.columns.reasons().get(column, ""))
+        for row, column, said, seen, judged in _judged(plan, observed)
+        if judged == "DIFFERENT"
+    ]
+
+
+def table(plan: Plan, observed: EngineRecord) -> list[ComparedCell]:
+    """Return declared and seen dtypes column by column, with the number of parameters."""
+    cells: dict[tuple[Column, str, str, Verdict], list[Row]] = {}
+    for row, column, said, seen, judged in _judged(plan, observed):
+        cells.setdefault((column, said, ", ".join(seen) or UNSEEN, judged), []).append(row)
+    return [
+        ComparedCell(column, said, seen, len(rows), sum(r.whole_numel for r in rows), rows[0].name, judged)
+        for (column, said, seen, judged), rows in sorted(cells.items(), key=lambda c: COLUMNS.index(c[0][0]))
+    ]
+
+
+def line(plan: Plan, observed: EngineRecord) -> str:
+    """Return the seen dtypes in one line, per column the dtype of the most elements first."""
+    words = [f"backend={plan.policy.backend}"]
+    for column in COLUMNS:
+        weights: dict[str, int] = {}
+        for row in plan.rows:
+            for dtype in observed.seen(row.name, column):
+                weights[dtype] = weights.get(dtype, 0) + row.whole_numel
+        dtypes = sorted(weights, key=lambda dtype: (-weights[dtype], dtype))
+        words.append(f"{column}={','.join(dtypes) or '-'}")
+        if column == "compute":
+            words.append(f"logits={','.join(sorted(observed.logits)) or '-'}")
+    return "precision: " + " ".join(words)
+
+
+def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
+    """Return a line for each cell that the model's own code computed wider than planned."""
+    lines = []
+    for cell in table(plan, observed):
+        whose = cell.example + (f" and {cell.parameters - 1} more" if cell.parameters > 1 else "")
+        what = f"computes in {cell.seen} with {whose}, for {cell.declared} in the plan; nothing is lost"
+        if cell.column == "grad":
+            what = f"leaves gradients of {whose} in {cell.seen}; they are rounded to {cell.declared}, as the "
+            what += "plan says, where autograd adds them"
+        if cell.verdict == "wider":
+            lines.append(f"wider than planned: the model's own code {what}")
+    return tuple(lines)
+
+
+def require_declared(plan: Plan, observed: EngineRecord) -> None:
+    """Raise one error for all cells that are neither as declared nor wider."""
+    wrong = findings(plan, observed)
+    if wrong:
+        raise PrecisionError.of(map(_problem, wrong), "the run and its plan differ")
+
+
+def _problem(finding: Finding) -> Problem:
+    must = f"`{finding.column}` must be {finding.declared} ({finding.why})"
+    do = "The model's own code may round what it is given: change that, or what the plan says."
+    do = do if finding.column in THE_MODELS else ""
+    return Problem(finding.name, must, got=", ".join(finding.seen), do=do)
+
+
+# --- anybody's run and a file -------------------------------------------------------------------------
+
+
+def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
+    """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
+    data = _json(path)
+    if tables.is_table(data):
+        do = "If the change is meant, save the table anew."
+        return [
+            RunFinding("not-as-expected", item.column, item.names, f"It was {item.a} and is {item.b}.", do)
+            for item in tables.differences(tables.read(path), processes)
+        ]
+    trained = [model for model in processes[0].models if model.trained]
+    if len(trained) != 1:
+        must = "must be a table that `check --save` wrote, where several models are trained"
+        got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
+        raise ConfigError(path.name, must, got=got)
+    is_plan = isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
+    plan = _read_plan(path, data) if is_plan else _planned(path, trained[0], processes[0].world)
+    alike: dict[tuple[Column, str, str, str], list[str]] = {}
+    for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, is_plan):
+        alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
+    do = "The library that runs does not do what the key says: see what it supports, or leave the key out."
+    found = []
+    for (column, said, why, seen), names in alike.items():
+        what = f"{why}: {said} was declared, {seen} was seen."
+        kind: Kind = "key-without-effect" if _KEY.search(why) else "not-as-expected"
+        found.append(RunFinding(kind, column, tuple(names), what, do))
+    return found
+
+
+_KEY = re.compile(r"[a-z_]+\.[a-z_]+|communication_data_type|[a-z]+_dtype")
+"""Matches a key in the reason of a cell."""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # the reader of configs says what is wrong with it
+
+
+def _read_plan(path: Path, data: Any) -> Plan:
+    try:
+        return Plan.from_json(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=repr(error)) from None
+
+
+def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
+    """Plan a config on the model that was seen."""
+    specs = []
+    for seen in model.parameters:
+        names = (seen.name, *seen.also)
+        storage = from_torch(getattr(torch, (seen.dtypes("storage") or ("float32",))[0]))
+        owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
+        specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
+    config = load(path)
+    mesh = mesh_for(config, world)
+    return build(resolve(config, mesh), ModelSpec(model.name, tuple(specs)), mesh)
+
+
+def _differing(
+    plan: Plan, model: ModelRecord, micro_batches: int, is_plan: bool
+) -> Iterator[tuple[str, Column, str, str, str]]:
+    """Yield name, column, declared dtype, reason and seen dtypes of each cell that differs.
+
+    A plan binds every column, a config only those that one of its keys decides.
+    """
+    for row in plan.rows:
+        parameter = model.parameter(row.name)
+        if parameter is None:
+            yield row.name, "storage", "a parameter", "in the plan", "none of that name"
+            continue
+        why = row.columns.reasons()
+        for column, said in _binding(row).items():
+            reason, seen = why.get(column, ""), parameter.dtypes(column)
+            if not seen or not (is_plan or _is_decided(column, reason, micro_batches)):
+                continue
+            if not _holds(plan, row, column, said, parameter):
+                yield row.name, column, tables.SHORT.get(said, said), reason, tables.cell(parameter, column)
+
+
+def _is_decided(column: Column, reason: str, micro_batches: int) -> bool:
+    """Return True if the config decides a column, not a default of ours."""
+    if "default" in reason:
+        return False
+    once = column == "accumulate" and micro_batches == 1
+    return bool(_KEY.search(reason)) or not (column == "reduce" or once)
+
+
+def _binding(row: Row) -> dict[Column, str]:
+    """Return the declared cells of the columns that another library has too."""
+    cells, update = declared(row.columns), row.columns.update
+    said: dict[Column, str] = {"storage": cells["storage"], "compute": cells["compute"]}
+    if update is not None:
+        said |= {
+            "accumulate": cells["accumulate"],
+            "reduce": _word(update.reduce.wire),
+            "master": "same" if update.master is Master.SAME else "float32",
+            "state": "float32" if update.state is State.FP32 else str(update.state.value),
+        }
+    return said
+
+
+def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: ParameterRecord) -> bool:
+    """Return True if a seen cell is as good as the declared one."""
+    seen = parameter.dtypes(column)
+    if column in ("master", "state"):
+        in_storage = column == "master" and seen == ("same",) and parameter.dtypes("storage") == ("float32",)
+        return said != "float32" or set(seen) <= {"float32"} or in_storage
+    if column == "compute" and plan.policy.mode.autocast and not row.columns.pinned:
+        return _autocast_chose(plan, row.columns, seen)
+    return _hold(seen, said)

@@ -1,0 +1,386 @@
+"""Findings about a run: the sentence on what costs precision, and the one on how to mend it.
+
+Every finding rests on sightings and facts of parameters, never on a config. Parameters that share a finding
+are listed in it together.
+
+Invariant: pure. A cell that was not seen is no finding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+from zerodrift.inspect.check.table import same_model
+from zerodrift.inspect.trace.records import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
+
+Kind = Literal[
+    "no-master",
+    "norm-in-16-bits",
+    "upcast-without-effect",
+    "state-too-narrow",
+    "rounded-before-accumulation",
+    "router-in-16-bits",
+    "buffer-rounded",
+    "never-updated",
+    "not-averaged",
+    "not-accumulated",
+    "norm-of-scaled-gradients",
+    "untied",
+    "ranks-differ",
+    "narrow-export",
+    "key-without-effect",
+    "not-as-expected",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinding:
+    """One fault, of every parameter that has it."""
+
+    kind: Kind
+    column: Column | None
+    names: tuple[str, ...]
+    """Names of parameters, or of buffers; empty for a fault of the whole run."""
+    what: str
+    """The fault, and what it costs."""
+    do: str
+    """How to mend it with the library that runs."""
+    line: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
+    """Return all findings about a run, the most expensive first."""
+    if not processes:
+        return []
+    first = processes[0]
+    found: list[RunFinding] = []
+    for model in first.models:
+        if model.trained:
+            for rule in (_never_updated, _narrow, _untied, _narrow_export):
+                found += rule(first, model)
+            found += [*_not_averaged(processes, model), *_ranks_differ(processes, model)]
+        elif not any(other.trained for other in first.models):
+            found += _never_updated(first, model)
+    what = (
+        "Gradients are clipped while the loss scale is in them: their norm is thousands of times too large, "
+        "so every step is clipped to the bone."
+    )
+    do = "Call `scaler.unscale_(optimizer)` before clipping."
+    lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
+    return found + [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
+
+
+# --- advice -------------------------------------------------------------------------------------------
+
+_MASTERS = {
+    "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
+    "fully_shard": "Load the weights in fp32, and give `fully_shard` a `MixedPrecisionPolicy`.",
+    "fsdp": "Load the weights in fp32, and give FSDP a `MixedPrecision`.",
+    "deepspeed": "Leave `bf16_master_weights_and_grads`, `bf16_optimizer_states` and their like off.",
+}
+
+_SUMS = {
+    "": "Keep gradients in fp32: fp32 weights under autocast do.",
+    "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
+    "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`, or reduce every micro-batch.",
+    "deepspeed": "Set `data_types.grad_accum_dtype` to fp32 with ZeRO stage 3 or, in bf16, with stage 1: "
+    "other stages ignore it before DeepSpeed 0.19.8.",
+}
+
+_AVERAGES = {
+    "": "Average the gradients of all ranks before the optimizer's step.",
+    "deepspeed": "Remove `data_types.grad_accum_dtype`, or use ZeRO stage 3: before DeepSpeed 0.19.8, "
+    "stage 1 loses the average where it is not the model's dtype.",
+}
+
+
+def _library(model: ModelRecord) -> str:
+    if "DeepSpeedEngine" in model.wrappers:
+        return "deepspeed"
+    if any(parameter.layout.startswith("sharded") for parameter in model.parameters):
+        return "fully_shard"
+    return "fsdp" if "FullyShardedDataParallel" in model.wrappers else ""
+
+
+def _advice(texts: dict[str, str], model: ModelRecord) -> str:
+    return texts.get(_library(model), texts[""])
+
+
+# --- rules of one process -----------------------------------------------------------------------------
+
+_BITS = {"bfloat16": 8, "float16": 11}
+"""Dtypes of 16 bits, and the bits of their significand."""
+
+_WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+
+
+def _names(parameters: Iterable[ParameterRecord]) -> tuple[str, ...]:
+    return tuple(parameter.name for parameter in parameters)
+
+
+def _narrow(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    """Find values that 16 bits round: weights, their computation, states, sums, routers, buffers."""
+    for dtype, bits in _BITS.items():
+        bare = [
+            p for p in model.parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)
+        ]
+        norms = [parameter for parameter in bare if _is_norm(parameter)]
+        still = sum(parameter.facts.get("changed") is False for parameter in norms)
+        wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
+        sums = [p for p in model.parameters if p.facts.get("gradients", 0) > process.steps]
+        cast = wide[0].dtypes("compute")[0] if wide else ""
+        lost = f"an update smaller than 1/{2**bits} of a weight is lost"
+        cases: list[tuple[Kind, Column | None, tuple[str, ...], str, str]] = [
+            (
+                "no-master",
+                "master",
+                _names(p for p in bare if not _is_norm(p)),
+                f"The optimizer updates {dtype} weights in place: {lost}.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "norm-in-16-bits",
+                "master",
+                _names(norms),
+                f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
+                + (f"; {still} of {len(norms)} did not change at all." if still else "."),
+                _advice(_MASTERS, model),
+            ),
+            (
+                "upcast-without-effect",
+                "compute",
+                _names(wide),
+                f"Weights rest in {dtype} and are cast to {cast} where they compute: "
+                f"every update rounds them to {bits} bits before, and a cast adds none.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "state-too-narrow",
+                "state",
+                _names(p for p in model.parameters if p.has("state", dtype)),
+                f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
+                f"{dtype} rounds away, so it can grow and never shrink.",
+                _advice(_MASTERS, model),
+            ),
+            (
+                "rounded-before-accumulation",
+                "accumulate",
+                _names(p for p in sums if p.has("accumulate", dtype) and process.micro_batches > 1),
+                f"Gradients of {process.micro_batches} micro-batches are added in {dtype}: each addition "
+                f"keeps {bits} bits.",
+                _advice(_SUMS, model),
+            ),
+            (
+                "router-in-16-bits",
+                "compute",
+                _names(p for p in model.parameters if p.has("compute", dtype) and _is_router(p, model)),
+                f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
+                "other experts.",
+                "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
+            ),
+            (
+                "buffer-rounded",
+                None,
+                tuple(name for name, held in model.buffers.items() if held == dtype),
+                f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
+                "rounded with the weights.",
+                "Cast parameters alone, not the module, or restore the buffers after the cast.",
+            ),
+        ]
+        yield from (RunFinding(*case) for case in cases if case[2])
+
+
+def _is_norm(parameter: ParameterRecord) -> bool:
+    return "norm" in parameter.kind.rpartition(".")[2].lower() and len(parameter.shape) <= 1
+
+
+_ROUTER = re.compile(r"(^|\.)(router|gate|gating|wg)(\.|$)")
+_EXPERTS = re.compile(r"(^|\.)experts?(\.|$)|moe", re.IGNORECASE)
+
+
+def _is_router(parameter: ParameterRecord, model: ModelRecord) -> bool:
+    """Return True for the name of a router; a gate is one only beside experts."""
+    if not _ROUTER.search(parameter.name):
+        return False
+    around = _ROUTER.split(parameter.name)[0]
+    return "router" in parameter.name or any(
+        other.name.startswith(around) and _EXPERTS.search(other.name) for other in model.parameters
+    )
+
+
+def _never_updated(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    trained = [p for p in model.parameters if p.trained and p.facts.get("gradients", 0)]
+    left_out = _names(p for p in trained if p.facts.get("optimized") is False)
+    if left_out:
+        what = "Gradients arrive, and no optimizer that took a step has the parameter."
+        do = (
+            "Build the optimizer from the parameters of the model that is trained, after it was wrapped, "
+            "cast or moved."
+        )
+        yield RunFinding("never-updated", "master", left_out, what, do)
+    still = _names(
+        p
+        for p in trained
+        if p.facts.get("optimized")
+        and p.facts.get("changed") is False
+        and any(p.facts.get("used") or ())
+        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & _BITS.keys())
+    )
+    if still and process.steps > 1:
+        what = f"Not one bit changed in {process.steps} steps, though gradients arrived that are not zero."
+        do = (
+            "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
+            "and at whether the optimizer holds the tensors that the model computes with."
+        )
+        yield RunFinding("never-updated", "storage", still, what, do)
+
+
+def _untied(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    """Find an embedding and a parameter that began as its copy.
+
+    They are a fault if the model's config ties them, a question if no config says, and meant if it says no.
+    """
+    pairs: dict[tuple[int, tuple[int, ...]], list[ParameterRecord]] = {}
+    for parameter in () if model.ties is False else model.parameters:
+        began = parameter.facts.get("began")
+        if began is not None and parameter.trained and len(parameter.shape) > 1:
+            pairs.setdefault((began, parameter.shape), []).append(parameter)
+    for alike in pairs.values():
+        # Others may be copies by intent, as experts are that began as one.
+        if 0 < sum(parameter.kind.endswith("Embedding") for parameter in alike) < len(alike):
+            apart = "began with the same values in memory of their own, and train apart."
+            tie = (
+                "them again once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)."
+            )
+            what, do = f"The model's config ties them; they {apart}", f"Tie {tie}"
+            if not model.ties:
+                what = f"They {apart}"
+                do = (
+                    f"Are they meant to be one parameter? Then tie {tie} A copy by intent is as it should be."
+                )
+            yield RunFinding("untied", "storage", _names(alike), what, do)
+
+
+def _narrow_export(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+    def width(parameter: ParameterRecord, column: Column) -> int:
+        return max((_WIDTH.get(dtype, 32) for dtype in parameter.dtypes(column)), default=0)
+
+    narrow = [p for p in model.parameters if p.dtypes("export") and width(p, "export") < width(p, "storage")]
+    if narrow:
+        export = narrow[0].cells["export"][0]
+        what = (
+            f"Files have {export.dtype} of weights that are {narrow[0].dtypes('storage')[0]}: what was "
+            "trained is rounded."
+        )
+        do = "Write the weights as they are trained, and round where they are served."
+        yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
+
+
+# --- rules of several ranks ---------------------------------------------------------------------------
+
+
+def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    """Find optimizers that were given another gradient than the average over ranks."""
+    if len(processes) < 2:
+        return
+    ranks, micro_batches = len(processes), processes[0].micro_batches
+    given: dict[str, list[str]] = {}
+    for parameter in model.parameters:
+        given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
+    if "own" in given:
+        what = "What the optimizer was given is the gradient of its own rank, not the average: "
+        what += "each rank trains on its part of the batch."
+        yield RunFinding("not-averaged", "reduce", tuple(given["own"]), what, _advice(_AVERAGES, model))
+    if "sum" in given:
+        what = f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: "
+        what += f"steps are {ranks} times as long, or clipped as often."
+        do = "Divide by the number of ranks, unless the loss was divided by it."
+        yield RunFinding("not-averaged", "reduce", tuple(given["sum"]), what, do)
+    lost = tuple(given.get("neither", ()))
+    if _library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
+        what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
+        what += "some were dropped."
+        do = (
+            "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
+            "each, or mark the last with `engine.set_gradient_accumulation_boundary`."
+        )
+        yield RunFinding("not-accumulated", "accumulate", lost, what, do)
+
+
+def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
+    """Say what sampled elements of the optimizers' gradients are a multiple of.
+
+    It is a rank's `own` gradient, the `mean` or the `sum` over ranks, `neither`, or empty if unclear.
+    """
+    alike = [same_model(process, model, processes[0]) for process in processes]
+    parameters = [p for one in alike if one is not None and (p := one.parameter(name)) is not None]
+    owns = [p.facts["own"] for p in parameters if p.facts.get("own")]
+    if len(owns) < len(processes):
+        return ""
+    by_own, by_mean = [], []
+    for rank, parameter in enumerate(parameters):
+        for place, value in enumerate(parameter.facts["used"]):
+            own, mean = owns[rank][place], sum(each[place] for each in owns) / len(owns)
+            if value and own and mean:
+                by_own.append(value / own)
+                by_mean.append(value / mean)
+    if len(by_own) < _LEAST:
+        return ""
+    if _spread(by_mean, max) < _ALIKE:
+        return "sum" if abs(median(by_mean) / len(processes) - 1) < _ALIKE else "mean"
+    if _spread(by_mean, max) > 5 * _ALIKE and _spread(by_own, max) < _ALIKE:
+        return "own"
+    return "neither" if min(_spread(by_mean, median), _spread(by_own, median)) > _UNLIKE else ""
+
+
+_LEAST = 3  # elements that it takes to tell
+_ALIKE = 0.02  # relative spread that rounding explains
+_UNLIKE = 0.2  # relative spread of half of the elements that rounding does not explain
+
+
+def _spread(ratios: Sequence[float], of: Callable[[Iterable[float]], float]) -> float:
+    """Return the greatest or the usual distance from the median, relative to it."""
+    middle = median(ratios)
+    return of(abs(ratio - middle) for ratio in ratios) / abs(middle) if middle else float("inf")
+
+
+def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    rank = processes[0].rank
+    for other in processes[1:]:
+        same = same_model(other, model, processes[0])
+        if same is None:
+            continue
+        pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) is not None]
+        for column in COLUMNS:
+            if _library(model) == "deepspeed" and column == "accumulate":
+                continue  # each rank reduces the part that it updates into another tensor
+            cells = [(p.name, p.dtypes(column), q.dtypes(column)) for p, q in pairs]
+            unlike = [(name, a, b) for name, a, b in cells if a and b and set(a) != set(b)]
+            if unlike:
+                _, a, b = unlike[0]
+                what = f"Rank {rank} has {', '.join(a)}, rank {other.rank} {', '.join(b)}."
+                do = "Build the model and its optimizer alike on every rank."
+                yield RunFinding("ranks-differ", column, tuple(name for name, _, _ in unlike), what, do)
+        apart = [
+            p
+            for p, q in pairs
+            if p.facts.get("optimized")
+            and None not in (p.facts.get("digest"), q.facts.get("digest"))
+            and p.facts["digest"] != q.facts["digest"]
+        ]
+        if apart:
+            what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: "
+            what += "they train apart."
+            do = (
+                "Begin with the same values on every rank (a seed before the model is built, or a "
+                "broadcast), and average gradients."
+            )
+            yield RunFinding("ranks-differ", "storage", _names(apart), what, do)
+            return

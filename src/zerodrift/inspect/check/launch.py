@@ -1,0 +1,199 @@
+"""Run somebody's command with a watcher in each of its Python processes, and collect their records.
+
+The command runs as it stands. `startup` puts `watch_with_torch` into every Python process; it waits for the
+import of torch, and imports nothing until then. A process that never trains (a launcher, a worker of a data
+loader) leaves an empty record, or none.
+
+Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
+If the check is killed, each ends once it has seen its steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zerodrift.files import is_locked, locked
+from zerodrift.inspect.trace.hooks import when_imported
+from zerodrift.inspect.trace.records import ProcessRecord
+from zerodrift.startup import Start, failures, spawn, starting, tell_failure
+
+END = "end"  # a file that lets every process end
+HELD = "held"  # a file that is locked while the check is there
+
+_STRAGGLING = 60.0  # seconds between the first rank that has seen its steps and the last
+_GRACE = 10.0  # seconds between asking processes to end and killing them
+_LONGEST_WAIT = 120.0  # seconds that a process waits for the others
+
+
+@dataclass
+class RunRecord:
+    """The records of a command's processes: of those that took a step, by rank, and of the idle ones.
+
+    `failures` says why processes could not be watched, `silent` counts watched ones that left nothing, and
+    `late` is whether the check ended the command because its time was over.
+    """
+
+    code: int
+    """Exit code of the command; negative for a signal, 0 if the check ended it."""
+    processes: list[ProcessRecord] = field(default_factory=list)
+    idle: list[ProcessRecord] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    silent: int = 0
+    late: bool = False
+
+
+def run(
+    command: Sequence[str],
+    steps: int,
+    keep_going: bool = False,
+    stdout: int | None = None,
+    timeout: float | None = None,
+) -> RunRecord:
+    """Run the command, and return when its processes have ended or `timeout` seconds are over."""
+    start = Start(__name__, "watch_with_torch", (steps, keep_going))
+    with starting(start, "zerodrift-check-") as folder:
+        seen = folder / "seen"
+        seen.mkdir()
+        with locked(seen / HELD):
+            child = spawn(command, folder, stdout, apart=True)
+            try:
+                code = _wait(child, seen, keep_going, timeout)
+            finally:
+                _end(child)
+        records = _records(seen)
+        stepped = [record for record in records if record.steps]
+        together = [record for record in stepped if record.world > 1] or stepped
+        idle = [record for record in records if not record.steps]
+        silent = len(
+            {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
+        )
+        together.sort(key=lambda record: record.rank)
+        return RunRecord(code or 0, together, idle, failures(folder), silent, late=code is None)
+
+
+def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, timeout: float | None) -> int | None:
+    """Wait until the command ends or all of its ranks have seen their steps; return None for a timeout."""
+    first: float | None = None
+    until = time.monotonic() + (math.inf if timeout is None else timeout)
+    while child.poll() is None:
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.1)
+        done = [] if keep_going else [record for record in _records(seen) if record.ended == "steps"]
+        if not done:
+            continue
+        first = first or time.monotonic()
+        if len(done) >= max(record.world for record in done) or time.monotonic() - first > _STRAGGLING:
+            (seen / END).touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE)
+            _end(child)
+            return 0
+    return child.returncode
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask every process of the command that is still there to end, then kill it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, number)
+        except (ProcessLookupError, PermissionError):
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE)
+        if number is signal.SIGTERM:
+            time.sleep(0.2)
+    child.wait()
+
+
+def _records(seen: Path) -> list[ProcessRecord]:
+    return [ProcessRecord.from_json(json.loads(path.read_text())) for path in sorted(seen.glob("*.json"))]
+
+
+def watch_with_torch(folder: str, steps: int, keep_going: bool) -> None:
+    """Begin to watch as soon as the process has imported torch."""
+
+    def begin(torch: ModuleType) -> None:
+        try:
+            _begin(Path(folder) / "seen", steps, keep_going)
+        except Exception as error:
+            tell_failure(folder, error)
+
+    when_imported("torch", begin)
+
+
+def _begin(seen: Path, steps: int, keep_going: bool) -> None:
+    """Watch so many optimizer steps in this process and, once it trains, in each that it forks."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    leave = [_watch(seen, steps, keep_going).end]
+
+    def forked() -> None:
+        """Wait for a forward with gradients on: most forked processes load data."""
+        leave.pop()()
+        leave.append(register_module_forward_pre_hook(first).remove)
+
+    def first(module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            leave.pop()()
+            watcher = _watch(seen, steps, keep_going)
+            leave.append(watcher.end)
+            watcher.forwards.begins(module, args)
+
+    os.register_at_fork(after_in_child=forked)
+
+
+def _watch(seen: Path, steps: int, keep_going: bool) -> Any:
+    """Begin a `Watcher` that writes its record when it has seen its steps, or when the process ends."""
+    import multiprocessing.util
+
+    from zerodrift.inspect.trace.watch import Watcher
+
+    path = seen / f"{os.getpid()}.json"
+
+    def finished(process: ProcessRecord) -> None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(process.to_json()))
+        part.rename(path)
+        if process.ended == "steps" and not keep_going:
+            _wait_for_others(seen)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed or replaced it
+                    stream.flush()
+            os._exit(0)
+
+    watcher = Watcher(steps, finished, files_after=keep_going)
+    watcher.begin()
+    path.with_suffix(".began").touch()
+    atexit.register(_at_exit, watcher, os.getpid())
+    # A process that `multiprocessing` has forked leaves by `os._exit`, after these.
+    multiprocessing.util.Finalize(None, _at_exit, (watcher, os.getpid()), exitpriority=0)
+    return watcher
+
+
+def _at_exit(watcher: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        if not watcher.ended:
+            watcher.finish("crash" if getattr(sys, "last_value", None) is not None else "exit")
+        watcher.files_end()
+
+
+def _wait_for_others(seen: Path) -> None:
+    """Stay until the check ends: other ranks may still need this process."""
+    until = time.monotonic() + _LONGEST_WAIT
+    while not (seen / END).exists() and is_locked(seen / HELD) and time.monotonic() < until:
+        time.sleep(0.05)

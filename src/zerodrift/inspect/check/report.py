@@ -1,0 +1,211 @@
+"""The result of a check as text and as one HTML page: cells, what showed them, and what they cost.
+
+The text is 80 columns wide on any terminal, so that it can be pasted into an issue. On the page every
+parameter has its line, and a cell says on hover what showed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from zerodrift.inspect.check.findings import RunFinding
+from zerodrift.inspect.check.table import ParameterGroup, cell, elements, folded, groups, short
+from zerodrift.inspect.trace.records import (
+    COLUMNS,
+    Column,
+    ModelRecord,
+    ParameterRecord,
+    ProcessRecord,
+    Sighting,
+)
+from zerodrift.report import figures
+from zerodrift.report.frame import elide, grid, pairs, printed, section, shown, title
+from zerodrift.report.markup import Markup, join, tag
+from zerodrift.report.page import breaking, document, heads, tint
+from zerodrift.report.page import section as page_section
+
+WIDTH = 80
+
+_GROUP_NAMES = 6  # printed of a group
+_FINDING_NAMES = 3  # printed of a finding
+
+_STYLES = {"fp32": "green", "fp64": "green", "same": "", "bf16": "cyan", "fp16": "magenta"}
+
+
+def facts(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
+    """Return the steps, ranks and libraries of a check, each with its label."""
+    first = processes[0]
+    ranks = f"{len(processes)} of {first.world}" if len(processes) < first.world else str(first.world)
+    micro = f", {first.micro_batches} micro-batches in the last" if first.micro_batches > 1 else ""
+    return [
+        ("watched", f"{first.steps} optimizer step{'s' * (first.steps != 1)}{micro}, ranks: {ranks}"),
+        ("libraries", ", ".join(f"{name} {version}" for name, version in first.libraries.items())),
+    ]
+
+
+def _trained(process: ProcessRecord) -> list[str]:
+    return [p.name for model in process.models for p in model.parameters if p.trained]
+
+
+def _finding_names(finding: RunFinding, trained: Sequence[str]) -> str:
+    if list(finding.names) == trained:
+        return "every parameter that is trained"
+    return _first(folded(finding.names), _FINDING_NAMES)
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    """List the first names, and the number of the others."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+def _evidence(sighting: Sighting) -> str:
+    where = f" in {sighting.module}" if sighting.module else ""
+    return f"{sighting.by}{where}" + (f", {sighting.line}" if sighting.line else "")
+
+
+# --- text ---------------------------------------------------------------------------------------------
+
+
+def run_text(
+    processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], *, color: bool
+) -> str:
+    """Return the table of the first rank, the findings and the notes."""
+    first = processes[0]
+    parts: list[RenderableType] = [title("check", "", WIDTH), pairs(facts(processes), width=WIDTH)]
+    for model in first.models:
+        parts += _model(model)
+    parts.append(section("findings", "" if findings else "none"))
+    for finding in findings:
+        parts += [_finding(finding, _trained(first)), Text()]
+    listed = [("!", note) for note in (*notes, *first.notes)]
+    if listed:
+        parts += [section("notes"), grid(listed, (1,), ("bold yellow",), WIDTH)]
+    return printed(parts, color, WIDTH)
+
+
+def _model(model: ModelRecord) -> list[RenderableType]:
+    around = f" in {' in '.join(reversed(model.wrappers))}" if model.wrappers else ""
+    counted = f"{len(model.parameters):,} parameters, {figures.elements(elements(model.parameters))} elements"
+    counted += "" if model.trained else ", none of them updated"
+    parts: list[RenderableType] = [section(model.name + around), Text(counted, style="dim"), Text()]
+    if not model.parameters:
+        return parts
+    made = groups(model)
+    widths = [max(len(name), *(len(cells[n]) for cells, _ in made)) for n, name in enumerate(COLUMNS)]
+    if sum(widths) + len(widths) > WIDTH:  # then dtypes of one cell stand below each other
+        words = [[word for cells, _ in made for word in cells[n].split(" ")] for n in range(len(COLUMNS))]
+        widths = [max(len(name), *map(len, words[n])) for n, name in enumerate(COLUMNS)]
+    parts.append(_line([(name, "dim") for name in COLUMNS], widths))
+    for cells, parameters in made:
+        texts = zip(cells, widths, strict=True)
+        stacked = [[text] if len(text) <= width else text.split(" ") for text, width in texts]
+        for row in zip_longest(*stacked, fillvalue=""):
+            styled = [(text, _STYLES.get(text.split(" ")[0], "dim") if text else "") for text in row]
+            parts.append(_line(styled, widths))
+        parts.append(_group_names(parameters))
+    return [*parts, section("seen in", "the first of each"), _sightings(made)]
+
+
+def _line(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> Text:
+    line = Text()
+    for (text, style), width in zip(cells, widths, strict=True):
+        line.append(text.ljust(width), style=style).append(" ")
+    return line
+
+
+def _group_names(parameters: Sequence[ParameterRecord]) -> RenderableType:
+    names = folded(parameter.name for parameter in parameters)
+    listed = _first([elide(name, WIDTH - 4) for name in names], _GROUP_NAMES)
+    frozen = "" if parameters[0].trained else ", frozen"
+    text = Text(f"{figures.elements(elements(parameters))} elements{frozen}: ", style="dim")
+    return Padding(text.append_text(shown(listed)), (0, 0, 0, 2))
+
+
+def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:
+    """Return the first sighting of each dtype in each column, and the reasons of empty cells."""
+    firsts: dict[tuple[Column, str], str] = {}
+    for column in COLUMNS:
+        for parameter in (parameters[0] for _, parameters in made):
+            for sighting in parameter.cells.get(column, ()):
+                if sighting.line or column not in ("storage", "master"):
+                    firsts.setdefault((column, short(sighting.dtype)), _evidence(sighting))
+            if column in parameter.unseen:
+                firsts.setdefault((column, "-"), parameter.unseen[column])
+    return grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), WIDTH)
+
+
+def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
+    head = finding.kind + (f", {finding.column}" if finding.column else "")
+    line = f"{finding.line}: " if finding.line else ""
+    lines = [_finding_names(finding, trained), line + finding.what, finding.do]
+    rows = [("!", head), *(("", text) for text in lines if text)]
+    return grid(rows, (1,), ("bold yellow",), WIDTH)
+
+
+# --- page ---------------------------------------------------------------------------------------------
+
+
+def run_page(
+    processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], command: str
+) -> str:
+    """Return one HTML page that needs no other file."""
+    first = processes[0]
+    labels = [("command", command), *facts(processes)]
+    terms = [tag("div", tag("dt", label), tag("dd", value)) for label, value in labels]
+    listed = [tag("li", note) for note in (*notes, *first.notes)]
+    body = [
+        tag("header", tag("h1", "zerodrift check"), tag("dl", terms, class_="facts")),
+        tag("ul", listed, class_="notes") if listed else Markup(""),
+        page_section("Findings", _findings(findings, _trained(first)), id="findings"),
+        *(
+            page_section(
+                " in ".join([model.name, *reversed(model.wrappers)]), _rows(model), id=f"model-{number}"
+            )
+            for number, model in enumerate(first.models)
+        ),
+    ]
+    return document(f"zerodrift check: {command}", body)
+
+
+def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> Markup:
+    if not findings:
+        return tag("p", "None.")
+    rows = [
+        (f.kind, f.column or "", _finding_names(f, trained), f"{f.line} {f.what}".strip(), f.do)
+        for f in findings
+    ]
+    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
+    head = tag("tr", heads(("finding", "column", "parameters", "what it costs", "what to do")))
+    return tag("table", tag("thead", head), tag("tbody", lines), class_="listing")
+
+
+def _rows(model: ModelRecord) -> Markup:
+    head = tag("thead", tag("tr", heads(("parameter", "shape", "elements", *COLUMNS))))
+    lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]
+    return tag("div", tag("table", head, tag("tbody", lines), class_="rows"), class_="scroll")
+
+
+def _row(parameter: ParameterRecord) -> Markup:
+    badge = "" if parameter.trained else tag("span", "frozen", class_="badge")
+    also = [tag("div", "= ", breaking(name), class_="quiet") for name in parameter.also]
+    layout = [tag("div", parameter.layout, class_="quiet")] if parameter.layout else []
+    return tag(
+        "tr",
+        tag("td", join([breaking(parameter.name), " ", badge, also, layout]), class_="name"),
+        tag("td", figures.shape(parameter.shape), class_="number"),
+        tag("td", figures.elements(parameter.numel), class_="number"),
+        [_cell(parameter, column) for column in COLUMNS],
+    )
+
+
+def _cell(parameter: ParameterRecord, column: Column) -> Markup:
+    text = cell(parameter, column)
+    seen = [f"{sighting.dtype}: {_evidence(sighting)}" for sighting in parameter.cells.get(column, ())]
+    label = "\n".join([column, *(seen or [parameter.unseen.get(column, "not seen")])])
+    dtype = cell(parameter, "storage") if text == "same" else text
+    return tag("td", text, class_=f"cell {tint(dtype)}".strip(), title=label)

@@ -1,0 +1,200 @@
+"""Tables of a run: of several ranks in one, grouped for print, saved to a file, compared with another.
+
+`check --save` writes a table; `check --expect` and `diff` compare two.
+
+Invariant: a file that is no table is refused by name; every difference names its parameter and column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerodrift.errors import ConfigError
+from zerodrift.inspect.trace.records import (
+    COLUMNS,
+    VERSION,
+    Column,
+    ModelRecord,
+    ParameterRecord,
+    ProcessRecord,
+)
+from zerodrift.report import rows
+
+FORMAT = "zerodrift check"
+
+SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+# --- several ranks ------------------------------------------------------------------------------------
+
+
+def completed(processes: Sequence[ProcessRecord]) -> list[ProcessRecord]:
+    """Fill empty cells of the first rank from the others, and name the rank that they come from."""
+    first, *others = processes
+    for model in first.models:
+        for other in others:
+            same = same_model(other, model, first)
+            for parameter in model.parameters if same is not None else ():
+                theirs = same.parameter(parameter.name)  # type: ignore[union-attr]
+                if theirs is not None:
+                    _fill(parameter, theirs, other.rank)
+    return [first, *others]
+
+
+def same_model(process: ProcessRecord, model: ModelRecord, among: ProcessRecord) -> ModelRecord | None:
+    """Find a model of one process in another, by its name and its place among models of that name."""
+    place = [id(one) for one in among.models if one.name == model.name].index(id(model))
+    named = [one for one in process.models if one.name == model.name]
+    return named[place] if place < len(named) else None
+
+
+def _fill(parameter: ParameterRecord, theirs: ParameterRecord, rank: int) -> None:
+    if theirs.facts.get("optimized"):
+        parameter.facts["optimized"] = True
+    for column in COLUMNS:
+        if not parameter.cells.get(column) and theirs.cells.get(column):
+            parameter.cells[column] = [
+                sighting._replace(by=f"{sighting.by}, on rank {rank}") for sighting in theirs.cells[column]
+            ]
+            parameter.unseen.pop(column, None)
+
+
+# --- groups for print ---------------------------------------------------------------------------------
+
+
+ParameterGroup = tuple[tuple[str, ...], list[ParameterRecord]]
+"""Texts of the `COLUMNS`, and the parameters that have them."""
+
+
+def short(dtype: str) -> str:
+    """Return a sighting's dtype in a plan's words: `bf16>fp32`."""
+    return ">".join(SHORT.get(part, part) for part in dtype.split(">"))
+
+
+def cell(parameter: ParameterRecord, column: Column) -> str:
+    """Return a cell in a plan's words: `bf16`, `bf16 fp32`; `-` for an empty one."""
+    return " ".join(map(short, parameter.dtypes(column))) or "-"
+
+
+def groups(model: ModelRecord) -> list[ParameterGroup]:
+    """Group parameters by their cells, the group with the most elements first."""
+    alike: dict[tuple[Any, ...], list[ParameterRecord]] = {}
+    for parameter in model.parameters:
+        cells = tuple(cell(parameter, column) for column in COLUMNS)
+        alike.setdefault((*cells, parameter.trained), []).append(parameter)
+    made = [(key[:-1], parameters) for key, parameters in alike.items()]
+    return sorted(made, key=lambda group: -elements(group[1]))
+
+
+def elements(parameters: Iterable[ParameterRecord]) -> int:
+    return sum(parameter.numel for parameter in parameters)
+
+
+def folded(names: Iterable[str]) -> tuple[str, ...]:
+    """Fold names that differ only in numbers into one pattern, with their count."""
+    lines = rows.folded([(name, None) for name in names])
+    return tuple(pattern if len(held) == 1 else f"{pattern} ({len(held)})" for pattern, held in lines)
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def encoded(processes: Sequence[ProcessRecord], findings: Sequence[Any]) -> str:
+    """Return the text of a table's file, with its findings."""
+    table = {
+        "format": FORMAT,
+        "version": VERSION,
+        "findings": [finding.to_json() for finding in findings],
+        "ranks": [process.to_json() for process in processes],
+    }
+    return json.dumps(table, indent=1) + "\n"
+
+
+def is_table(data: Any) -> bool:
+    return isinstance(data, dict) and data.get("format") == FORMAT
+
+
+def read(path: Path) -> list[ProcessRecord]:
+    """Read the ranks of a saved table."""
+    must = "must be a table that `check --save` wrote"
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(path.name, must, got=error) from None
+    if not is_table(data):
+        raise ConfigError(path.name, must, got="JSON of something else")
+    version = data.get("version")
+    if version != VERSION:
+        raise ConfigError(path.name, f"must be of version {VERSION}", got=repr(version), do="Save it again.")
+    try:
+        processes = [ProcessRecord.from_json(rank) for rank in data["ranks"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(path.name, must, got=repr(error)) from None
+    if not processes:
+        raise ConfigError(path.name, "must have a rank", got="none")
+    return processes
+
+
+# --- differences --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CellDifference:
+    """One column of some parameters that differs between two tables."""
+
+    column: Any
+    """A column, or `model`, `parameter` or `training`."""
+    a: str
+    b: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(folded(self.names))}: {self.column} was {self.a}, is {self.b}"
+
+
+def differences(a: Sequence[ProcessRecord], b: Sequence[ProcessRecord]) -> list[CellDifference]:
+    """Compare the first ranks of two tables: `a` as it was, `b` as it is."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, column, was, now in _unlike(a[0], b[0]):
+        alike.setdefault((column, was, now), []).append(name)
+    return [CellDifference(*key, tuple(names)) for key, names in alike.items()]
+
+
+def _unlike(a: ProcessRecord, b: ProcessRecord) -> Iterator[tuple[str, str, str, str]]:
+    """Pair models by name; a single model may have another name."""
+    models = {model.name: model for model in b.models}
+    names = [model.name for model in a.models]
+    for model in a.models:
+        other = models.get(model.name)
+        if other is None:
+            others = [one for one in b.models if one.name not in names]
+            other = others[0] if len(a.models) == len(b.models) and len(others) == 1 else None
+        if other is None:
+            yield model.name, "model", "seen", "not seen"
+        else:
+            yield from _unlike_cells(model, other)
+    for model in b.models:
+        if model.name not in names and len(a.models) != len(b.models):
+            yield model.name, "model", "not seen", "seen"
+
+
+def _unlike_cells(a: ModelRecord, b: ModelRecord) -> Iterator[tuple[str, str, str, str]]:
+    training = {True: "trained", False: "frozen"}
+    for parameter in a.parameters:
+        other = b.parameter(parameter.name)
+        if other is None:
+            yield parameter.name, "parameter", "there", "missing"
+            continue
+        for column in COLUMNS:
+            was, now = (" ".join(sorted(cell(one, column).split(" "))) for one in (parameter, other))
+            if was != now:
+                yield parameter.name, column, was, now
+        if parameter.trained != other.trained:
+            yield parameter.name, "training", training[parameter.trained], training[other.trained]
+    for parameter in b.parameters:
+        if a.parameter(parameter.name) is None:
+            yield parameter.name, "parameter", "missing", "there"

@@ -1,0 +1,339 @@
+"""Observe our engine while it takes a step: the dtypes that every tensor of every column really has.
+
+    with observe(engine) as seen:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    findings = compare.findings(engine.plan, seen)
+
+Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation
+that computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
+
+Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
+changes nothing: every hook is gone when the context ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerodrift.comm.collectives import Recorded
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
+from zerodrift.engine.nested import tensors_in
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
+from zerodrift.inspect.trace.parameter import Owners
+from zerodrift.inspect.trace.records import Column, EngineRecord, dtype_name
+from zerodrift.plan.schedule import collectives
+
+
+@contextlib.contextmanager
+def observe(engine: Engine, operations: bool = True) -> Iterator[EngineRecord]:
+    """Record until the context ends, and complete the record then. One optimizer step belongs inside.
+
+    `operations=False` leaves `compute` and `grad` unseen: compiled code cannot be watched inside. A
+    pipeline's rank observes its own pieces; weight gradients that wait in a queue are formed in the dtype of
+    accumulation, and their `grad` is not seen.
+    """
+    with observe_calls(engine, operations) as (seen, calls), calls():
+        yield seen
+
+
+@contextlib.contextmanager
+def observe_calls(
+    engine: Engine, operations: bool = True
+) -> Iterator[tuple[EngineRecord, Callable[[], contextlib.AbstractContextManager[Any]]]]:
+    """Record in a loop of somebody else's, which may leave contexts in any order.
+
+    The second value makes a context for each call of the engine: `compute` and `grad` are seen inside of it.
+    """
+    seen = EngineRecord()
+    is_native = engine.plan.policy.backend == "native"
+    subject = _NativeTensors(engine) if is_native else _FullyShardTensors(engine)
+    recorder = _StepOperations(subject.owners, seen) if operations else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(subject.watching(seen))
+        for module in subject.forwards:
+            watch = _ModuleWatch(module is engine.module, subject.trained, seen, recorder)
+            stack.callback(module.register_forward_pre_hook(watch.before).remove)
+            stack.callback(module.register_forward_hook(watch.after, always_call=True).remove)
+        yield seen, contextlib.nullcontext if recorder is None else lambda: every_operation(recorder.called)
+    subject.see_resting(seen)
+
+
+class _StepOperations:
+    """The dtypes of parameters in the operations of a forward, and the casts of gradients in a backward."""
+
+    def __init__(self, owners: Owners[str], seen: EngineRecord) -> None:
+        self._owners, self._seen = owners, seen
+        self.is_forward = False
+        self.casts: dict[int, tuple[StorageWeakRef, str]] | None = None
+        """Storage of a cast -> its source, while a node of the backward runs that serves a parameter."""
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
+        if func.namespace != "aten" or not (self.is_forward or self.casts is not None):
+            return
+        operation = name_of(func)
+        if self.casts is not None:
+            if operation == "_to_copy":
+                storage = out.untyped_storage()
+                self.casts[storage._cdata] = (StorageWeakRef(storage), dtype_name(args[0].dtype))
+            return
+        if operation in VIEWS:
+            return
+        # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
+        for tensor in tensors_in((args[1:] if operation == "copy_" else args, kwargs)):
+            # Integers are a parameter's bits, or a tensor that is unpacked before it is used.
+            is_floating = tensor.is_floating_point() or tensor.is_complex()
+            owner = self._owners.of(tensor) if is_floating else None
+            if owner is None:
+                continue
+            if operation not in CASTS:
+                self._seen.add(owner, "compute", dtype_name(tensor.dtype))
+            if operation in CASTS or (_is_still(tensor, out) and self._owners.of(out) is None):
+                self._owners.put(out, owner)
+
+
+def _is_still(parameter: torch.Tensor, out: Any) -> bool:
+    """Return True if a result is the parameter, as `w * 1` is: its later dtypes count."""
+    if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.numel() != parameter.numel():
+        return False
+    return torch.equal(out.reshape(-1).double(), parameter.reshape(-1).double())
+
+
+class _ModuleWatch:
+    """Hooks of one forward: the time it runs, its outputs, and the graph behind them."""
+
+    def __init__(
+        self, is_model: bool, names: Mapping[int, str], seen: EngineRecord, operations: _StepOperations | None
+    ) -> None:
+        self._is_model, self._names = is_model, names
+        self._seen, self._operations = seen, operations
+
+    def before(self, module: Any, args: Any) -> None:
+        if self._operations is not None:
+            self._operations.is_forward = True
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        outputs = [] if output is None else tensors_in(output)
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, torch.Tensor):
+            floating = [logits]
+        else:
+            floating = [tensor for tensor in outputs if tensor.is_floating_point() and tensor.dim()]
+        if self._is_model:  # a piece of a model returns no logits
+            self._seen.logits |= {dtype_name(tensor.dtype) for tensor in floating}
+        if self._operations is not None:
+            self._operations.is_forward = False
+            self._watch_graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+
+    def _watch_graph(self, waiting: list[Any]) -> None:
+        """Hook on every node that hands a gradient to a parameter; the hooks go with the graph."""
+        visited = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            owners: dict[int, tuple[str, str]] = {}
+            for place, (following, _) in enumerate(node.next_functions):
+                variable = getattr(following, "variable", None)
+                if variable is not None and id(variable) in self._names:
+                    owners[place] = (self._names[id(variable)], dtype_name(variable.dtype))
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    waiting.append(following)
+            if owners:
+                self._hook(node, owners)
+
+    def _hook(self, node: Any, owners: dict[int, tuple[str, str]]) -> None:
+        """Record a node's gradients of its parameters, each with its name and its own dtype.
+
+        When the second hook runs, autograd has already cast to the parameter's `grad_dtype`: the node
+        returned the source of that cast, if there was one. The backward of a cast that the model made casts
+        too, to the parameter's dtype, and that cast is no loss of ours.
+        """
+        operations: Any = self._operations
+        casts_itself = node.name().startswith("ToCopyBackward")
+
+        def before(arriving: Any) -> None:
+            operations.casts = {}
+
+        def after(leaving: tuple[torch.Tensor | None, ...], arriving: Any) -> None:
+            casts, operations.casts = operations.casts or {}, None
+            for place, (owner, own) in owners.items():
+                gradient = leaving[place]
+                if gradient is not None:
+                    held = casts.get(gradient.untyped_storage()._cdata)
+                    source = held[1] if held is not None and not held[0].expired() else ""
+                    by_autograd = source and not (casts_itself and source != own)
+                    self._seen.add(owner, "grad", source if by_autograd else dtype_name(gradient.dtype))
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+def _wire(call: Recorded) -> str:
+    """Return a reduction's dtypes: `wire>sum`, or one name if they agree."""
+    wire, total = dtype_name(call.dtype.torch), dtype_name((call.sum or call.dtype).torch)
+    return wire if wire == total else f"{wire}>{total}"
+
+
+_REDUCES = {"shard": "reduce_scatter", "expert_shard": "reduce_scatter", "replicate": "all_reduce"}
+
+
+class _NativeTensors:
+    """The tensors of an engine of the native backend: its segments."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, executor = engine, native(engine.executor)
+        self._segments: Sequence[FlatSegment] = executor.segments
+        self.forwards: Sequence[torch.nn.Module] = executor.forwards
+        # A pipeline's stage may know a parameter by another name than the plan.
+        rows = {row.name: engine.plan.row(row.name) for row in engine.part.rows}
+        self._names = {known: row.name for known, row in rows.items() if row is not None}
+        self.owners: Owners[str] = Owners()
+        for segment in self._segments:
+            storage = segment.full.untyped_storage()
+            for row in segment.rows:
+                end = row.offset + max(row.numel, 1)
+                self.owners.put_range(storage, row.offset, end, self._names[row.name])
+        self.trained = {
+            id(parameter): self._names[row.name]
+            for segment in trained_of(self._segments)
+            for row, parameter in zip(segment.rows, segment.parameters, strict=True)
+        }
+
+    def _add(self, seen: EngineRecord, segment: FlatSegment, column: Column, dtype: str) -> None:
+        for row in segment.rows:
+            seen.add(self._names[row.name], column, dtype)
+
+    @contextlib.contextmanager
+    def watching(self, seen: EngineRecord) -> Iterator[None]:
+        """See the flat gradients that the update reads, and the collectives."""
+        updater: Any = self._engine.updater
+        with self._engine.comm.record() as log, contextlib.ExitStack() as stack:
+            if updater is not None:
+                update = updater.update
+
+                def watched(gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
+                    for number, flat in gradients.items():
+                        self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
+                    update(gradients, *rest)
+
+                updater.update = watched
+                stack.callback(delattr, updater, "update")
+            yield
+        self._see_sent(seen, log)
+
+    def see_resting(self, seen: EngineRecord) -> None:
+        """See storage, masters and moments after the step."""
+        updater = self._engine.updater
+        for segment in self._segments:
+            self._add(seen, segment, "storage", dtype_name(segment.storage.dtype))
+        for segment in () if updater is None else trained_of(self._segments):
+            master, moments = updater.resting(segment.number)  # type: ignore[union-attr]
+            self._add(seen, segment, "master", _master(master, segment.storage.dtype))
+            for dtype in moments:
+                self._add(seen, segment, "state", dtype_name(dtype))
+
+    def _see_sent(self, seen: EngineRecord, log: list[Recorded]) -> None:
+        """Attribute recorded calls to segments.
+
+        Reductions come in the plan's order, so the nth is the plan's nth. Gathers come when they are needed,
+        and a pipeline's reductions when its schedule has them: these are attributed by their size, and all
+        calls of a size that fits several segments stand for each of them.
+        """
+        engine, segments = self._engine, self._segments
+        planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
+        for axis, op in _REDUCES.items():
+            calls = [call for call in log if call.op == op and call.axis == axis and call.dtype.is_floating]
+            wanted = [
+                call for call in planned if call.purpose in ("reduce", "replicate") and call.axis == axis
+            ]
+            if engine.plan.policy.pipeline is None:
+                pairs = list(zip(calls, wanted, strict=False))
+            else:
+                pairs = [(call, like) for like in wanted for call in calls]
+            for call, like in pairs:
+                if call.numel == like.numel:
+                    self._add(seen, segments[like.segment], "reduce", _wire(call))
+        gathers = [call for call in planned if call.purpose in ("forward", "backward")]
+        for numel in {call.numel for call in gathers}:
+            fitting = {call.segment: call.dtype for call in gathers if call.numel == numel}
+            dtypes = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
+            for number, dtype in fitting.items():
+                for sent in {dtype} if dtypes == set(fitting.values()) else dtypes:
+                    self._add(seen, segments[number], "gather", dtype_name(sent.torch))
+
+
+def _master(held: torch.dtype | None, storage: torch.dtype) -> str:
+    if held is None:
+        return "same"
+    is_split = storage is torch.bfloat16 and held.itemsize == 2 and not held.is_floating_point
+    return "split" if is_split else dtype_name(held)
+
+
+class _FullyShardTensors:
+    """The tensors of an engine of backend fsdp2: its groups, each of which records its own collectives."""
+
+    def __init__(self, engine: Engine) -> None:
+        from zerodrift.backends.fsdp2 import fully_sharded  # torch's FSDP takes a while to import
+
+        self._executor = fully_sharded(engine.executor)
+        self._members = tuple(self._executor.members.values())
+        self._trained = [member for member in self._members if member.row.trained]
+        self.forwards: Sequence[torch.nn.Module] = self._executor.forwards
+        self.trained = {id(member.full): member.row.name for member in self._trained}
+        self.owners: Owners[str] = Owners()
+        for member in self._members:
+            self.owners.put(member.full, member.row.name)
+
+    @contextlib.contextmanager
+    def watching(self, seen: EngineRecord) -> Iterator[None]:
+        """See the sums that autograd adds to, those that the update reads, and the collectives."""
+        updater: Any = self._executor.updater
+
+        def added(parameter: Any) -> None:
+            if parameter.grad is not None:
+                seen.add(self.trained[id(parameter)], "accumulate", dtype_name(parameter.grad.dtype))
+
+        with contextlib.ExitStack() as stack:
+            for member in self._trained:
+                stack.callback(member.full.register_post_accumulate_grad_hook(added).remove)
+            groups = self._executor.units
+            logs = [(group, stack.enter_context(group.collectives.record())) for group in groups]
+            if updater is not None:
+                step = updater.step
+
+                def watched(multiplier: float) -> None:
+                    for member in self._members:
+                        update = member.row.columns.update
+                        if update is not None and update.reduce.when == "every":
+                            seen.add(member.row.name, "accumulate", dtype_name(member.gradient().dtype))
+                    step(multiplier)
+
+                updater.step = watched
+                stack.callback(delattr, updater, "step")
+            yield
+        for group, log in logs:
+            for call in log:
+                # torch packs a group of several dtypes as bytes, which say nothing of any of them.
+                if call.op != "all_gather":
+                    for member in group.trained:
+                        seen.add(member.row.name, "reduce", _wire(call))
+                elif call.dtype.torch is not torch.uint8:
+                    for member in group.members:
+                        seen.add(member.row.name, "gather", dtype_name(call.dtype.torch))
+
+    def see_resting(self, seen: EngineRecord) -> None:
+        """See storage, masters and moments after the step."""
+        updater = self._executor.updater
+        for member in self._members:
+            seen.add(member.row.name, "storage", dtype_name(member.storage().dtype))
+        for member in () if updater is None else self._trained:
+            seen.add(member.row.name, "master", "same")  # torch's optimizers update storage itself
+            for moment in updater.moments(member.row.name).values():  # type: ignore[union-attr]
+                seen.add(member.row.name, "state", dtype_name(moment.dtype))

@@ -1,0 +1,361 @@
+"""One parameter of a watched run: the memory that is its own, its sampled gradients, its record.
+
+Libraries swap the tensors of a module between its forwards, pack many parameters into one tensor, and free
+tensors again. So a tensor belongs to a parameter by the memory that holds it, as long as that is not freed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerodrift.inspect.trace.places import line_of_script
+from zerodrift.inspect.trace.records import Column, ParameterRecord, dtype_name
+
+Owner = TypeVar("Owner")
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_is_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` comes to
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor unchanged."""
+    if type(tensor) in PLAIN:
+        return tensor
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+@dataclass(slots=True)
+class _Allocation(Generic[Owner]):
+    """One storage, and the owners of ranges of its elements, in the order of their begins."""
+
+    memory: StorageWeakRef
+    begins: list[int] = field(default_factory=list)
+    ranges: list[tuple[int, Owner]] = field(default_factory=list)
+    """End and owner of each."""
+
+
+class Owners(Generic[Owner]):
+    """Maps a tensor to the owner of its memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Allocation[Owner]] = {}
+
+    def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
+        """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
+        tensor = local(tensor)
+        begin = int(tensor.storage_offset())
+        return self.put_range(tensor.untyped_storage(), begin, begin + max(tensor.numel(), 1), owner)
+
+    def put_range(self, storage: torch.UntypedStorage, begin: int, end: int, owner: Owner) -> bool:
+        """Give a range of elements to an owner, in a storage that may have no memory now."""
+        held = self._held.get(storage._cdata)
+        if held is None or _is_freed(held.memory.cdata):
+            held = self._held[storage._cdata] = _Allocation(StorageWeakRef(storage))
+        place = bisect.bisect_left(held.begins, begin)
+        if place == len(held.begins) or held.begins[place] != begin:
+            held.begins.insert(place, begin)
+            held.ranges.insert(place, (end, owner))
+            return True
+        before, held.ranges[place] = held.ranges[place], (end, owner)
+        return before[0] != end or before[1] is not owner
+
+    def _find(self, tensor: torch.Tensor) -> tuple[int, _Allocation[Owner] | None]:
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        is_alive = held is not None and not _is_freed(held.memory.cdata)
+        return int(tensor.storage_offset()), held if is_alive else None
+
+    def of(self, tensor: torch.Tensor) -> Owner | None:
+        """Return the owner of a tensor's first element."""
+        begin, held = self._find(local(tensor))
+        place = 0 if held is None else bisect.bisect_right(held.begins, begin)
+        if held is None or not place:
+            return None
+        end, owner = held.ranges[place - 1]
+        return owner if begin < end else None
+
+    def all_of(self, tensor: torch.Tensor) -> list[Owner]:
+        """Return every owner of any of its elements."""
+        begin, held = self._find(local(tensor))
+        if held is None:
+            return []
+        end, parts = begin + local(tensor).numel(), zip(held.begins, held.ranges, strict=True)
+        return [owner for first, (last, owner) in parts if first < end and begin < last]
+
+    def forget_freed(self) -> None:
+        for key in [key for key, held in self._held.items() if _is_freed(held.memory.cdata)]:
+            del self._held[key]
+
+
+class Samples:
+    """A few elements of each gradient: as they arrive on a rank, and as an optimizer is given them.
+
+    Elements are copied when a gradient passes by, and read when a step is over, all at once: a device is not
+    waited for more often than that.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
+        self._arrived: list[torch.Tensor] = []
+        self._given: list[tuple[range, torch.Tensor]] = []
+        """Numbers of elements, and their values."""
+        self._own = [0.0] * len(self.places)
+        self._used: list[float | None] = [None] * len(self.places)
+        self.missed = False
+        """Whether a gradient was not sampled."""
+        self.was_given = False
+        """Whether an optimizer was given some of them since the last end."""
+
+    def arrives(self, gradient: torch.Tensor) -> None:
+        self._arrived.append(_elements(gradient, self.places))
+
+    def given(self, gradient: torch.Tensor, begin: int, at: int, length: int) -> None:
+        """Sample an optimizer's gradient: elements from `begin`, which is at `at` in its flat form."""
+        if gradient.is_sparse or begin < 0:
+            return
+        step, length = self.places.step, gradient.numel() - at if length < 0 else length
+        numbers = range(len(self.places))[-(-begin // step) : -(-(begin + length) // step)]
+        if numbers:
+            first = self.places[numbers.start] - begin + at
+            places = range(first, first + (len(numbers) - 1) * step + 1, step)
+            self._given.append((numbers, _elements(gradient, places)))
+            self.was_given = True
+
+    def end(self) -> tuple[list[float], list[float | None]]:
+        """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
+        own, used = [] if self.missed else self._own, self._used
+        self.missed = self.was_given = False
+        self._own, self._used = [0.0] * len(self.places), [None] * len(self.places)
+        return own, used
+
+
+def read(samples: Sequence[Samples]) -> None:
+    """Read all copied elements, with one transfer per device."""
+    samples = [one for one in samples if one._arrived or one._given]
+    copied = [tensor for one in samples for tensor in (*one._arrived, *(given for _, given in one._given))]
+    values = {
+        device: iter(torch.cat([tensor for tensor in copied if tensor.device == device]).tolist())
+        for device in {tensor.device for tensor in copied}
+    }
+    for one in samples:
+        for tensor in one._arrived:
+            one._own = [own + next(values[tensor.device]) for own in one._own]
+        for numbers, tensor in one._given:
+            for number in numbers:
+                one._used[number] = next(values[tensor.device])
+        one._arrived, one._given = [], []
+
+
+def _elements(tensor: torch.Tensor, places: range) -> torch.Tensor:
+    flat = local(tensor).detach().reshape(-1)
+    return flat[places.start : places.stop : places.step].to(torch.float32, copy=True)
+
+
+class LiveParameter:
+    """A parameter, the tensor that rests between steps, and what becomes of its gradients."""
+
+    def __init__(self, record: ParameterRecord, tensor: torch.Tensor) -> None:
+        self.record = record
+        self.reductions = 0
+        self.optimized = False
+        self.has_gradient = False
+        """Whether an optimizer was given a gradient of it that is not zero."""
+        self.is_sliced = False
+        """Whether ranks have slices of it, though its type does not say so."""
+        self.gather_dtype = ""
+        """The dtype that it is gathered in, if its library packs several dtypes as bytes."""
+        self.samples = Samples(record.numel)
+        self.begin = 0
+        """Flat index of this rank's first element; -1 if its elements are no range."""
+        self.rests_in(tensor)
+        self.computed_with: Callable[[], torch.Tensor | None] = lambda: None
+        """Returns the tensor of its module's last forward."""
+        self.compute_dtype: torch.dtype | None = None
+        """Dtype of that tensor; operations may cast it."""
+        self.computed_in: set[torch.dtype] = set()
+        self._arrived = self._arrived_before = 0
+        self._arrived_in: set[torch.dtype] = set()
+        self._was_used = False
+        self._numel = record.numel
+        self._first_digest: int | None = None
+
+    def rests_in(self, tensor: torch.Tensor) -> None:
+        """Rest in another tensor between steps, which `tensor` returns while it is there."""
+        self._rested_in: torch.dtype | None = None
+        self.is_hooked = False
+        """Whether gradients are seen to arrive at the tensor that rests."""
+        self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.begin = _begin(tensor, self.record)
+
+    def computes_with(self, tensor: torch.Tensor) -> bool:
+        """Note the tensor of a forward; return True if it is another than before."""
+        if self.computed_with() is tensor:
+            return False
+        self.computed_with, self.compute_dtype = weakref.ref(tensor), tensor.dtype
+        return True
+
+    @property
+    def is_used_unseen(self) -> bool:
+        """Whether it has a gradient, and no operation was seen to use it."""
+        return self._arrived > 0 and not self.computed_in
+
+    def look(self) -> bool:
+        """Record what rests; return True if its dtype is new."""
+        tensor = self.tensor()
+        if tensor is None:
+            return False
+        rests = tensor.__dict__.get("ds_tensor", tensor)  # DeepSpeed's shard of it
+        if rests.dtype is self._rested_in:
+            return False
+        record, self._rested_in = self.record, rests.dtype
+        record.add("storage", dtype_name(rests.dtype), "the parameter between steps")
+        record.layout = "a flat slice on each rank" if self.is_sliced else _layout(tensor)
+        if self._first_digest is None and record.trained:
+            self._first_digest = _digest(local(rests))
+            if not self.is_sliced and _varies(local(rests)):
+                record.facts["began"] = self._first_digest
+        return True
+
+    def gathered(self, dtype: torch.dtype) -> str:
+        return self.gather_dtype if dtype is torch.uint8 and self.gather_dtype else dtype_name(dtype)
+
+    def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
+        """Record a gradient at the leaf, and sample it if other ranks have one to compare with."""
+        self._arrived += 1
+        if gradient.dtype not in self._arrived_in:
+            self._arrived_in.add(gradient.dtype)
+            path = self.record.name.rpartition(".")[0]
+            self.record.add(
+                "grad", dtype_name(gradient.dtype), "the gradient at the leaf", path, line_of_script
+            )
+        if not sample:
+            self.samples.missed = True
+        elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
+            self.samples.arrives(gradient)
+
+    def arrived_since_step(self) -> int:
+        since, self._arrived_before = self._arrived - self._arrived_before, self._arrived
+        return since
+
+    def began(self, master: torch.Tensor, at: int, length: int) -> None:
+        """Record once, before its first step, whether storage holds every value of its master."""
+        if "master_rounded" in self.record.facts or not self.record.dtypes("storage"):
+            return
+        storage = getattr(torch, self.record.dtypes("storage")[0])
+        if master.is_floating_point() and master.dtype.itemsize > storage.itemsize:
+            flat = master.detach().reshape(-1)[at:]
+            flat = flat[:length] if length >= 0 else flat
+            self.record.facts["master_rounded"] = bool(torch.equal(flat.to(storage).to(flat.dtype), flat))
+
+    def stepped(self, since: bool) -> None:
+        """Attribute the gradients that arrived to the step that used them.
+
+        Where only other ranks use them, they belong to those ranks' step, once there was a step `since`.
+        """
+        if self.samples.was_given or (since and not self._was_used):
+            own, used = self.samples.end()
+            self.record.facts["own"], self.record.facts["used"] = own, used
+            self.has_gradient = any(used)
+            self._was_used = any(value is not None for value in used)
+
+    def end(self, world: int) -> ParameterRecord:
+        """Return the record, with a reason for every empty cell."""
+        record, tensor = self.record, self.tensor()
+        record.facts |= {
+            "optimized": self.optimized,
+            "gradients": self._arrived,
+            "reductions": self.reductions,
+        }
+        rests = getattr(tensor, "ds_tensor", tensor)
+        if isinstance(rests, torch.Tensor) and self._first_digest is not None:
+            last = _digest(local(rests))
+            record.facts["changed"] = last != self._first_digest
+            if not record.layout:
+                record.facts["digest"] = last
+        if self.is_used_unseen:
+            record.unseen.setdefault("compute", "the operations that used it were not watched")
+        for column, reason in _reasons(record, world, self.optimized).items():
+            record.unseen.setdefault(column, reason)
+        record.unseen = {column: why for column, why in record.unseen.items() if not record.cells.get(column)}
+        return record
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """Describe how a DTensor is spread over ranks."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or all(placement.is_replicate() for placement in placements):
+        return ""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    dims = sorted({placement.dim for placement in placements if placement.is_shard()})
+    return f"sharded on dim {', '.join(map(str, dims))} over {mesh.size()} ranks"
+
+
+def _begin(tensor: torch.Tensor, record: ParameterRecord) -> int:
+    """Return the flat index of this rank's first element; -1 if its elements are no range."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if any(offsets[1:]):
+        return -1
+    return offsets[0] * (record.numel // max(record.shape[0], 1)) if offsets else 0
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    """Return True if its values can identify it: it is no vector and no constant."""
+    if tensor.dim() < 2 or not tensor.numel() or tensor.device.type == "meta":
+        return False
+    least, greatest = tensor.detach().aminmax()
+    return bool(least < greatest)
+
+
+_AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def _digest(tensor: torch.Tensor) -> int | None:
+    """Return a number of the bits and their order; None for a tensor without floating values.
+
+    Rows and columns of 64 words of 64 bits are summed, and each sum is weighted by its place: that takes a
+    fraction of the time of a product with every word.
+    """
+    if tensor.device.type == "meta" or not tensor.dtype.is_floating_point:
+        return None
+    each, total = 8 // tensor.dtype.itemsize, 0
+    for bits in tensor.detach().reshape(-1).view(_AS_INTEGERS[tensor.dtype.itemsize]).split(1 << 20):
+        whole = bits.numel() - bits.numel() % (64 * each)
+        bits = bits.clone() if bits.storage_offset() % each else bits
+        words = bits[:whole].view(torch.int64).view(-1, 64)
+        sums = torch.cat([words.sum(1), words.sum(0), bits[whole:].to(torch.int64)])
+        weights = torch.arange(sums.numel(), device=sums.device) * 2654435761 | 1
+        total = (31 * total + int((sums * weights).sum())) % (1 << 63)
+    return total
+
+
+def _reasons(record: ParameterRecord, world: int, is_optimized: bool) -> dict[Column, str]:
+    """Return the reason that each column would be empty for."""
+    alone = "one process" if world == 1 else ""
+    frozen = "" if record.trained else "it is not trained"
+    no_gradient = frozen or "no gradient arrived in the observed steps"
+    no_optimizer = frozen or "no optimizer that took a step has it"
+    return {
+        "storage": "it was never between steps",
+        "gather": alone or ("none was seen" if record.layout else "each rank has all of it"),
+        "compute": "no operation used it in the observed steps",
+        "grad": no_gradient,
+        "accumulate": no_gradient,
+        "reduce": frozen or alone or "no collective carried its gradient",
+        "master": no_optimizer,
+        "state": "none is kept" if is_optimized else no_optimizer,
+        "export": "no file with it was written in the observed steps",
+    }

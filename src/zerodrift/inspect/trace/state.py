@@ -1,0 +1,224 @@
+"""The state that the parts of a watcher share, and what they ask of each library's adapter.
+
+Invariant: a defect of ours ends the watching of a run, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+
+from zerodrift.inspect.trace.hooks import Patches, when_imported
+from zerodrift.inspect.trace.model import LiveModel
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners
+from zerodrift.inspect.trace.records import Column, ModelRecord, ProcessRecord
+
+Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedPart:
+    """Some elements of a parameter, in a tensor that an optimizer updates."""
+
+    parameter: LiveParameter
+    begin: int = 0
+    """Flat index of the first element in the parameter."""
+    at: int = 0
+    """Flat index of the first element in the tensor."""
+    length: int = -1
+    """Elements; -1 for all of the tensor."""
+    sums: bool = True
+    """Whether micro-batches were added in the tensor's `.grad`, and not in another tensor."""
+
+
+class Adapter:
+    """Knows one library, and the parameters in the tensors that it packs. Most methods are optional."""
+
+    def begin(self, state: WatchState) -> None:
+        """Hook on the library, now or when it is imported, before any model was seen."""
+        raise NotImplementedError
+
+    def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
+        """Return the parameters in a tensor that an optimizer updates; None if the tensor is not its own."""
+        return None
+
+    def carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
+        """Return the parameters that a collective carries, if the memory of its tensor does not tell."""
+        return ()
+
+    def claims(self, module: torch.nn.Module) -> bool:
+        """Return True if the adapter itself records the models of this module."""
+        return False
+
+    def models(self) -> Iterable[ModelRecord]:
+        return ()
+
+
+class WatchState:
+    """Everything that is known of a run that is watched."""
+
+    def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
+        self.active = False
+        self.only = only
+        self.thread: int | None = None
+        """The thread whose calls are watched; None until one trains."""
+        self.several = False
+        self.models: list[LiveModel] = []
+        self.patches = Patches()
+        self.process = ProcessRecord(rank=0, world=1, steps=0, models=[])
+        self.adapters = tuple(adapters)
+        self.may_finish = may_finish
+        """Finishes if every step was seen; called when a forward of the next begins."""
+        self.memory: Owners[LiveParameter] = Owners()
+        self.gradient_memory: Owners[LiveParameter] = Owners()
+        self.rested = False
+        """Whether parameters may rest elsewhere than when `memory` was filled."""
+        self.looked = False
+        """Whether the innermost module's parameters are known to be where they were."""
+        self.packed: list[list[LiveParameter]] = []
+        """The parameters of the collectives that an adapter's library issues; the innermost call's last."""
+        self.in_backward = 0
+        self.passes = 0
+        self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
+        self.optimized: dict[int, Any] = {}
+        """The parts of each tensor that an optimizer updates, by the tensor's id."""
+        self._settled = 0
+        """Steps that there had been when a backward last began."""
+
+    def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        """Call while the run is watched; an error ends the watching."""
+        if not self.active:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            self.broken(error)
+            return otherwise
+
+    def broken(self, error: Exception) -> None:
+        """Stop watching, and note that the rest was not seen."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.process.notes.append(
+            f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error} "
+            f"({where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]})."
+        )
+        self.active = False  # hooks stay, and do nothing: one of them may be running
+        self.process.ended = "broken"
+
+    def when_imported(self, name: str, call: Callable[[Any], None]) -> None:
+        """Call with a library's module; a module that lacks what is watched goes on unwatched."""
+
+        def imported(module: Any) -> None:
+            try:
+                call(module)
+            except Exception as error:
+                self.note(
+                    f"{name} is not as in the versions that were tried: what it does is not seen "
+                    f"({type(error).__name__}: {str(error).partition(' (')[0]})."
+                )
+
+        self.patches.undo(when_imported(name, imported))
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.process.notes:
+            self.process.notes.append(text)
+
+    def model_of(self, module: torch.nn.Module) -> LiveModel:
+        """Return the model that this module is, wraps, or is a part of."""
+        for model in self.models:
+            if model.path(module) is not None:
+                return model
+        made = LiveModel(module)
+        for model in self.models:
+            if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
+                model.become(made)
+                self.forget()
+                return model
+        self.models.append(made)
+        return made
+
+    def resting(self, tensor: torch.Tensor) -> LiveParameter | None:
+        """Return the parameter that this tensor is."""
+        found = (model.resting(tensor) for model in self.models)
+        return next((parameter for parameter in found if parameter is not None), None)
+
+    def forget(self) -> None:
+        """Drop what depends on names and packs, which have changed."""
+        self.optimized.clear()
+
+    def remember(self) -> None:
+        """Fill `memory` before it is asked."""
+        if self.rested:
+            self.rested = False
+            self.memory.forget_freed()
+            for model in self.models:
+                model.remember(self.memory)
+
+    @contextlib.contextmanager
+    def packing(self, members: Callable[[], list[LiveParameter]]) -> Iterator[None]:
+        """Attribute collectives inside to these parameters."""
+        self.packed.append(self.safely(members, []))
+        try:
+            yield
+        finally:
+            self.packed.pop()
+
+    def backward_begins(self) -> None:
+        """Close a step that may be over: its optimizer was given the gradients that had arrived."""
+        self.passes += 1
+        self.gradient_memory.forget_freed()
+        self.settle()
+        self.see_place()
+
+    def has_stepped(self, what: Any, micro_batches: int) -> None:
+        """Count a step of a parameter or an engine."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+        self.process.steps = max(self.counts.values())
+        self.process.micro_batches = micro_batches
+        self.see_place()
+
+    def event(self, kind: str, line: str) -> None:
+        """Record an event that makes a finding, once per line."""
+        event = {"kind": kind, "line": line}
+        if event not in self.process.events:
+            self.process.events.append(event)
+
+    def settle(self) -> None:
+        since, self._settled = self.process.steps > self._settled, self.process.steps
+        for model in self.models:
+            model.stepped(since)
+
+    def see_place(self) -> None:
+        """Record the rank and the world size, before a program leaves its group."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.process.rank = torch.distributed.get_rank()
+            self.process.world = torch.distributed.get_world_size()
+        self.several = self.process.world > 1
+
+
+def guarded(method: Method) -> Method:
+    """Make a method of a part do nothing once the watching is over, or where code is compiled."""
+
+    @functools.wraps(method)
+    def call(part: Any, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        state: WatchState = part.state
+        if state.active:
+            try:
+                return method(part, *args)
+            except Exception as error:
+                state.broken(error)
+        return None
+
+    return cast(Method, call)

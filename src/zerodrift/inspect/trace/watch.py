@@ -1,0 +1,138 @@
+"""Watch the models that train in this process, with any library, and record what they do.
+
+Everything hangs on doors that every library goes through: forwards of modules and the operations in them,
+gradients that arrive at leaves, collectives, steps of torch's optimizers. A library's own buffers are
+unpacked by its `Adapter`.
+
+A cell is seen where it is a tensor or a call:
+
+    storage     a parameter between steps
+    gather      collectives that carry parameters
+    compute     inputs of the first operation that is no view and no cast, in a forward
+    grad        the gradient that arrives at the leaf
+    accumulate  the tensor that a gradient is added to, and the one that the optimizer is given
+    reduce      collectives that carry gradients
+    master      the tensor that the optimizer updates
+    state       the tensors that it keeps of each
+    export      tensors in files that were written
+
+Invariant: watching changes no value, and leaves nothing behind when it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerodrift.inspect.trace.forwards import ForwardWatch
+from zerodrift.inspect.trace.gradients import CollectiveWatch, GradientWatch
+from zerodrift.inspect.trace.libraries import adapters
+from zerodrift.inspect.trace.records import ProcessRecord
+from zerodrift.inspect.trace.state import WatchState
+from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
+
+TRIED = ("2.13", "2.15")
+"""Versions of torch."""
+
+_LIBRARIES = [
+    "torch",
+    "deepspeed",
+    "accelerate",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+    "zerodrift",
+]
+
+
+class Watcher:
+    """The hooks on torch in this process. One at a time."""
+
+    def __init__(
+        self,
+        steps: int,
+        finished: Callable[[ProcessRecord], None],
+        only: Any = None,
+        files_after: bool = False,
+    ) -> None:
+        """`files_after`: see the files that are written after these steps too, until `files_end`."""
+        self.state = WatchState(only, adapters(), self._may_finish)
+        self._wanted, self._finished = steps, finished
+        self._files_after, self.ended = files_after, False
+        self._steps = StepWatch(self.state)
+        self._gradients = GradientWatch(self.state)
+        self._collectives = CollectiveWatch(self.state)
+        self.forwards = ForwardWatch(self.state, self._gradients)
+        self._exports = ExportWatch()
+
+    def begin(self) -> None:
+        self.state.active = True
+        for part in (self.forwards, self._gradients, self._steps, self._exports):
+            part.begin()
+        if torch.distributed.is_available():
+            self._collectives.begin()
+        for adapter in self.state.adapters:
+            adapter.begin(self.state)
+
+    def end(self) -> None:
+        """Remove every hook."""
+        self._exports.end()
+        if self.state.active:
+            self.state.active = False
+            self.state.patches.restore()
+
+    def files_end(self) -> None:
+        """Hand over the record once more, with the files that were written since."""
+        if self._files_after and self.ended:
+            self._exports.see(self.state.models)
+            self._exports.end()
+            self._finished(self.state.process)
+
+    def finish(self, ended: str) -> None:
+        """Look at what rests, end, and hand over the record."""
+        state, process = self.state, self.state.process
+        broken = process.ended == "broken"
+        if not state.active and not broken:
+            return
+        state.active = False
+        try:
+            if not broken:
+                state.settle()
+                for model in state.models:
+                    model.look()
+        except Exception as error:
+            state.broken(error)
+        finally:
+            self.forwards.leave()
+            state.patches.restore()
+        if process.ended != "broken":
+            process.ended = ended
+        state.see_place()
+        process.libraries = {
+            name: str(getattr(sys.modules[name], "__version__", "unknown"))
+            for name in _LIBRARIES
+            if sys.modules.get(name) is not None
+        }
+        if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
+            process.notes.append(
+                f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)}): what it "
+                "does elsewhere than they do may be missing."
+            )
+        for name, times in sorted(self._collectives.unknown.items()):
+            process.notes.append(
+                f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."
+            )
+        self._exports.see(state.models)
+        if not self._files_after:
+            self._exports.end()
+        self.ended = True
+        process.models = [model.record(process.world) for model in state.models]
+        process.models += [model for adapter in state.adapters for model in adapter.models()]
+        self._finished(process)
+
+    def _may_finish(self) -> None:
+        if self._steps.were(self._wanted):
+            self.finish("steps")
