@@ -1,15 +1,12 @@
-"""What machines can do, as a file says it: devices, what joins them, and what of either is reached.
+"""What machines can do, as a file describes them: devices, links, and the share of either that is reached.
 
-A file is read as a config is: every key known, typed and told of when it is wrong. Those that come along are
-files as well, in `clusters`, to be copied and changed.
-
-Invariant: nothing is measured or guessed here; a key that has a default says so.
+A file is read as a config is: every key is known and typed. The files in `clusters` come along, to be copied
+and changed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,18 +28,18 @@ class Products(Block):
     """TFLOP/s of dense products, by the dtype that is computed in."""
 
     fp32: PositiveFloat
-    """Of fp32 operands; where torch is told to use TF32, those of TF32."""
+    """Products of fp32 operands; of TF32 where torch is told to use it."""
     bf16: PositiveFloat | None = None
-    """Of bf16 operands; without it a plan that computes in bf16 is an error."""
+    """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
     fp16: PositiveFloat | None = None
-    """Of fp16 operands; without it a plan that computes in fp16 is an error."""
+    """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
 
 
 class Device(Block):
-    """One device: what a rank computes on."""
+    """The device of one rank."""
 
     tflops: Products
-    """What its maker states, or what was measured."""
+    """Figures of its maker, or measured ones."""
     tflops_reached: Share = 1.0
     """The share of that which products of a usual size reach."""
     memory_gb: PositiveFloat
@@ -62,7 +59,7 @@ class Device(Block):
 
 
 class Link(Block):
-    """What joins devices."""
+    """A link between devices."""
 
     gb_per_s: PositiveFloat
     """GB/s that one device sends, while it receives as much."""
@@ -78,13 +75,13 @@ class Cluster(Block):
     """The machines of a run."""
 
     device: Device
-    """What a rank computes on."""
+    """The device of one rank."""
     devices_per_host: Positive
     """Devices that are joined by `host`; ranks that are neighbours share a host."""
     host: Link
-    """Inside of a host."""
+    """Link inside a host."""
     network: Link | None = None
-    """Between hosts. Without it there is one host."""
+    """Link between hosts. Without it there is one host."""
     carrier: Literal["native", "pairs"] = "native"
     """How the engine carries collectives: `native` on NCCL, `pairs` on gloo."""
     compute_beside_link: Share = 1.0
@@ -92,43 +89,37 @@ class Cluster(Block):
     reserve_gb: NonNegativeFloat = 0.0
     """GB of each device that neither the plan nor activations can have: the libraries' own, and fragments."""
     source: str = ""
-    """Where the figures are from."""
+    """Origin of the figures."""
 
     def seconds_of_products(self, flops: float, dtype: DType) -> float:
         return flops / (self.peak(dtype) * self.device.tflops_reached)
 
     def peak(self, dtype: DType) -> float:
-        """FLOP/s, as stated."""
+        """Stated FLOP/s."""
         stated: float | None = getattr(self.device.tflops, str(dtype), None)
         if stated is None:
-            raise ConfigError(
-                f"device.tflops.{dtype}",
-                f"must be given, because the plan computes in {dtype}",
-                got="nothing",
-                do="Add it to the cluster's file, in TFLOP/s.",
-            )
+            must = f"must be given, because the plan computes in {dtype}"
+            do = "Add it to the cluster's file, in TFLOP/s."
+            raise ConfigError(f"device.tflops.{dtype}", must, got="nothing", do=do)
         return stated * TERA
 
     def seconds_of_bytes(self, count: float) -> float:
-        """One pass that reads and writes so many bytes in all."""
+        """One pass that reads and writes `count` bytes in all."""
         device = self.device
         if device.cache_gb_per_s is not None and count < device.cache_mb * 1e6:
             return count / (device.cache_gb_per_s * GIGA)
         return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
 
     def seconds_of_new(self, count: float) -> float:
-        """To have so many bytes that were given back in the step before."""
+        """Seconds to allocate `count` bytes that the step before has freed."""
         rate = self.device.new_gb_per_s
         return 0.0 if rate is None else count / (rate * GIGA)
 
     def require_ranks(self, world: int) -> None:
         if world > self.devices_per_host and self.network is None:
-            raise ConfigError(
-                "network",
-                f"must be given for more than the {self.devices_per_host} devices of a host",
-                got=f"{world} ranks",
-                do="Add it to the cluster's file, or raise `devices_per_host`.",
-            )
+            must = f"must be given for more than the {self.devices_per_host} devices of a host"
+            do = "Add it to the cluster's file, or raise `devices_per_host`."
+            raise ConfigError("network", must, got=f"{world} ranks", do=do)
 
 
 def built_in() -> list[str]:
@@ -137,21 +128,18 @@ def built_in() -> list[str]:
 
 
 def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
-    """A file, or one that comes along by its name; and where it lies."""
+    """Read a file, or a built-in cluster by its name; return its path too."""
     text = os.fsdecode(source)
     path = FOLDER / f"{text}.yaml" if text in built_in() else Path(text).expanduser()
     if not path.exists():
         close = nearest(text, built_in())
         meant = f"Did you mean `{close[0]}`? " if close else ""
-        raise ConfigError(
-            "--simulate",
-            f"must be the file of a cluster, or one of {', '.join(built_in())}",
-            got=repr(text),
-            do=f"{meant}Copy one of those from {FOLDER} and change it.",
-        )
+        must = f"must be the file of a cluster, or one of {', '.join(built_in())}"
+        do = f"{meant}Copy one of those from {FOLDER} and change it."
+        raise ConfigError("--simulate", must, got=repr(text), do=do)
     heading, tree, problems = tree_of(path, "cluster")
-    walk = TreeReader(KEYS, problems)
-    cluster = walk.validated(walk.used(tree))
+    reader = TreeReader(KEYS, problems)
+    cluster = reader.validated(reader.used(tree))
     problems.raise_as(ConfigError, heading)
     if not isinstance(cluster, Cluster):
         raise AssertionError("a cluster that is not valid must have a problem")
@@ -160,18 +148,13 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
     known = fields.fields(block) if block is not None else {}
-    paths = [join(path, word) for word in nearest(key, known)] or [
-        other for other in _every_path() if other.rpartition(".")[2] == key
-    ]
-    return (
-        f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
-        if paths
-        else "See docs/simulate.md."
-    )
-
-
-def _every_path() -> Iterator[str]:
-    return (key.path for key in fields.every_key(Cluster))
+    paths = [join(path, word) for word in nearest(key, known)]
+    if not paths:
+        every = (each.path for each in fields.every_key(Cluster))
+        paths = [other for other in every if other.rpartition(".")[2] == key]
+    if not paths:
+        return "See docs/simulate.md."
+    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
 
 
 KEYS = Keys("cluster", Cluster, "a cluster", _suggestion)

@@ -1,0 +1,1 @@
+"""Look at anybody's run: check, trace, audit, drift, simulate."""
