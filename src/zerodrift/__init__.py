@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
+    from zerodrift.inspect.audit.audit import audit as audit
+    from zerodrift.inspect.audit.text import Audit as Audit
     from zerodrift.io.checkpoint.checkpoints import Checkpoints as Checkpoints
     from zerodrift.io.checkpoint.checkpoints import Loaded as Loaded
     from zerodrift.io.safetensors.export import Exported as Exported
@@ -55,8 +57,6 @@ if TYPE_CHECKING:
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
-    from zerodrift.numerics.audit import audit as audit
-    from zerodrift.numerics.audit_text import Audit as Audit
     from zerodrift.observer.observation import Observation as Observation
     from zerodrift.observer.observation import observe as observe
     from zerodrift.pipeline.cut import Parts as Parts
@@ -91,8 +91,8 @@ _NAMES = {
     "mesh": "MeshShape",
     "model.sources": "describe",
     "model.spec": "ModelSpec",
-    "numerics.audit": "audit",
-    "numerics.audit_text": "Audit",
+    "inspect.audit.audit": "audit",
+    "inspect.audit.text": "Audit",
     "pipeline.cut": "Parts",
     "pipeline.deprecated": "PipelineEngine",
     "plan.build": "build",

@@ -11,13 +11,13 @@ from torch import nn
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
-from zerodrift.numerics.findings import findings
-from zerodrift.numerics.measure import ThreePasses, held_by
-from zerodrift.numerics.nouns import AuditFinding, Estimate, GradientLine, Replayed, UpdateCost
-from zerodrift.numerics.operations import Rounding
-from zerodrift.numerics.runs import Subject
-from zerodrift.numerics.signals import Drift, Signals
-from zerodrift.numerics.variants import Choice
+from zerodrift.inspect.audit.estimates import PassResults, narrower_dtype_of
+from zerodrift.inspect.audit.findings import find_defects
+from zerodrift.inspect.audit.results import AuditFinding, Estimate, GradientLine, Replayed, UpdateCost
+from zerodrift.inspect.audit.rounding import Rounding
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.signals import Drift, Signals
+from zerodrift.inspect.audit.variants import Choice
 from zerodrift.plan.table import Plan
 
 NONE = Drift(0.0, 0.0, 0.0, 0.0, 100, 0.0, 0, 0)
@@ -41,8 +41,8 @@ def told(
     routes: Sequence[dict[str, torch.Tensor]] = (),
     **more: Any,
 ) -> list[AuditFinding]:
-    seen = ThreePasses(Signals(routes=list(routes)), NONE, Signals(), total, frozenset(), **more)
-    return findings(of, Subject.of(model, None), seen, gradients, updates, replayed)
+    seen = PassResults(Signals(routes=list(routes)), NONE, Signals(), total, frozenset(), **more)
+    return find_defects(of, Subject.of(model, None), seen, gradients, updates, replayed)
 
 
 def kinds(found: Sequence[AuditFinding]) -> list[tuple[str, str]]:
@@ -82,11 +82,11 @@ def test_values_that_were_rounded_before() -> None:
 
 def test_what_values_tell_of_their_dtype() -> None:
     values = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    assert held_by(values) == ""
-    assert held_by(values.bfloat16()) == "bf16"
-    assert held_by(values.half().float()) == "fp16"
+    assert narrower_dtype_of(values) == ""
+    assert narrower_dtype_of(values.bfloat16()) == "bf16"
+    assert narrower_dtype_of(values.half().float()) == "fp16"
     for plain in (torch.ones(9), torch.zeros(9), 2.0 ** -torch.arange(1, 30), torch.arange(100.0)):
-        assert held_by(plain) is None
+        assert narrower_dtype_of(plain) is None
 
 
 def test_code_that_narrows() -> None:

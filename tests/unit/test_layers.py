@@ -41,12 +41,16 @@ ROOMS: dict[str, set[str]] = {
         *{"backends", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "files", "startup"},
     },
-    "numerics": {
-        *{"observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report", "optim"},
-        *{"dtypes", "errors", "files", "legible", "mesh", "optimizers", "record"},
-    },
     "inspect": set(),
     "inspect.table": {"report"},
+    "inspect.audit": {
+        *{"inspect.table", "observer", "engine", "comm", "io", "config", "model", "plan", "policy", "report"},
+        *{"dtypes", "errors", "files", "mesh", "optimizers"},
+    },
+    "inspect.drift": {
+        *{"inspect.audit", "inspect.table", "observer", "io", "config", "model", "plan", "policy", "report"},
+        *{"dtypes", "errors", "files", "mesh"},
+    },
     "inspect.simulate": {
         *{"inspect.table", "observer", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "mesh", "record"},
@@ -59,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
         *{
             "api",
             "observer",
-            "numerics",
+            "inspect.audit",
             "pipeline",
             "config",
             "engine",
@@ -82,7 +86,8 @@ ROOMS: dict[str, set[str]] = {
         "alias",
         "startup",
         "observer",
-        "numerics",
+        "inspect.audit",
+        "inspect.drift",
         "inspect.simulate",
         "train",
         "api",

@@ -16,15 +16,18 @@ def table(
     gap: str = "  ",
     bold: int | None = None,
 ) -> Text:
-    """Rows under a dim head. Columns in `left` are words and stand to the left; the others are figures.
-    Without `widths` each column is as wide as its longest cell; `bold` is the index of a marked row."""
+    """Rows under a dim head. Columns in `left` are words, which are cut; the others are figures, which never
+    are. Without `widths` each column is as wide as its longest cell; `bold` is the index of a marked row."""
     widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = Text()
     for number, row in enumerate(rows):
-        cells = [
-            elide(cell, width).ljust(width) if column in left else elide(cell, width).rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if column in left:
+                over = len(gap.join([*cells, ""])) - sum(widths[:column]) - column * len(gap)
+                cells.append(elide(cell, width - over).ljust(width))
+            else:
+                cells.append(cell.rjust(width))
         line = gap.join(cells).rstrip()
         style = "dim" if number == 0 else "bold" if number == bold else ""
         text.append(line if number == len(rows) - 1 else f"{line}\n", style=style)

@@ -81,7 +81,7 @@ def paths_in(model: nn.Module) -> Iterator[ModulePaths]:
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WATCHES = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("observer", "numerics"))
+_WATCHES = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("observer", "inspect"))
 _CASTS: dict[str, CastBy] = {compute.__file__: "a boundary", pins.__file__: "a pin"}
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
+from zerodrift.inspect.audit.estimates import probe, require_probe
 from zerodrift.legible import legible
-from zerodrift.numerics.during import look, require_lookable
 from zerodrift.observer import compare
 from zerodrift.observer.observe import observe
 from zerodrift.observer.observed import merged
@@ -110,7 +110,7 @@ class Loop:
         """Train to the end, or until somebody asks to stop."""
         session = self._session
         if session.job.audit.at:
-            require_lookable(self._engine.plan)
+            require_probe(self._engine.plan)
         with self._display.doing("looking for a checkpoint"):
             resumed = session.resume()
         step = self._done = resumed.step
@@ -226,7 +226,7 @@ class Loop:
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
         if step + 1 in self._session.job.audit.at:
-            seen = look(self._engine, [inputs(batch) for batch in taken.batches])
+            seen = probe(self._engine, [inputs(batch) for batch in taken.batches])
             self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 

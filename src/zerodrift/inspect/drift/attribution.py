@@ -1,0 +1,288 @@
+"""Compare a trainer with a sampler: how far they drift apart, and which difference causes it.
+
+Three questions in order: Is every tensor what was trained? In which cells do the sides differ? What does
+each cell explain, alone and when it alone is made like the trainer's? The last answers are replays of the
+trainer's model; nothing is estimated.
+
+Invariant: sides without a difference are exactly 0.0 apart. The sampler is run from its own tensors and
+dtypes, not from the list of differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import ConfigError
+from zerodrift.inspect.audit.run import REFUSED
+from zerodrift.inspect.audit.signals import Signals, router_flips
+from zerodrift.inspect.audit.tokens import Ids, Recorded, require_vocabulary
+from zerodrift.inspect.drift.differences import (
+    DifferentCell,
+    different_dtypes,
+    different_values,
+    sampler_compute,
+)
+from zerodrift.inspect.drift.distance import (
+    ComparedTokens,
+    FarToken,
+    TokenDrift,
+    make_batches,
+    require_tokens,
+    share,
+    token_drift,
+)
+from zerodrift.inspect.drift.replay import SideReplays
+from zerodrift.inspect.drift.sampler_dtypes import ROLES, SamplerDtypes, parse_sampler_dtypes
+from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
+from zerodrift.inspect.drift.trainer import TrainerSide
+
+BAR = 0.015
+"""Mean absolute difference of log-probabilities that passes by default."""
+
+EXPLAINED = 0.1
+"""Unexplained share of the squared drift above which dtypes are guessed."""
+
+MOST = 48
+"""Cells that are replayed: every dtype, and the tensors with the largest changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSide:
+    """What is known of the sampler; one part at least."""
+
+    sent: Path | None = None
+    """Folder that the trainer wrote for it."""
+    loaded: Path | None = None
+    """Tensors that it loaded; by default what was sent."""
+    sampler: SamplerDtypes | None = None
+    recorded: Recorded | None = None
+    """Log-probabilities that it gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedCell:
+    cell: DifferentCell
+    alone: TokenDrift | None = None
+    """Drift of the trainer with this cell of the sampler; None if it was not replayed."""
+    explains: float = 0.0
+    """Share of the squared drift that this cell alone has."""
+    removes: float = 0.0
+    """Share that is gone when the sampler has the trainer's cell here."""
+    flips: int = 0
+    """Routing choices that differ with this cell alone."""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.cell.kind == "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeGuess:
+    """A dtype of the sampler that nobody gave, and the share of the recorded drift that it explains."""
+
+    key: str
+    dtype: DType
+    explains: float
+
+
+@dataclass(frozen=True, slots=True)
+class SideComparison:
+    whole: TokenDrift
+    """Drift of the sampler from the trainer."""
+    faults: tuple[TensorStatus, ...]
+    """Tensors that are not what was trained, those that explain most first."""
+    as_trained: tuple[TensorStatus, ...]
+    cells: tuple[ExplainedCell, ...]
+    """Faults first, then by what they explain."""
+    unexplained: float
+    """Share of the squared drift that a run with all cells leaves; 0 if nothing was recorded."""
+    router_flips: tuple[tuple[str, int], ...]
+    choices: int
+    """Routing choices."""
+    flipped_share: float
+    """Share of the squared drift on tokens with a flipped choice."""
+    far: tuple[FarToken, ...]
+    tried: tuple[DtypeGuess, ...]
+    """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
+    kinds: tuple[tuple[str, int], ...]
+    """(`same`, `rounded to bf16`, ...; tensors)."""
+    bar: float
+    notes: tuple[str, ...]
+
+    @property
+    def within(self) -> bool:
+        return not self.whole.not_finite and self.whole.mean_abs <= self.bar and not self.faults
+
+    @property
+    def first(self) -> str:
+        """Name of the first fault or cell; empty if nothing differs."""
+        if self.faults:
+            return self.faults[0].name
+        return self.cells[0].cell.key if self.cells else ""
+
+
+def compare_sides(
+    trainer: TrainerSide, other: SamplerSide, sequences: Ids, bar: float = BAR
+) -> SideComparison:
+    """Compare both sides on these tokens."""
+    if other == SamplerSide():
+        do = "Give the folder it loads, its table of dtypes, or the log-probabilities it recorded."
+        got = "neither tensors, nor dtypes, nor log-probabilities"
+        raise ConfigError("the other side", "must be given", got=got, do=do)
+    if trainer.vocabulary:
+        require_vocabulary(sequences, trainer.vocabulary)
+    batches, order = make_batches(sequences)
+    table = other.sampler or SamplerDtypes()
+    compute = sampler_compute(table, trainer.plan, trainer.roles)
+    statuses, held, kinds, notes = follow_tensors(trainer, other.sent, other.loaded)
+    trained = trainer.tensors()
+    verdicts = {status.name: status.verdict for status in statuses}
+    values = different_values(trainer, trained, held, verdicts)
+    cells = [*values, *_table_cells(trainer, table, compute)]
+    valued = {name for cell in values for name in cell.names}
+    replays = SideReplays(trainer, table, held, compute, batches, valued)
+    own = replays.run(())
+    require_tokens(own, sequences, order)
+    cells += _activation_cells(replays, cells)
+    sampler = replays.run_sampler(cells)
+    tokens = ComparedTokens(order, sequences, other.recorded)
+    mine, theirs = tokens.select(own), tokens.recorded()
+    theirs = tokens.select(sampler) if theirs is None else theirs
+    whole = token_drift(theirs, mine)
+
+    def size_of(cell: DifferentCell) -> float:
+        if cell.kind != "tensor":
+            return float("inf")
+        return distance(held[cell.key].values.float().nan_to_num(), trained[cell.key].float())
+
+    replayed = sorted(cells, key=size_of, reverse=True)[:MOST]
+    if len(cells) > MOST:
+        notes.append(f"{len(cells) - MOST:,} more cells differ and were not replayed one by one.")
+
+    def left(logprobs: Tensor) -> float:
+        """Share of the squared drift that a replay does not have."""
+        return share(token_drift(theirs, logprobs), whole) if whole.square else 0.0
+
+    def explain(cell: DifferentCell) -> ExplainedCell:
+        alone = replays.run([cell])
+        drift = token_drift(tokens.select(alone), mine)
+        explains = 1 - left(tokens.select(alone)) if whole.square else 0.0
+        if whole.not_finite:
+            explains = share(drift, whole)
+        rest = tokens.select(replays.run([each for each in cells if each != cell]))
+        before = token_drift(tokens.select(sampler), mine)
+        removes = share(before, whole) - share(token_drift(rest, mine), whole)
+        flips = sum(count for count, _ in router_flips(alone, own).values())
+        return ExplainedCell(cell, drift, explains, removes, flips)
+
+    explained = [explain(cell) for cell in cells if cell in replayed]
+    explained += [ExplainedCell(cell) for cell in cells if cell not in replayed]
+    explained.sort(key=lambda each: (not each.is_fault, -max(each.explains, each.removes)))
+    rank = {each.cell.key: number for number, each in enumerate(explained) if each.is_fault}
+    faults = [status for status in statuses if not status.verdict.is_as_trained]
+    faults.sort(key=lambda status: rank.get(status.name, -1))
+    unexplained = left(tokens.select(sampler)) if other.recorded is not None else 0.0
+    tried: list[DtypeGuess] = []
+    if unexplained > EXPLAINED and other.sampler is None:
+        for key, dtype, logprobs in _guesses(replays, values, tokens):
+            if (explains := 1 - left(logprobs)) > EXPLAINED:
+                tried.append(DtypeGuess(key, dtype, explains))
+    flips = ((name, count) for name, (count, _) in router_flips(sampler, own).items() if count)
+    return SideComparison(
+        whole=whole,
+        faults=tuple(faults),
+        as_trained=tuple(status for status in statuses if status.verdict.is_as_trained),
+        cells=tuple(explained),
+        unexplained=unexplained,
+        router_flips=tuple(sorted(flips, key=lambda pair: -pair[1])),
+        choices=sum(chosen.shape[0] for routes in own.routes for chosen in routes.values()),
+        flipped_share=_flipped_share(sampler, own, tokens, theirs - mine),
+        far=tokens.furthest(mine, theirs),
+        tried=tuple(sorted(tried, key=lambda guess: -guess.explains)),
+        kinds=kinds,
+        bar=bar,
+        notes=tuple(notes),
+    )
+
+
+def _table_cells(
+    trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
+) -> list[DifferentCell]:
+    """Cells of parameters and buffers in other dtypes."""
+    cells = different_dtypes(table, trainer.plan, trainer.roles, compute)
+    if table.buffers is not None:
+        floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
+        if not floating:
+            raise ConfigError("buffers", "must be of the model", got="a model without floating-point buffers")
+        dtype = table.buffers.torch
+        changed = tuple(n for n, b in floating.items() if not torch.equal(b.to(dtype).to(b.dtype), b))
+        told = f"rounded to {table.buffers}"
+        cells += [DifferentCell("buffers", "buffers", told, changed)] if changed else []
+    return cells
+
+
+def _activation_cells(replays: SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
+    """Cells of activations that a side does in another dtype than the table asks for."""
+    found = []
+    for key, dtype in replays.table.activations:
+        seen = {*replays.seen(()).seen.get(key, ()), *replays.seen(cells).seen.get(key, ())}
+        if not seen:
+            must, got = "must be something that the model does where it can be seen", "its forward"
+            do = "Leave the key out; docs/drift.md says where each is looked for."
+            raise ConfigError(f"sampler.{key}", must, got=f"nothing of that kind in {got}", do=do)
+        known = [from_torch(each) for each in seen]
+        same = all(each is not None and dtype.holds(each) for each in known)
+        if key in ("softmax", "logprobs"):
+            same = seen == {dtype.torch}
+        if not same:
+            here = " and ".join(sorted(str(each) for each in known if each is not None))
+            found.append(DifferentCell("activation", key, f"{here}, there {dtype}"))
+    return found
+
+
+GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
+    *((role, (DType.FP32, DType.BF16, DType.FP16)) for role in ("compute", *ROLES)),
+    ("kv", (DType.FP8_E4M3, DType.FP8_E5M2, DType.BF16, DType.FP16)),
+    *((key, (DType.BF16, DType.FP16)) for key in ("softmax", "rotary", "logits", "logprobs", "buffers")),
+)
+"""Dtypes in which samplers usually differ from trainers."""
+
+
+def _guesses(
+    given: SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
+) -> Sequence[tuple[str, DType, Tensor]]:
+    """Replay each guess on top of what was given; leave out what the model has nothing of."""
+    trainer, found = given.trainer, []
+    for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
+        table = parse_sampler_dtypes({key: str(dtype)})
+        try:
+            compute = sampler_compute(table, trainer.plan, trainer.roles)
+            cells = _table_cells(trainer, table, compute)
+            replays = replace(given, table=table, compute=compute, done={})
+            cells += _activation_cells(replays, values)
+        except REFUSED:
+            continue
+        if cells:
+            found.append((key, dtype, tokens.select(replays.run_sampler([*values, *cells]))))
+    return found
+
+
+def _flipped_share(sampler: Signals, own: Signals, tokens: ComparedTokens, gaps: Tensor) -> float:
+    flipped = []
+    for part, routes, before in zip(tokens.order, sampler.routes, own.routes, strict=True):
+        rows, length = len(part), len(tokens.sequences[part[0]])
+        other = torch.zeros(rows, length, dtype=torch.bool)
+        for router, chosen in routes.items():
+            was = before.get(router)
+            if was is not None and was.shape == chosen.shape and chosen.shape[0] == rows * length:
+                other |= (chosen != was).any(-1).view(rows, length)
+        flipped.append(other[:, :-1].reshape(-1))
+    squares, finite = gaps.square(), gaps.isfinite()
+    total = float(squares[finite].sum())
+    return float(squares[finite & tokens.kept(torch.cat(flipped))].sum()) / total if total else 0.0
