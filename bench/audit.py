@@ -33,9 +33,9 @@ from result import Result, flags
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ZerodriftError
+from zerodrift.inspect.audit.advice import Candidate, PinSearch
 from zerodrift.inspect.audit.audit import REPLAYED, audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
-from zerodrift.inspect.audit.pins import Candidate, PinSearch
 from zerodrift.inspect.audit.results import Point
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.inspect.audit.signals import drift

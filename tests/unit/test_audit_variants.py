@@ -9,7 +9,7 @@ import pytest
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit import variants
-from zerodrift.inspect.audit.pins import Candidate, candidates, rules_for
+from zerodrift.inspect.audit.advice import Candidate, candidates, rules_for
 from zerodrift.inspect.audit.results import Bytes, Point
 from zerodrift.inspect.audit.run import Subject, plan_for
 from zerodrift.inspect.audit.signals import Drift

@@ -21,8 +21,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
 from zerodrift.inspect.audit.tokens import parse_ids, read_ids, read_recorded
 from zerodrift.inspect.audit.tokens import parse_recorded as recorded
-from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides
-from zerodrift.inspect.drift.distance import share, token_drift
+from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides, share, token_drift
 from zerodrift.inspect.drift.sampler_dtypes import KEYS, read_sampler_dtypes, roles_of
 from zerodrift.inspect.drift.sampler_dtypes import parse_sampler_dtypes as sampler
 from zerodrift.inspect.drift.tensor_status import judge, neighbours

@@ -27,16 +27,17 @@ from zerodrift import (
 from zerodrift.api import empty, make_plan
 from zerodrift.dtypes import DType
 from zerodrift.inspect.simulate import simulation as simulations
-from zerodrift.inspect.simulate.cluster import Cluster, built_in, read_cluster
-from zerodrift.inspect.simulate.collectives import (
+from zerodrift.inspect.simulate.cluster import (
     AxisLayout,
+    Cluster,
     all_to_all_seconds,
     axis_layout,
+    built_in,
     collective_time,
+    read_cluster,
 )
-from zerodrift.inspect.simulate.simulation import Simulation, simulate
+from zerodrift.inspect.simulate.simulation import Simulation, simulate, sweep
 from zerodrift.inspect.simulate.streams import Streams, split_micro_batches
-from zerodrift.inspect.simulate.sweep import sweep
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work, sized_inputs
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline

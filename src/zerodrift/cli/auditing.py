@@ -16,7 +16,7 @@ from zerodrift.cli.planning import is_job, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.audit.pins import Progress
+    from zerodrift.inspect.audit.advice import Progress
     from zerodrift.inspect.audit.run import Subject
     from zerodrift.inspect.audit.text import Audit
     from zerodrift.inspect.audit.tokens import Batch

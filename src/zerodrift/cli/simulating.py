@@ -15,7 +15,7 @@ from zerodrift.errors import ConfigError
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.simulate.sweep import Plans
+    from zerodrift.inspect.simulate.simulation import Plans
     from zerodrift.plan.table import Plan
     from zerodrift.plan.timeline import Timeline
 
@@ -49,8 +49,7 @@ class SimulationOptions:
 def simulated(step: StepSource, options: SimulationOptions) -> str:
     """What is printed."""
     from zerodrift.inspect.simulate.cluster import built_in, read_cluster
-    from zerodrift.inspect.simulate.simulation import require_known_order, simulate
-    from zerodrift.inspect.simulate.sweep import sweep
+    from zerodrift.inspect.simulate.simulation import require_known_order, simulate, sweep
     from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
     from zerodrift.inspect.simulate.work import count_work, sized_inputs
     from zerodrift.model.inputs import inputs_for

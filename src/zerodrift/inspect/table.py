@@ -21,7 +21,7 @@ def table(
     widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = Text()
     for number, row in enumerate(rows):
-        cells = []
+        cells: list[str] = []
         for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
             if column in left:
                 over = len(gap.join([*cells, ""])) - sum(widths[:column]) - column * len(gap)

@@ -12,6 +12,7 @@ Invariant: the caller's model is not touched, and a number that is stated as a f
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 from zerodrift.comm.mesh import started
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, MeshError
+from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
 from zerodrift.inspect.audit.estimates import (
     AuditSetup,
     PassResults,
@@ -29,10 +32,8 @@ from zerodrift.inspect.audit.estimates import (
     wire_rounding,
 )
 from zerodrift.inspect.audit.findings import find_defects
-from zerodrift.inspect.audit.optimizer_steps import narrower_columns, update_costs
-from zerodrift.inspect.audit.pins import PinSearch, Progress, candidates
-from zerodrift.inspect.audit.results import ByteKind, GradientLine, Replayed
-from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches
+from zerodrift.inspect.audit.results import ByteKind, GradientLine, Replayed, UpdateCost
+from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
 from zerodrift.inspect.audit.text import Audit
 from zerodrift.inspect.audit.tokens import Batch
@@ -45,11 +46,11 @@ from zerodrift.inspect.audit.variants import (
     widened_policy,
     without_update,
 )
+from zerodrift.optimizers import of_type
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Output
+from zerodrift.policy.nouns import Output, Policy, State
 
-REPLAYED = 8
-"""Cells of the shortlist that are replayed by default."""
+REPLAYED = 8  # cells of the shortlist that are replayed by default
 
 
 def audit(
@@ -213,3 +214,47 @@ def _worth(results: PassResults, replayed: Sequence[Replayed]) -> dict[str, floa
         name = estimate.choice.names[0]
         worth[name] = max(worth.get(name, 0.0), known.get(estimate.choice, estimate.square))
     return worth
+
+
+def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
+    """Measure two steps of every trained parameter; nothing without an optimizer of the plan's own."""
+    if policy.optimizer is None:
+        return []
+    watched = replace(policy, statistics=True, schedule=None)
+    with running(setup.subject, watched, setup.mesh) as engine:
+        take_steps(engine, setup, 2)
+        if not engine.global_steps:
+            return []  # every step was skipped: gradients that are not finite are found elsewhere
+        costs = []
+        for line in engine.update_statistics().lines:
+            row = engine.plan.row(line.name)
+            update = None if row is None else row.columns.update
+            state = State.FP32 if update is None else update.state
+            stuck = _stuck_share(engine, line.name) if state is State.BF16 else 0.0
+            costs.append(UpdateCost(line.name, line.lost_share, line.underflow_share, stuck, str(state)))
+        return costs
+
+
+def _stuck_share(engine: Engine, name: str) -> float:
+    """Share of elements that decay leaves as they are, rounded to nearest; of the worst moment."""
+    decays, worst = _decays(engine.plan.policy), 0.0
+    for moment, value in engine.parameter(name).state.items():
+        decay = decays.get(moment)
+        if decay is not None and value.numel():
+            after = (value * decay).to(State.BF16.dtype.torch).float()
+            worst = max(worst, float(((after == value) & (value != 0)).float().mean()))
+    return worst
+
+
+def _decays(policy: Policy) -> dict[str, float]:
+    """Moment -> its factor in a step."""
+    if policy.optimizer is None:
+        return {}
+    algorithm = of_type(policy.optimizer.type)
+    given = {**algorithm.defaults, **json.loads(policy.optimizer.params)}
+    if algorithm.moments == ("momentum_buffer",):
+        return {"momentum_buffer": float(given.get("momentum", 0.0))}
+    first, second = (float(beta) for beta in given.get("betas", (0.9, 0.999)))
+    if algorithm.moments == ("exp_avg",):  # Lion blends with the first, and keeps by the second
+        return {"exp_avg": second}
+    return {"exp_avg": first, "exp_avg_sq": second}

@@ -39,35 +39,28 @@ from zerodrift.observer.places import paths_in
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Policy
 
-Values = Callable[[str], Tensor]
-"""Parameter -> its values before they are rounded."""
+Values = Callable[[str], Tensor]  # parameter -> its values before they are rounded
 
 
 @dataclass(slots=True)
 class PassResults:
     """Results of the three passes."""
 
-    reference: Signals
-    """Without what the model's own code narrows."""
-    own: Drift
-    """Drift that the model's own code causes."""
+    reference: Signals  # without what the model's own code narrows
+    own: Drift  # drift that the model's own code causes
     planned: Signals
     total: Drift
-    narrowed: frozenset[tuple[str, str]]
-    """(module, line) of what the model's own code narrows."""
+    narrowed: frozenset[tuple[str, str]]  # (module, line) of what the model's own code narrows
     estimates: list[Estimate] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     own_places: list[tuple[Rounding, float]] = field(default_factory=list)
     """What the model's own code narrows, each with its estimate."""
     planned_places: list[Rounding] = field(default_factory=list)
     gradients: list[GradientLine] = field(default_factory=list)
-    cosine: float = 1.0
-    """Cosine of all gradients with the reference's."""
+    cosine: float = 1.0  # cosine of all gradients with the reference's
     seconds: float = 0.0
-    used: frozenset[str] = frozenset()
-    """Parameters that went into a result with a gradient."""
-    ran: frozenset[str] = frozenset()
-    """Modules that ran an operation."""
+    used: frozenset[str] = frozenset()  # parameters that went into a result with a gradient
+    ran: frozenset[str] = frozenset()  # modules that ran an operation
     coarse: Mapping[str, str] = field(default_factory=dict)
     """fp32 parameter -> the narrower dtype that holds all its values, or `""`."""
 
@@ -232,9 +225,6 @@ def _sum_over_ranks(engine: Engine, found: Roundings) -> list[Rounding]:
     return list(whole.places.values())
 
 
-# --- gradients ------------------------------------------------------------------------------------------
-
-
 def _compare_gradients(engine: Engine, reference: Engine) -> tuple[list[GradientLine], float]:
     """Compare every trained parameter's gradient; return the cosine of all of them together too."""
     lines, dot, mine, theirs = [], 0.0, 0.0, 0.0
@@ -279,17 +269,13 @@ def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[s
     return {name: float(errors[name].double().norm()) / norm for name, norm in norms.items() if norm}
 
 
-# --- estimates ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TargetScale:
     """Converts squares of gradients to squares of log-probabilities."""
 
     batches: int
     ranks: int
-    targets: int
-    """Targets of all ranks."""
+    targets: int  # targets of all ranks
     loss_scale: float
 
     def square(self, square: float) -> float:
@@ -374,17 +360,12 @@ def _estimate(
     results.estimates.sort(key=lambda estimate: -estimate.square)
 
 
-# --- while a run trains ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PrecisionProbe:
     """Estimates at one step of a run."""
 
-    rms: float
-    """All together, if they are independent of each other."""
-    cells: tuple[tuple[str, str, float], ...]
-    """(parameter, cell, rms), the largest first."""
+    rms: float  # all together, if they are independent of each other
+    cells: tuple[tuple[str, str, float], ...]  # (parameter, cell, rms), the largest first
     places: tuple[tuple[str, str, str, float], ...]
     """(module, line, operation, rms) without a parameter to charge."""
 

@@ -26,29 +26,14 @@ VANISHED = 0.25
 """Share of an operation's norm that may be lost where numbers become zero. A softmax has small numbers that
 vanish, and loses nothing by it."""
 
-NOISE = 2e-6
-"""Drift of fp32 itself."""
-
-GRADIENT = 1e-3
-"""Share of a gradient's norm that `accumulate` may take; it is fp32 in every mode."""
-
-FAINT = 1e-4
-"""Share of the norm of all gradients below which a gradient is rounded zero, as of a key's bias."""
-
-LOST = 0.05
-"""Share of the changing elements that may be lost."""
-
-STUCK = 0.5
-"""Share of a moment's elements that may not decay."""
-
-SMALL = 0.05
-"""Share of the model's elements that is small."""
-
-LARGE = 0.25
-"""Share of the squared drift, or of the flips, that is large."""
-
-ROUTED = 0.002
-"""Share of all routing choices that one cell may flip."""
+NOISE = 2e-6  # drift of fp32 itself
+GRADIENT = 1e-3  # share of a gradient's norm that `accumulate` may take; it is fp32 in every mode
+FAINT = 1e-4  # share of the norm of all gradients below which a gradient is rounded zero, as of a key's bias
+LOST = 0.05  # share of the changing elements that may be lost
+STUCK = 0.5  # share of a moment's elements that may not decay
+SMALL = 0.05  # share of the model's elements that is small
+LARGE = 0.25  # share of the squared drift, or of the flips, that is large
+ROUTED = 0.002  # share of all routing choices that one cell may flip
 
 Findings = Iterator[AuditFinding]
 
@@ -81,9 +66,6 @@ def find_defects(
         kind = "forward" if finding.kind in ("rounded", "routing") else finding.kind
         first.setdefault((kind, finding.where), finding)
     return list(first.values())
-
-
-# --- the model's own code ------------------------------------------------------------------------------
 
 
 def _at(kind: FindingKind, place: Rounding, what: str, do: str, weight: float) -> AuditFinding:
@@ -140,9 +122,6 @@ def _buffers(plan: Plan) -> Findings:
         elif row.storage.is_floating and row.storage.torch in NARROW:
             what = f"the plan casts it from {row.source} to {row.storage} ({row.why})"
             yield AuditFinding("narrow buffer", row.name, what, "Set `precision.buffers: keep`.", 800.0)
-
-
-# --- cells of a forward --------------------------------------------------------------------------------
 
 
 def _rounded_before(results: PassResults) -> Findings:
@@ -212,9 +191,6 @@ def _outliers(plan: Plan, results: PassResults, replayed: Sequence[Replayed]) ->
                 f"{percent(row.whole_numel / numel)} of the elements; in fp32 {percent(removed)} is gone"
             )
             yield AuditFinding("rounded", row.name, what, _pin(row.name), 20.0 + removed, (row.name,))
-
-
-# --- gradients and updates -----------------------------------------------------------------------------
 
 
 def _together(

@@ -19,8 +19,7 @@ FindingKind = Literal[
     "accumulate", "reduce", "gradient", "lost updates", "stuck state", "no gradient", "untied",
 ]  # fmt: skip
 
-ByteKind = Literal["rest", "peak", "wire"]
-"""Bytes of a plan that a budget is of."""
+ByteKind = Literal["rest", "peak", "wire"]  # bytes of a plan that a budget is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +27,8 @@ class Estimate:
     """First-order worth of one cell."""
 
     choice: Choice
-    square: float
-    """Mean over targets of the squared drift that the cell alone causes."""
-    loss: float | None = None
-    """Change of the mean loss; None if it was not asked for."""
+    square: float  # mean over targets of the squared drift that the cell alone causes
+    loss: float | None = None  # change of the mean loss; None if it was not asked for
 
     @property
     def rms(self) -> float:
@@ -47,10 +44,8 @@ class Place:
     line: str
     dtype: str
     rms: float
-    relative: float
-    """Norm of the errors over the norm of the exact results."""
-    size: float
-    """Root mean square of the exact results."""
+    relative: float  # norm of the errors over the norm of the exact results
+    size: float  # root mean square of the exact results
     loss: float | None = None
 
 
@@ -59,10 +54,8 @@ class Replayed:
     """Two runs about one cell, each measured from the reference."""
 
     choice: Choice
-    alone: Drift
-    """The reference with the cell as planned."""
-    widened: Drift
-    """The plan with the cell in fp32."""
+    alone: Drift  # the reference with the cell as planned
+    widened: Drift  # the plan with the cell in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +64,10 @@ class GradientLine:
 
     name: str
     cosine: float
-    relative: float
-    """Norm of the difference over `norm`."""
-    norm: float
-    """Norm of the reference's gradient."""
-    size: float
-    """Norm of the plan's gradient."""
-    accumulate: float = 0.0
-    """Relative change by the `accumulate` column alone; replayed."""
+    relative: float  # norm of the difference over `norm`
+    norm: float  # norm of the reference's gradient
+    size: float  # norm of the plan's gradient
+    accumulate: float = 0.0  # relative change by the `accumulate` column alone; replayed
     reduce: float = 0.0
     """Relative change by the `reduce` column alone; replayed. On one rank it is an estimate that takes every
     micro-batch for another rank's."""
@@ -89,12 +78,9 @@ class UpdateCost:
     """Effect of rounding on the updates of one parameter, as shares of its elements."""
 
     name: str
-    lost: float
-    """Elements whose change no master remembers."""
-    underflow: float
-    """Elements whose moment is stored as zero."""
-    stuck: float
-    """Elements whose moment does not decay without a gradient."""
+    lost: float  # elements whose change no master remembers
+    underflow: float  # elements whose moment is stored as zero
+    stuck: float  # elements whose moment does not decay without a gradient
     state: str
 
 
@@ -103,12 +89,10 @@ class AuditFinding:
     """A defect that the mode does not explain."""
 
     kind: FindingKind
-    where: str
-    """A parameter, a column of it, or a module and a line."""
+    where: str  # a parameter, a column of it, or a module and a line
     what: str
     do: str
-    weight: float
-    """Rank among findings, the largest first."""
+    weight: float  # rank among findings, the largest first
     parameters: tuple[str, ...] = ()
 
 
@@ -119,8 +103,7 @@ class Bytes:
     rest: int
     peak: int
     wire: int
-    compute: int
-    """Weights that a forward reads, in their compute dtypes."""
+    compute: int  # weights that a forward reads, in their compute dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +121,12 @@ class Point:
 class Recommendation:
     """Pins within a budget of bytes."""
 
-    budget: float
-    """Share of more bytes."""
-    of: str
-    """Kind of bytes: `rest`, `peak` or `wire`."""
-    points: tuple[Point, ...]
-    """From the plan as it is, in its mode and under autocast, to everything pinned."""
-    widest: Point
-    """Everything pinned."""
-    taken: int
-    """Index of the recommended point."""
-    rules: tuple[Mapping[str, str], ...] = ()
-    """Rules to paste under `precision.rules`."""
+    budget: float  # share of more bytes
+    of: str  # kind of bytes: `rest`, `peak` or `wire`
+    points: tuple[Point, ...]  # from the plan as it is, in its mode and under autocast, to everything pinned
+    widest: Point  # everything pinned
+    taken: int  # index of the recommended point
+    rules: tuple[Mapping[str, str], ...] = ()  # rules to paste under `precision.rules`
 
     @property
     def chosen(self) -> Point:
@@ -168,12 +145,9 @@ class Narrower:
 
     column: str
     value: str
-    middle: float
-    """Median over parameters."""
-    worst: str
-    """Parameter that changes most."""
+    middle: float  # median over parameters
+    worst: str  # parameter that changes most
     most: float
-    many: int
-    """Parameters that change by more than a twentieth."""
+    many: int  # parameters that change by more than a twentieth
     before: Bytes
     after: Bytes

@@ -47,11 +47,9 @@ NARROW = (
 )
 """Dtypes that hold less than fp32."""
 
-NARROWING_CALLS = frozenset(("half", "bfloat16"))
-"""Casts with their dtype in their name."""
+NARROWING_CALLS = frozenset(("half", "bfloat16"))  # casts with their dtype in their name
 
-Key = tuple[str, str, str, str]
-"""Module, operation, line and parameter."""
+Key = tuple[str, str, str, str]  # module, operation, line and parameter
 
 
 @dataclass(slots=True)
@@ -61,26 +59,17 @@ class Rounding:
     module: str
     operation: str
     line: str
-    parameter: str = ""
-    """First name of the largest parameter that goes in; empty without one."""
-    dtype: str = ""
-    """Dtype of the result."""
+    parameter: str = ""  # first name of the largest parameter that goes in; empty without one
+    dtype: str = ""  # dtype of the result
     calls: int = 0
-    square: float = 0.0
-    """Sum of (gradient x error)^2."""
-    signed: float = 0.0
-    """Sum of gradient x error."""
-    error: float = 0.0
-    """Sum of error^2."""
-    size: float = 0.0
-    """Sum of exact^2."""
-    saturated: int = 0
-    """Elements that are finite in fp32 only."""
-    vanished: int = 0
-    """Elements that are zero, and not in fp32."""
+    square: float = 0.0  # sum of (gradient x error)^2
+    signed: float = 0.0  # sum of gradient x error
+    error: float = 0.0  # sum of error^2
+    size: float = 0.0  # sum of exact^2
+    saturated: int = 0  # elements that are finite in fp32 only
+    vanished: int = 0  # elements that are zero, and not in fp32
     numel: int = 0
-    constant: bool = False
-    """True if the tensors need no gradient."""
+    constant: bool = False  # true if the tensors need no gradient
 
     @property
     def key(self) -> Key:
@@ -132,10 +121,8 @@ class Roundings:
     """Roundings of all micro-batches of a rank, by place."""
 
     places: dict[Key, Rounding] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    """Parameters that went into a result with a gradient."""
-    ran: set[str] = field(default_factory=set)
-    """Modules that ran an operation."""
+    used: set[str] = field(default_factory=set)  # parameters that went into a result with a gradient
+    ran: set[str] = field(default_factory=set)  # modules that ran an operation
 
     def at(self, module: str, operation: str, line: str, parameter: str) -> Rounding:
         key = (module, operation, line, parameter)

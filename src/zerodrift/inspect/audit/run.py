@@ -43,8 +43,7 @@ from zerodrift.policy.resolve import mesh_for, resolve
 REFUSED = (ConfigError, ModelError, UnsupportedError)
 """Errors of a variant that the plan or the model does not admit."""
 
-LARGE = 10_000_000
-"""Parameters of a model that is collected before the next one is built."""
+LARGE = 10_000_000  # parameters of a model that is collected before the next one is built
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from zerodrift.observer.places import ModulePaths, paths_in
 
 LOSSES = frozenset(("cross_entropy", "nll_loss"))
 
-Around = Callable[[ModulePaths], AbstractContextManager[Any]]
-"""Makes a context around each forward."""
+Around = Callable[[ModulePaths], AbstractContextManager[Any]]  # makes a context around each forward
 
 
 @dataclass(slots=True)
@@ -49,9 +48,6 @@ class Signals:
         return torch.tensor(self.losses, dtype=torch.float64)
 
 
-# --- differences -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
     """How far two vectors of log-probabilities are from each other."""
@@ -59,8 +55,7 @@ class LogprobDifference:
     rms: float
     mean: float
     largest: float
-    k3: float
-    """Mean of `exp(d) - 1 - d`, an estimate of the divergence that is never negative."""
+    k3: float  # mean of `exp(d) - 1 - d`, an estimate of the divergence that is never negative
 
     @property
     def square(self) -> float:
@@ -82,10 +77,8 @@ class Drift(LogprobDifference):
     """How far a run is from another, over tokens, or over losses where there are no tokens."""
 
     count: int
-    loss: float
-    """LogprobDifference of the mean losses."""
-    flips: int
-    """Choices of routers that differ, over tokens and routers."""
+    loss: float  # difference of the mean losses
+    flips: int  # choices of routers that differ, over tokens and routers
     choices: int
 
 
@@ -112,9 +105,6 @@ def router_flips(run: Signals, other: Signals) -> dict[str, tuple[int, int]]:
                 count, total = found.get(router, (0, 0))
                 found[router] = count + int((chosen != before).any(-1).sum()), total + chosen.shape[0]
     return found
-
-
-# --- recording -----------------------------------------------------------------------------------------
 
 
 class Recorder(TorchFunctionMode):
@@ -219,10 +209,7 @@ def forward(engine: Engine, batch: Batch, number: int, path: ModulePaths, seen: 
     return ForwardResult(loss, negative, recorder.margins)
 
 
-# --- what a backward starts from, to find drift ------------------------------------------------------------
-
-HALF_OF_NORMAL = 0.6745
-"""Half of a normal distribution is within this many of its standard deviations."""
+HALF_OF_NORMAL = 0.6745  # half of a normal distribution is within this many of its standard deviations
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +221,8 @@ class CloseCalls:
     share of what moves these margins.
     """
 
-    within: Mapping[str, float]
-    """Router -> three times how far its margins move."""
-    weight: float
-    """Log-probabilities per unit of margin."""
+    within: Mapping[str, float]  # router -> three times how far its margins move
+    weight: float  # log-probabilities per unit of margin
 
 
 def close_calls(run: Signals, other: Signals) -> CloseCalls | None:

@@ -30,9 +30,7 @@ from zerodrift.report.figures import percent
 from zerodrift.report.frame import elide, grid, pairs, printed, section, title
 
 WIDTH = 80
-SHOWN = 10
-"""Lines of a table."""
-
+SHOWN = 10  # lines of a table
 _NAME = 36
 
 
@@ -236,8 +234,6 @@ def _cells(audit: Audit) -> list[RenderableType]:
         parts.append(table(rows, (_NAME, 20, 7, 8), left))
     return parts
 
-
-# --- pins ----------------------------------------------------------------------------------------------
 
 BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}
 

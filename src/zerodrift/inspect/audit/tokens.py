@@ -24,8 +24,7 @@ from zerodrift.errors import ModelError, first_line, said
 from zerodrift.files import opened
 from zerodrift.model.inputs import inputs_for
 
-Batch = Mapping[str, Any]
-"""Keyword arguments of the model."""
+Batch = Mapping[str, Any]  # keyword arguments of the model
 
 Ids = list[list[int]]
 
@@ -36,9 +35,6 @@ _TENSORS = (".npy", ".pt", ".safetensors")
 _TEXTS = (".json", ".jsonl")
 _TOKEN_KEYS = ("tokens", "token_ids", "input_ids", "ids")
 _LOGPROB_KEYS = ("logprobs", "log_probs", "prompt_logprobs", "token_logprobs", "input_token_logprobs")
-
-
-# --- micro-batches --------------------------------------------------------------------------------------
 
 
 def read_batches(path: Path, count: int, rank: int, ranks: int) -> list[Batch]:
@@ -78,9 +74,6 @@ def draw_batches(model: nn.Module, count: int, rank: int) -> list[Batch]:
     return made
 
 
-# --- ids ------------------------------------------------------------------------------------------------
-
-
 def read_ids(path: Path) -> Ids:
     return parse_ids(_read_tensor(path) if path.suffix in _TENSORS else _read_json(path), str(path))
 
@@ -110,9 +103,6 @@ def require_vocabulary(sequences: Ids, vocabulary: int) -> None:
                 must = f"must be a token of the model, from 0 to {vocabulary - 1:,}"
                 do = "Take the tokens of the tokenizer that the model was trained with."
                 raise ModelError(f"tokens[{number}][{place}]", must, got=item, do=do)
-
-
-# --- recorded log-probabilities ---------------------------------------------------------------------------
 
 
 def read_recorded(path: Path, sequences: Ids) -> Recorded:
@@ -160,9 +150,6 @@ def _logprob(item: Any, token: int) -> Any:
         item = item.get(str(token), item.get("logprob", item))
         return item.get("logprob", item) if isinstance(item, dict) else item
     return item[0] if isinstance(item, list) and len(item) >= 2 and item[1] == token else item
-
-
-# --- files ----------------------------------------------------------------------------------------------
 
 
 def _read_json(path: Path) -> Any:

@@ -28,11 +28,9 @@ _WIDE = "fp32"
 class Choice:
     """A cell of some parameters."""
 
-    pattern: str
-    """A name, or a glob."""
+    pattern: str  # a name, or a glob
     cell: Cell
-    names: tuple[str, ...]
-    """First names of the parameters."""
+    names: tuple[str, ...]  # first names of the parameters
 
     def __str__(self) -> str:
         return f"{self.pattern} {self.cell}"

@@ -5,11 +5,12 @@ each cell explain, alone and when it alone is made like the trainer's? The last 
 trainer's model; nothing is estimated.
 
 Invariant: sides without a difference are exactly 0.0 apart. The sampler is run from its own tensors and
-dtypes, not from the list of differences.
+dtypes, not from the list of differences. A token without a finite log-probability is counted, never averaged.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,51 +19,166 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, ModelError, NonFiniteError
 from zerodrift.inspect.audit.run import REFUSED
-from zerodrift.inspect.audit.signals import Signals, router_flips
-from zerodrift.inspect.audit.tokens import Ids, Recorded, require_vocabulary
+from zerodrift.inspect.audit.signals import LogprobDifference, Signals, measure_gaps, router_flips
+from zerodrift.inspect.audit.tokens import Batch, Ids, Recorded, require_vocabulary
 from zerodrift.inspect.drift.differences import (
     DifferentCell,
     different_dtypes,
     different_values,
     sampler_compute,
 )
-from zerodrift.inspect.drift.distance import (
-    ComparedTokens,
-    FarToken,
-    TokenDrift,
-    make_batches,
-    require_tokens,
-    share,
-    token_drift,
-)
 from zerodrift.inspect.drift.replay import SideReplays
 from zerodrift.inspect.drift.sampler_dtypes import ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
 from zerodrift.inspect.drift.trainer import TrainerSide
 
-BAR = 0.015
-"""Mean absolute difference of log-probabilities that passes by default."""
+CLIPPED = 0.2  # distance of a probability ratio from 1 that PPO clips
+TOKENS = 4096  # tokens of one forward
 
-EXPLAINED = 0.1
-"""Unexplained share of the squared drift above which dtypes are guessed."""
 
-MOST = 48
-"""Cells that are replayed: every dtype, and the tensors with the largest changes."""
+@dataclass(frozen=True, slots=True)
+class TokenDrift(LogprobDifference):
+    """Log-probabilities of the sampler minus the trainer's, over tokens."""
+
+    tokens: int
+    not_finite: int  # tokens without a finite log-probability of the sampler; no other number counts them
+    mean_abs: float
+    median: float  # median of absolute differences
+    p99: float
+    clipped: float  # share of tokens whose probability ratio is not within 0.2 of 1
+
+
+def token_drift(other: Tensor, trainer: Tensor) -> TokenDrift:
+    """Measure log-probabilities. Shape [tokens], fp64."""
+    gaps = (other - trainer)[other.isfinite()]
+    far, count = gaps.abs().sort().values, len(gaps)
+    if not count:
+        gaps = far = torch.full((1,), math.nan)
+    return TokenDrift(
+        **measure_gaps(gaps),
+        tokens=len(other),
+        not_finite=len(other) - count,
+        mean_abs=float(far.mean()),
+        median=float(far[max(0, count - 1) // 2]),
+        p99=float(far[max(0, math.ceil(0.99 * count) - 1)]),
+        clipped=float((gaps.expm1().abs() > CLIPPED).double().mean()) if count else math.nan,
+    )
+
+
+def share(part: TokenDrift, whole: TokenDrift) -> float:
+    """Share of the whole: of tokens that are not finite if there are any, else of the squared drift."""
+    if whole.not_finite:
+        return part.not_finite / whole.not_finite
+    if part.not_finite:
+        return math.inf
+    return part.square / whole.square if whole.square else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FarToken:
+    """One of the tokens that are furthest apart."""
+
+    sequence: int
+    place: int
+    token: int
+    trainer: float
+    other: float
+
+
+def make_batches(sequences: Ids) -> tuple[list[Batch], list[list[int]]]:
+    """Make micro-batches of sequences of one length; return the numbers of their sequences too."""
+    groups: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        groups.setdefault(len(sequence), []).append(number)
+    batches: list[Batch] = []
+    order = []
+    for length, numbers in groups.items():
+        at_once = max(1, TOKENS // length)
+        for start in range(0, len(numbers), at_once):
+            part = numbers[start : start + at_once]
+            ids = torch.tensor([sequences[number] for number in part])
+            batches.append({"input_ids": ids, "labels": ids})
+            order.append(part)
+    return batches, order
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTokens:
+    """The tokens that are compared, in the order of the micro-batches."""
+
+    order: list[list[int]]
+    sequences: Ids
+    of_server: Recorded | None
+
+    def select(self, seen: Signals) -> Tensor:
+        """The log-probabilities of a run."""
+        return self.kept(torch.cat(seen.targets))
+
+    def kept(self, per_token: Tensor) -> Tensor:
+        """Select from a value for each token except the first of a sequence."""
+        flat = self._flat()
+        return per_token if flat is None else per_token[~flat.isnan()]
+
+    def recorded(self) -> Tensor | None:
+        flat = self._flat()
+        return None if flat is None else flat[~flat.isnan()]
+
+    def _flat(self) -> Tensor | None:
+        """Recorded values of all tokens, NaN where there is none."""
+        if self.of_server is None:
+            return None
+        rows = (self.of_server[number] for part in self.order for number in part)
+        values = [float("nan") if item is None else item for row in rows for item in row]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def furthest(self, mine: Tensor, theirs: Tensor, count: int = 5) -> tuple[FarToken, ...]:
+        numbers = [number for part in self.order for number in part]
+        every = [(number, place) for number in numbers for place in range(1, len(self.sequences[number]))]
+        flat = self._flat()
+        kept = [True] * len(every) if flat is None else (~flat.isnan()).tolist()
+        places = [each for each, keep in zip(every, kept, strict=True) if keep]
+        far = (theirs - mine).abs().nan_to_num(nan=float("inf"))
+        found = []
+        for index in far.argsort(descending=True)[:count].tolist():
+            if far[index] > 0:
+                number, place = places[index]
+                token = self.sequences[number][place]
+                found.append(FarToken(number, place, token, float(mine[index]), float(theirs[index])))
+        return tuple(found)
+
+
+def require_tokens(own: Signals, sequences: Ids, order: Sequence[Sequence[int]]) -> None:
+    """Require a finite log-probability for every token except the first of a sequence."""
+    for part, targets in zip(order, own.targets, strict=True):
+        wanted = sum(len(sequences[number]) - 1 for number in part)
+        if len(targets) != wanted:
+            must = "must take its loss from `cross_entropy` over the next tokens of `labels`"
+            got = f"{len(targets):,} targets for {wanted:,} tokens that have one before them"
+            do = "Shift labels inside of the model, as models of `transformers` do."
+            raise ModelError("model", must, got=got, do=do)
+        bad = (~targets.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            sequence = part[bad[0] // (len(sequences[part[0]]) - 1)]
+            must = "must have finite log-probabilities on the trainer's side"
+            do = "Look at the trainer's mode: its values are beyond the range of what it computes in."
+            raise NonFiniteError(f"tokens[{sequence}]", must, got=f"{len(bad):,} inf or nan", do=do)
+
+
+BAR = 0.015  # mean absolute difference of log-probabilities that passes by default
+EXPLAINED = 0.1  # unexplained share of the squared drift above which dtypes are guessed
+MOST = 48  # cells that are replayed: every dtype, and the tensors with the largest changes
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerSide:
     """What is known of the sampler; one part at least."""
 
-    sent: Path | None = None
-    """Folder that the trainer wrote for it."""
-    loaded: Path | None = None
-    """Tensors that it loaded; by default what was sent."""
+    sent: Path | None = None  # folder that the trainer wrote for it
+    loaded: Path | None = None  # tensors that it loaded; by default what was sent
     sampler: SamplerDtypes | None = None
-    recorded: Recorded | None = None
-    """Log-probabilities that it gave."""
+    recorded: Recorded | None = None  # log-probabilities that it gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +186,9 @@ class ExplainedCell:
     cell: DifferentCell
     alone: TokenDrift | None = None
     """Drift of the trainer with this cell of the sampler; None if it was not replayed."""
-    explains: float = 0.0
-    """Share of the squared drift that this cell alone has."""
-    removes: float = 0.0
-    """Share that is gone when the sampler has the trainer's cell here."""
-    flips: int = 0
-    """Routing choices that differ with this cell alone."""
+    explains: float = 0.0  # share of the squared drift that this cell alone has
+    removes: float = 0.0  # share that is gone when the sampler has the trainer's cell here
+    flips: int = 0  # routing choices that differ with this cell alone
 
     @property
     def is_fault(self) -> bool:
@@ -93,25 +206,19 @@ class DtypeGuess:
 
 @dataclass(frozen=True, slots=True)
 class SideComparison:
-    whole: TokenDrift
-    """Drift of the sampler from the trainer."""
-    faults: tuple[TensorStatus, ...]
-    """Tensors that are not what was trained, those that explain most first."""
+    whole: TokenDrift  # drift of the sampler from the trainer
+    faults: tuple[TensorStatus, ...]  # tensors that are not what was trained, those that explain most first
     as_trained: tuple[TensorStatus, ...]
-    cells: tuple[ExplainedCell, ...]
-    """Faults first, then by what they explain."""
+    cells: tuple[ExplainedCell, ...]  # faults first, then by what they explain
     unexplained: float
     """Share of the squared drift that a run with all cells leaves; 0 if nothing was recorded."""
     router_flips: tuple[tuple[str, int], ...]
-    choices: int
-    """Routing choices."""
-    flipped_share: float
-    """Share of the squared drift on tokens with a flipped choice."""
+    choices: int  # routing choices
+    flipped_share: float  # share of the squared drift on tokens with a flipped choice
     far: tuple[FarToken, ...]
     tried: tuple[DtypeGuess, ...]
     """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
-    kinds: tuple[tuple[str, int], ...]
-    """(`same`, `rounded to bf16`, ...; tensors)."""
+    kinds: tuple[tuple[str, int], ...]  # (`same`, `rounded to bf16`, ...; tensors)
     bar: float
     notes: tuple[str, ...]
 

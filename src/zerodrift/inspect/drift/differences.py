@@ -34,12 +34,9 @@ class DifferentCell:
     kind: Literal["tensor", "weights", "dtype", "compute", "buffers", "activation"]
     """`tensor`: not what was trained; `weights`: rounded; `dtype`: parameters in another compute dtype;
     `compute`: the same for all parameters without a key of their own."""
-    key: str
-    """A tensor's name, or a key of the sampler's table."""
-    told: str
-    """The difference in words: `rounded to bf16`, `bf16, here fp32`."""
-    names: tuple[str, ...] = ()
-    """Names of the tensors."""
+    key: str  # a tensor's name, or a key of the sampler's table
+    told: str  # the difference in words: `rounded to bf16`, `bf16, here fp32`
+    names: tuple[str, ...] = ()  # names of the tensors
 
 
 def different_values(

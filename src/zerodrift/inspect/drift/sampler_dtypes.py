@@ -95,8 +95,7 @@ def roles_of(model: ModelSpec) -> dict[str, Role]:
 class SamplerDtypes:
     compute: DType | None = None
     roles: tuple[tuple[Role, DType], ...] = ()
-    tensors: tuple[tuple[str, DType], ...] = ()
-    """Globs, in the order of the table."""
+    tensors: tuple[tuple[str, DType], ...] = ()  # globs, in the order of the table
     buffers: DType | None = None
     activations: tuple[tuple[str, DType], ...] = ()
 

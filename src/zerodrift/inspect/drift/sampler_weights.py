@@ -35,12 +35,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class SamplerTensor:
-    values: Tensor
-    """Values in the dtype of the files; fp32 if the files scale them."""
-    dtype: str
-    """Dtype of the files: `bf16`, `int8 scaled`."""
-    half_step: Tensor | None = None
-    """Most that rounding may have changed each element of a scaled tensor."""
+    values: Tensor  # values in the dtype of the files; fp32 if the files scale them
+    dtype: str  # dtype of the files: `bf16`, `int8 scaled`
+    half_step: Tensor | None = None  # most that rounding may have changed each element of a scaled tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +45,8 @@ class SamplerWeights:
     path: str
     tensors: dict[str, SamplerTensor]
     """By name in the model; under every name of a tied parameter that the files hold."""
-    missing: tuple[str, ...]
-    """First names that no file has."""
-    unread: tuple[str, ...]
-    """Names in the files that the model has no place for."""
+    missing: tuple[str, ...]  # first names that no file has
+    unread: tuple[str, ...]  # names in the files that the model has no place for
 
 
 def read_sampler_weights(path: Path, model: nn.Module, want: Sequence[Expected]) -> SamplerWeights:
@@ -120,9 +115,6 @@ def _read(
     names = {entry.name for entry in want}
     missing = tuple(name for name in matched.missing if name in names)
     return SamplerWeights(str(path), tensors, missing, tuple(matched.unexpected))
-
-
-# --- 8 bits and a scale ---------------------------------------------------------------------------------
 
 
 def _dequantise(

@@ -30,9 +30,7 @@ Kind = Literal[
     "transposed", "permuted", "scaled", "other-values", "untied", "missing",
 ]  # fmt: skip
 
-_SHOWN = 8
-"""Slices of a tensor that are named."""
-
+_SHOWN = 8  # slices of a tensor that are named
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,12 +39,9 @@ class TensorVerdict:
     """A tensor beside the one that was trained."""
 
     kind: Kind
-    told: str
-    """The verdict in words, without the tensor's name."""
-    differ: int
-    """Elements that differ from what was trained, rounded to the tensor's dtype."""
-    distance: float
-    """Norm of the difference over the norm of the trained tensor; NaN for a missing one."""
+    told: str  # the verdict in words, without the tensor's name
+    differ: int  # elements that differ from what was trained, rounded to the tensor's dtype
+    distance: float  # norm of the difference over the norm of the trained tensor; NaN for a missing one
 
     @property
     def is_as_trained(self) -> bool:
@@ -57,8 +52,7 @@ class TensorVerdict:
 class TensorStatus:
     name: str
     verdict: TensorVerdict
-    step: str
-    """Step at which the tensor became what it is: `sent` or `loaded`."""
+    step: str  # step at which the tensor became what it is: `sent` or `loaded`
     dtype: str
     digests: tuple[tuple[str, str], ...]
     """(`trained`, `sent` or `loaded`; hex digest). The first is of the trained values in the sent dtype."""
@@ -121,9 +115,6 @@ def _judge_in_model(
     return verdict
 
 
-# --- one tensor -------------------------------------------------------------------------------------------
-
-
 def digest(tensor: Tensor) -> str:
     """Digest of a tensor's bits."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
@@ -184,8 +175,6 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     return a.contiguous().view(word) == b.contiguous().view(word)
 
 
-# --- rounded another way ----------------------------------------------------------------------------------
-
 Rounder = Callable[[Tensor, torch.dtype], "Tensor | None"]
 """Rounds values to a dtype; None if the way does not apply."""
 
@@ -245,9 +234,6 @@ def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     sign = torch.where(up > 0, torch.full_like(wide, 1.0), torch.full_like(wide, -1.0))
     smallest = (sign * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
     return near, torch.where((wide == 0) & (up != 0), smallest, beside)
-
-
-# --- moved, or another tensor -----------------------------------------------------------------------------
 
 
 def _moved(

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerodrift.errors import several
-from zerodrift.inspect.drift.attribution import ExplainedCell, SideComparison
-from zerodrift.inspect.drift.distance import CLIPPED, TokenDrift
+from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComparison, TokenDrift
 from zerodrift.inspect.drift.tensor_status import TensorStatus
 from zerodrift.inspect.table import table
 from zerodrift.report.frame import DIGEST_SHOWN, elide, grid, pairs, printed, section, shown, title
@@ -150,8 +149,6 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
         columns.add_row(*words, *(Text(cell, style=style) for cell in row[2:]))
     return columns
 
-
-# --- JSON -----------------------------------------------------------------------------------------------
 
 _DRIFT = ("tokens", "not_finite", "mean", "mean_abs", "rms", "k3", "median", "p99", "largest", "clipped")
 

@@ -43,10 +43,8 @@ from zerodrift.policy.resolve import mesh_for, resolve
 
 @dataclass(frozen=True, slots=True)
 class TrainerSide:
-    module: nn.Module
-    """The frozen model, with its values in the dtypes of the files."""
-    plan: Plan
-    """Plan of its forward."""
+    module: nn.Module  # the frozen model, with its values in the dtypes of the files
+    plan: Plan  # plan of its forward
     spec: ModelSpec
     roles: Mapping[str, Role]
 
@@ -87,9 +85,6 @@ def load_trainer(
     spec = describe(module)
     policy = without_update(_load_policy(config, auto, overrides))
     return TrainerSide(module, build(policy, spec, MeshShape()), spec, roles_of(spec))
-
-
-# --- values -------------------------------------------------------------------------------------------
 
 
 def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) -> nn.Module:
@@ -146,9 +141,6 @@ def _fill(module: nn.Module, path: Path) -> None:
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, attribute = name.rpartition(".")
     module.get_submodule(path)._parameters[attribute] = parameter
-
-
-# --- the policy ---------------------------------------------------------------------------------------
 
 
 def _load_policy(

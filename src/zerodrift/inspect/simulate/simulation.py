@@ -2,18 +2,20 @@
 
     simulation = simulate(plan, work, cluster)
 
+A sweep does it for every stage, wire, order of sums, number of replicas, with and without recomputation.
+
 Invariant: pure; rank 0 of 16,384 ranks costs as much as rank 0 of 2. Bytes at rest and at the peak are
 those of `plan/cost.py`; only what autograd keeps is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from zerodrift.errors import UnsupportedError
-from zerodrift.inspect.simulate.cluster import GIGA, Cluster
-from zerodrift.inspect.simulate.collectives import axis_layout, message_seconds
+from zerodrift.errors import UnsupportedError, ZerodriftError, first_line
+from zerodrift.inspect.simulate.cluster import GIGA, Cluster, axis_layout, message_seconds
 from zerodrift.inspect.simulate.streams import (
     Interval,
     RankPlayer,
@@ -27,6 +29,7 @@ from zerodrift.plan.schedule import afterwards, events, scheduled
 from zerodrift.plan.stages import part, pieces_of, rank_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline, needs
+from zerodrift.policy.nouns import Mode
 
 PLAYED = 4
 """Micro-batches that are played: the first, two equal ones, the last. Others take as long as these two."""
@@ -39,12 +42,9 @@ FORWARDS = 3
 class Memory:
     """Bytes of the fullest rank at the worst moment of a step."""
 
-    plan: int
-    """At rest and at the peak, as the plan's bill says."""
-    activations: int
-    """Tensors that autograd keeps for the backward."""
-    workspace: int
-    """Output of the largest operation."""
+    plan: int  # at rest and at the peak, as the plan's bill says
+    activations: int  # tensors that autograd keeps for the backward
+    workspace: int  # output of the largest operation
     reserve: int
     room: int
 
@@ -61,10 +61,8 @@ class Memory:
 class Waited:
     """Time in which a rank computes nothing, because something has not arrived."""
 
-    unit: str
-    """Name of the unit; `""` is the root, or the whole model."""
-    what: str
-    """`forward`, `backward`, `reduce`, `replicate`, `norm`, `update` or `exchange`."""
+    unit: str  # name of the unit; `""` is the root, or the whole model
+    what: str  # `forward`, `backward`, `reduce`, `replicate`, `norm`, `update` or `exchange`
     seconds: float
 
 
@@ -76,22 +74,15 @@ class Simulation:
     micro_batches: int
     recompute: bool
     seconds: float
-    computed: float
-    """Seconds in which the rank computes."""
-    idle: float
-    """Seconds in which the rank waits for another pipeline stage."""
-    waited: tuple[Waited, ...]
-    """Exposed communication per unit and purpose, longest first."""
-    tokens: int
-    """Tokens of a step, over all ranks."""
-    flops: int
-    """Model products of a step on one rank, without recomputation."""
+    computed: float  # seconds in which the rank computes
+    idle: float  # seconds in which the rank waits for another pipeline stage
+    waited: tuple[Waited, ...]  # exposed communication per unit and purpose, longest first
+    tokens: int  # tokens of a step, over all ranks
+    flops: int  # model products of a step on one rank, without recomputation
     mfu: float
     memory: Memory
-    wire: int
-    """Bytes that a rank sends."""
-    intervals: tuple[Interval, ...] = field(repr=False)
-    """Spans of the micro-batches that were played."""
+    wire: int  # bytes that a rank sends
+    intervals: tuple[Interval, ...] = field(repr=False)  # spans of the micro-batches that were played
 
     @property
     def exposed(self) -> float:
@@ -262,3 +253,79 @@ def _memory(
     largest = max(sizes, default=0) // 2  # half is read, half is written
     reserve, room = int(cluster.reserve_gb * GIGA), int(cluster.device.memory_gb * GIGA)
     return Memory(bill.peak.total, activations, largest, reserve, room)
+
+
+Plans = Callable[[Sequence[str]], Plan]  # overrides of config keys -> the plan with them
+MOST_REPLICA_COUNTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SweepChoice:
+    """One value of everything that a sweep varies."""
+
+    stage: int
+    wire: str
+    order: str
+    replicas: int
+    recompute: bool
+
+    def overrides(self, base: Plan) -> tuple[str, ...]:
+        """Config keys that make the choice; the other keys of `precision.reduce` stay as they are."""
+        demanded = {column: value for column, value, _ in base.policy.demands}
+        kept = (
+            f"{key}: {demanded[name]}" for key in ("sum", "when") if (name := f"reduce.{key}") in demanded
+        )
+        reduce = ", ".join([f"wire: {self.wire}", f"order: {self.order}", *kept])
+        return (
+            f"zero_optimization.stage={self.stage}",
+            f"precision.reduce={{{reduce}}}",
+            f"sharding.replicate={self.replicas}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    choice: SweepChoice
+    simulation: Simulation | None  # none if the choice is refused
+    refused: str = ""
+
+
+def sweep(
+    base: Plan, plans: Plans, timelines: Callable[[Plan], Timeline | None], work: Work, cluster: Cluster
+) -> tuple[list[SweepResult], list[SweepResult]]:
+    """Return the results that fit, the fastest first, and those that do not fit or are refused."""
+    fit: list[SweepResult] = []
+    others: list[SweepResult] = []
+    for first, choices in itertools.groupby(
+        _choices(base, cluster), lambda one: replace(one, recompute=False)
+    ):
+        try:
+            plan = plans(first.overrides(base))
+        except ZerodriftError as error:
+            others.append(SweepResult(first, None, first_line(error)))
+            continue
+        for choice in choices:
+            found = simulate(plan, work, cluster, recompute=choice.recompute, timeline=timelines(plan))
+            (fit if found.memory.fits else others).append(SweepResult(choice, found))
+    fit.sort(key=lambda one: one.simulation.seconds if one.simulation else 0.0)
+    others.sort(key=lambda one: one.simulation.memory.total if one.simulation else float("inf"))
+    return fit, others
+
+
+def _choices(base: Plan, cluster: Cluster) -> Iterator[SweepChoice]:
+    mode = base.policy.mode
+    wires = ("fp32", "bf16" if mode is Mode.FP32 else str(mode.dtype))
+    for stage, wire, order in itertools.product(range(4), wires, ("rank", "tree", "native")):
+        for replicas in _replica_counts(base.mesh.data, cluster) if stage else (1,):
+            for recompute in (False, True):
+                yield SweepChoice(stage, wire, order, replicas, recompute)
+
+
+def _replica_counts(data: int, cluster: Cluster) -> list[int]:
+    """One shard over all ranks, over a host, and sizes in between."""
+    counts, shard = [1], cluster.devices_per_host
+    while shard < data and len(counts) < MOST_REPLICA_COUNTS:
+        if data % shard == 0:
+            counts.append(data // shard)
+        shard *= 4
+    return counts

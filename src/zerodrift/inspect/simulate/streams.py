@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.inspect.simulate.cluster import MICRO, Cluster
-from zerodrift.inspect.simulate.collectives import (
+from zerodrift.inspect.simulate.cluster import (
+    MICRO,
+    Cluster,
     CollectiveTime,
     all_to_all_seconds,
     axis_layout,
@@ -40,8 +41,7 @@ class Interval:
     unit: str
     start: float
     end: float
-    bytes: int = 0
-    """Size of the whole buffer that travels."""
+    bytes: int = 0  # size of the whole buffer that travels
 
 
 @dataclass
@@ -50,8 +50,7 @@ class Streams:
 
     cluster: Cluster
     now: float = 0.0
-    free: float = 0.0
-    """When the link is free."""
+    free: float = 0.0  # when the link is free
     computed: float = 0.0
     waited: dict[tuple[str, str], float] = field(default_factory=dict)
     """(unit, purpose) -> seconds in which nothing was computed."""
@@ -144,8 +143,6 @@ class RankPlayer:
             self.streams.wait(transfer.end, "update", self._unit(transfer.call))
         self._last_gathers.clear()
 
-    # --- computation ------------------------------------------------------------------------------------
-
     def _compute(self, event: Computation, first: bool, last: bool, kind: str) -> Iterator[None]:
         part = self._part
         if event.work == "update":
@@ -208,8 +205,6 @@ class RankPlayer:
         if count:
             self.streams.compute(self._cluster.seconds_of_bytes(count), what, unit)
 
-    # --- collectives --------------------------------------------------------------------------------------
-
     def _issue(self, call: Collective, first: bool) -> None:
         if call.purpose == "reduce" and call.op == "reduce_scatter":
             unit, segment = self._unit(call), self._part.segments[call.segment]
@@ -270,9 +265,6 @@ def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
         found.append(event)
         ended = ended or (isinstance(event, Computation) and event.work == "enter" and event.back)
     yield found
-
-
-# --- bytes that the engine reads and writes around the collectives ------------------------------------------
 
 
 def _cast_bytes(segment: Segment) -> int:

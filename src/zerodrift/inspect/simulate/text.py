@@ -10,8 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.errors import several
-from zerodrift.inspect.simulate.simulation import Simulation
-from zerodrift.inspect.simulate.sweep import SweepResult
+from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.inspect.table import table
 from zerodrift.plan.table import Plan
@@ -20,10 +19,8 @@ from zerodrift.report.figures import percent, significant, size
 from zerodrift.report.frame import grid, pairs, printed, section, title
 
 WIDTH = 80
-SHOWN = 12
-"""Results of a sweep that are printed of each kind; JSON has all."""
-UNITS = 6
-"""Lines of exposed communication."""
+SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
+UNITS = 6  # lines of exposed communication
 
 
 def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation, *, color: bool) -> str:
@@ -143,9 +140,6 @@ def _count(value: float) -> str:
         if value >= limit:
             return f"{significant(value / limit)}{suffix}"
     return significant(value)
-
-
-# --- JSON -----------------------------------------------------------------------------------------------
 
 
 def simulation_json(plan: Plan, work: Work, cluster: str, simulation: Simulation) -> str:

@@ -32,10 +32,8 @@ class CountedOperation:
     """Equal operations."""
 
     flops: int
-    dtype: DType
-    """Dtype of the products; fp32 without any."""
-    bytes: int
-    """Bytes that are read and written."""
+    dtype: DType  # dtype of the products; fp32 without any
+    bytes: int  # bytes that are read and written
 
 
 OperationCounts = Mapping[CountedOperation, int]
@@ -47,16 +45,11 @@ class UnitWork:
 
     forward: tuple[OperationCounts, ...]
     """One part, or three where ranks divide the experts: before, in, and after the experts."""
-    backward: tuple[OperationCounts, ...]
-    """The same parts, the last of the forward first."""
-    saved: int
-    """Bytes that autograd keeps, without parameters."""
-    entering: int
-    """Bytes of the input activations, which recomputation keeps."""
-    dispatched: int
-    """Bytes of the rows that travel to the experts, where ranks divide them."""
-    combined: int
-    """Bytes of the rows that travel back."""
+    backward: tuple[OperationCounts, ...]  # the same parts, the last of the forward first
+    saved: int  # bytes that autograd keeps, without parameters
+    entering: int  # bytes of the input activations, which recomputation keeps
+    dispatched: int  # bytes of the rows that travel to the experts, where ranks divide them
+    combined: int  # bytes of the rows that travel back
 
     @property
     def flops(self) -> int:
@@ -72,10 +65,8 @@ class Work:
     enter: UnitWork
     leave: UnitWork
     tokens: int
-    inputs: str
-    """Description of the micro-batch."""
-    products: DType
-    """Dtype of most products."""
+    inputs: str  # description of the micro-batch
+    products: DType  # dtype of most products
 
     @property
     def flops(self) -> int:
@@ -83,8 +74,7 @@ class Work:
         return sum(unit.flops for unit in (self.enter, *self.blocks.values(), self.leave))
 
 
-MOST_TOKENS = 1 << 26
-"""Tokens of a micro-batch; more is a mistake, and takes memory to make."""
+MOST_TOKENS = 1 << 26  # tokens of a micro-batch; more is a mistake, and takes memory to make
 
 
 def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
@@ -193,9 +183,6 @@ def _token_count(inputs: Inputs) -> int:
     tensors = list(_tensors((inputs.args, dict(inputs.kwargs))))
     whole = [tensor.numel() for tensor in tensors if not tensor.is_floating_point()]
     return next(iter(whole), tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
-
-
-# --- from a trace to work ---------------------------------------------------------------------------------
 
 
 def _work(plan: Plan, traced: Trace, saved: _SavedTensors, tokens: int) -> Work:

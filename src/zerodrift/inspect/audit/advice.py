@@ -1,23 +1,28 @@
-"""Search pins within a budget of bytes: most of the drift for the least.
+"""Recommend pins within a budget of bytes, and measure what may be narrower.
 
 Parameters are pinned by module; modules whose paths differ in numbers alone are pinned together, so a rule is
 one line. They are tried in the order of their worth per element that computes in fp32, because a product in
 fp32 is slower on every device. More are added until enough of the measured drift is gone, then those that are
 not needed are left out. In a mode without autocast, the same is tried under autocast.
 
-Invariant: every point of the curve is a run of the plan with these pins.
+Invariant: every point of the curve is a run of the plan with these pins; every change by a narrower column
+is one of real steps.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerodrift.inspect.audit.estimates import AuditSetup
-from zerodrift.inspect.audit.results import ByteKind, Bytes, Point, Recommendation
-from zerodrift.inspect.audit.run import REFUSED, plan_for
-from zerodrift.inspect.audit.signals import Signals, drift
+from torch import Tensor
+
+from zerodrift.engine.engine import Engine
+from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
+from zerodrift.inspect.audit.results import ByteKind, Bytes, Narrower, Point, Recommendation
+from zerodrift.inspect.audit.run import REFUSED, plan_for, running
+from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
 from zerodrift.inspect.audit.variants import literal_glob, narrow_cells, pinned_policy
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
@@ -25,15 +30,11 @@ from zerodrift.policy.nouns import Mode, Output, Policy
 from zerodrift.policy.resolve import SAFE_MODULES
 from zerodrift.policy.rules import glob
 
-ENOUGH = 0.9
-"""Share of the removable squared drift that a recommendation stops at."""
+MANY = 0.05  # relative change from which a parameter is counted
+ENOUGH = 0.9  # share of the removable squared drift that a recommendation stops at
+STEPS = 10  # most steps in which candidates are added, and most of them left out again, in each mode
 
-STEPS = 10
-"""Most steps in which candidates are added, and most of them left out again, in each mode."""
-
-Progress = Callable[[str, int, int], None]
-"""(what is done, how many of it are, of how many)."""
-
+Progress = Callable[[str, int, int], None]  # (what is done, how many of it are, of how many)
 AUTOCAST = {Mode.BF16: Mode.AUTOCAST_BF16, Mode.FP16: Mode.AUTOCAST_FP16}
 
 
@@ -44,10 +45,8 @@ class Candidate:
     pattern: str
     names: tuple[str, ...]
     numel: int
-    square: float
-    """Squared drift, by replay if there was one, else by estimate."""
-    output: Output | None = None
-    """Output of their modules; None for that of their kind."""
+    square: float  # squared drift, by replay if there was one, else by estimate
+    output: Output | None = None  # output of their modules; None for that of their kind
 
     @property
     def density(self) -> float:
@@ -106,8 +105,7 @@ class PinSearch:
 
     setup: AuditSetup
     plan: Plan
-    whole: Policy
-    """The policy with its optimizer, for the bytes."""
+    whole: Policy  # the policy with its optimizer, for the bytes
     reference: Signals
     budget: float
     of: ByteKind
@@ -214,3 +212,62 @@ def _steps(count: int) -> list[tuple[int, int]]:
         if len(steps) >= STEPS // 2:
             size *= 2
     return steps
+
+
+def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
+    """Take real optimizer steps on a copy."""
+    for _ in range(count):
+        backward_signals(engine, setup.batches)
+        engine.step()
+
+
+def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narrower]:
+    """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
+    updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
+    found = []
+    wide_wire = any(str(update.reduce.wire) == "fp32" for update in updates)
+    if wide_wire and setup.mesh.data > 1 and not whole.tree:
+        found.append(_measure(setup, whole, "reduce", "reduce.wire", "bf16"))
+    if any(str(update.state) == "fp32" for update in updates) and whole.optimizer is not None:
+        found.append(_measure(setup, whole, "state", "state", "8bit"))
+    return [one for one in found if one is not None]
+
+
+def _measure(setup: AuditSetup, policy: Policy, column: str, key: str, value: str) -> Narrower | None:
+    """None if the plan does not admit the value."""
+    demands = tuple(demand for demand in policy.demands if demand[0] != key)
+    asked = replace(policy, demands=(*demands, (key, value, "the audit")))
+    try:
+        before, after = (bytes_of(plan_for(setup.subject, each, setup.mesh)) for each in (policy, asked))
+        if column == "reduce":
+            without = (replace(each, optimizer=None) for each in (asked, policy))
+            changes = gradient_distances(setup, *without)
+        else:
+            changes = _update_distances(setup, asked, policy)
+    except REFUSED:
+        return None
+    worst = max(changes, key=lambda name: changes[name], default="")
+    middle = sorted(changes.values())[len(changes) // 2] if changes else 0.0
+    many = sum(change > MANY for change in changes.values())
+    return Narrower(column, value, middle, worst, changes.get(worst, 0.0), many, before, after)
+
+
+def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy, steps: int = 3) -> dict[str, float]:
+    """Parameter -> distance of where it arrives under two policies over how far it goes under the second."""
+    with running(setup.subject, replace(policy, schedule=None), setup.mesh) as engine:
+
+        def master(name: str) -> Tensor:
+            return engine.parameter(name).master.cpu()
+
+        ends = {row.name: master(row.name) for row in engine.plan.rows if row.trained}
+        take_steps(engine, setup, steps)
+        lengths = {}
+        for name, start in ends.items():  # one at a time: a start is dropped where its end is known
+            ends[name] = master(name)
+            lengths[name] = float((ends[name] - start).norm())
+    with running(setup.subject, replace(asked, schedule=None), setup.mesh) as engine:
+        take_steps(engine, setup, steps)
+        return {
+            name: float((engine.parameter(name).master.cpu() - end).norm()) / (lengths[name] or math.inf)
+            for name, end in ends.items()
+        }
