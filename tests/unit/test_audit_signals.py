@@ -108,7 +108,7 @@ def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
     plan = make_plan({"precision": {"mode": mode}}, model)
     found = audit(plan, model, [{"tokens": batch(1, 0, micro)} for micro in range(3)], budget=None, confirm=4)
     cells = [each for each in found.shortlist if each.choice.cell == "compute"]
-    moved = sum(each.loss or 0.0 for each in (*cells, *found.places))
+    moved = sum(each.loss for each in (*cells, *found.places))
     assert abs(found.drift.loss) > 10 * found.drift.square
     assert abs(moved - found.drift.loss) < found.drift.square
     stored = {each.choice: each.loss for each in found.shortlist if each.choice.cell == "storage"}

@@ -23,29 +23,16 @@ from torch import nn
 from zerodrift.comm.mesh import started
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, MeshError
+from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
-from zerodrift.inspect.audit.estimates import (
-    AuditSetup,
-    PassResults,
-    gradient_distances,
-    run_three_passes,
-    wire_rounding,
-)
+from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects
 from zerodrift.inspect.audit.results import ByteKind, GradientLine, Replayed, UpdateCost
 from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
 from zerodrift.inspect.audit.text import Audit
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import (
-    Cell,
-    Choice,
-    for_micro_batches,
-    isolated_policy,
-    narrow_cells,
-    widened_policy,
-    without_update,
-)
+from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Output, Policy, State
@@ -108,10 +95,10 @@ def _audit(
     confirm: int,
     progress: Progress,
 ) -> Audit:
-    whole = for_micro_batches(plan.policy, len(batches), plan.mesh.data)
-    setup = AuditSetup(subject, without_update(whole), plan.mesh, batches)
+    whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
+    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, batches)
     progress("shortlist", 0, 1)
-    results, ran = run_three_passes(setup)
+    results, ran = estimates.run_three_passes(setup)
     ran = replace(ran, policy=setup.policy)
     progress("shortlist", 1, 1)
     gradients = _with_columns(setup, ran, results)
@@ -156,18 +143,18 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
     """Measure what `accumulate` and `reduce` do to each gradient: one run for all parameters, because each
     affects its own alone."""
 
-    def measure(cell: Cell) -> dict[str, float]:
-        rows = [row for row in plan.rows if cell in narrow_cells(row.columns)]
+    def measure(cell: variants.Cell) -> dict[str, float]:
+        rows = [row for row in plan.rows if cell in variants.narrow_cells(row.columns)]
         if rows and cell == "reduce" and setup.mesh.data == 1:
             wires = {}
             for row in rows:
                 if (update := row.columns.update) is not None:
                     narrowest = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
                     wires[row.name] = narrowest.torch
-            return wire_rounding(setup, wires)
+            return estimates.wire_rounding(setup, wires)
         if rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
-            return gradient_distances(setup, setup.policy, widened_policy(plan, [choice]))
+            return estimates.gradient_distances(setup, setup.policy, variants.widened_policy(plan, [choice]))
         return {}
 
     accumulate, reduce = measure("accumulate"), measure("reduce")
@@ -197,9 +184,9 @@ def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice)
     outputs: tuple[Output | None, ...] = (None, "input")
     for output in outputs:
         with contextlib.suppress(*REFUSED):
-            alone = alone or setup.signals(isolated_policy(plan, [choice], output), results.narrowed)
+            alone = alone or setup.signals(variants.isolated_policy(plan, [choice], output), results.narrowed)
         with contextlib.suppress(*REFUSED):
-            wide = wide or setup.signals(widened_policy(plan, [choice], output))
+            wide = wide or setup.signals(variants.widened_policy(plan, [choice], output))
     if alone is None or wide is None:
         return None
     return Replayed(choice, drift(alone, results.reference), drift(wide, results.reference))

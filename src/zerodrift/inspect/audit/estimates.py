@@ -315,7 +315,7 @@ def _estimate(
     true_values: Values,
     found: Roundings,
     scale: TargetScale,
-    moves: LossMoves | None = None,
+    moves: LossMoves,
 ) -> None:
     """Add the worth of every cell and every place to the results."""
     plan = engine.plan
@@ -329,10 +329,10 @@ def _estimate(
         results.planned_places.append(place)
         parameter = place.parameter or owners.get(place.module, "")
         square = scale.square(place.square / scale.loss_scale**2)
-        loss = None if moves is None else moves.places.get(place.key, 0.0)
+        loss = moves.places.get(place.key, 0.0)
         if parameter and not place.constant:
             before, lost = computed.get(parameter, (0.0, 0.0))
-            computed[parameter] = before + square, lost + (loss or 0.0)
+            computed[parameter] = before + square, lost + loss
         elif square:
             where = place.module, place.operation, place.line, place.dtype
             results.places.append(Place(*where, math.sqrt(square), place.relative, place.typical, loss))
@@ -341,8 +341,7 @@ def _estimate(
     for row, effect in _effects(engine, true_values):
         stored[row.name] = scale.mean_square(float(effect.square().sum()))
         if "storage" in narrow_cells(row.columns):
-            loss = None if moves is None else moves.stored[row.name]
-            choice = Choice(row.name, "storage", (row.name,))
+            choice, loss = Choice(row.name, "storage", (row.name,)), moves.stored.get(row.name, 0.0)
             results.estimates.append(Estimate(choice, stored[row.name], loss))
     modules: dict[str, list[Row]] = {}
     for row in plan.rows:
@@ -353,9 +352,7 @@ def _estimate(
         parts = [(stored.get(name, 0.0), *computed.get(name, (0.0, 0.0))) for name in names]
         # Inputs are rounded like outputs, and so are the values.
         square = sum(values + 2 * operations for values, operations, _ in parts)
-        loss = None
-        if moves is not None:
-            loss = sum(moves.stored.get(n, 0.0) + lost for n, (_, _, lost) in zip(names, parts, strict=True))
+        loss = sum(moves.stored.get(n, 0.0) + lost for n, (_, _, lost) in zip(names, parts, strict=True))
         results.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
     results.estimates.sort(key=lambda estimate: -estimate.square)
 
@@ -393,7 +390,9 @@ def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> Precision
             none = signals.drift(seen, seen)
             results = PassResults(seen, none, seen, none, frozenset())
             scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)
-            _estimate(results, engine, lambda name: engine.parameter(name).master, found, scale)
+            _estimate(
+                results, engine, lambda name: engine.parameter(name).master, found, scale, LossMoves({}, {})
+            )
         finally:
             engine.zero_grad()
     with torch.no_grad():

@@ -6,34 +6,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from importlib import resources
 
 from zerodrift.inspect.audit.results import Point, Recommendation
-from zerodrift.inspect.audit.text import BYTES, Audit, bytes_changed, config_text, facts, points_to_show
+from zerodrift.inspect.audit.text import (
+    BYTES,
+    Audit,
+    bytes_changed,
+    cell_tables,
+    config_text,
+    facts,
+    points_to_show,
+)
 from zerodrift.report.figures import percent
 from zerodrift.report.markup import Child, Markup, join, tag
 from zerodrift.report.page import breaking, document, heads, section
 
 COLUMNS = ("storage", "compute", "accumulate", "reduce", "gradient", "lost")
 """Columns of the map: two of the forward, then of the gradient, then the update."""
-
-_STYLE = """
-dl.findings > div { display: grid; grid-template-columns: 9rem 1fr; padding: .6rem 0;
-  border-top: 1px solid var(--rule); }
-dl.findings dt { font-weight: 600; }
-dl.findings dd { margin: 0; max-width: 46rem; }
-table.map { border-collapse: separate; border-spacing: 2px; }
-table.map td.heat { min-width: 6.5rem; text-align: right; font-variant-numeric: tabular-nums;
-  border-radius: 3px; }
-svg.curve { display: block; max-width: 100%; height: auto; background: var(--card);
-  border: 1px solid var(--rule); border-radius: 8px; }
-svg.curve text { font: 12px system-ui, sans-serif; fill: var(--quiet); }
-svg.curve .axis { stroke: var(--rule); }
-svg.curve .line { fill: none; stroke-width: 2; }
-svg.curve circle { stroke: var(--card); stroke-width: 1.5; }
-pre { padding: 14px 18px; background: var(--card); border: 1px solid var(--rule); border-radius: 8px;
-  overflow-x: auto; }
-@media (max-width: 40rem) { dl.findings > div { display: block; } }
-"""
 
 
 def audit_page(audit: Audit) -> str:
@@ -46,25 +36,12 @@ def audit_page(audit: Audit) -> str:
     whole = audit.drift.square or 1.0
     if audit.recommendation is not None:
         body.append(section("Pins", *_pins(whole, audit.recommendation), id="pins"))
-    if audit.replayed:
-        replayed = (
-            (breaking(each.choice.pattern), each.choice.cell, percent(each.alone.square / whole),
-             percent(max(0.0, 1 - each.widened.square / whole)),
-             f"{each.alone.flips:,}" if each.alone.choices else "", f"{each.alone.loss:+.2g}")
-            for each in audit.replayed
-        )  # fmt: skip
-        head = ("parameter", "cell", "alone", "removes", "flips", "loss")
-        body.append(section("Replayed", _table(head, ("name", "cell"), replayed), id="replayed"))
-    if audit.places:
-        places = (
-            (breaking(place.module or "the model"), place.line, place.operation, place.dtype,
-             percent(place.rms**2 / whole), "" if place.loss is None else f"{place.loss:+.2g}")
-            for place in audit.places[:40]
-        )  # fmt: skip
-        head = ("module", "line", "operation", "leaves", "estimate", "loss")
-        shown = _table(head, ("name", "cell", "cell", "cell"), places)
-        body.append(section("Operations with no parameter of their own", shown, id="places"))
-    return document(f"zerodrift audit: {audit.source}", body, _STYLE)
+    for number, (name, detail, (head, *rows)) in enumerate(cell_tables(audit)):
+        words = ((breaking(first), *rest) for first, *rest in rows)
+        shown, title = _table(head, ("name", "cell"), words), f"{name}: {detail}".capitalize()
+        body.append(section(title, shown, id=f"{name}-{number}"))
+    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    return document(f"zerodrift audit: {audit.source}", body, "\n" + style)
 
 
 def _table(head: Sequence[str], classes: Sequence[str], rows: Iterable[Sequence[Child]]) -> Markup:

@@ -28,7 +28,7 @@ class Estimate:
 
     choice: Choice
     square: float  # mean over targets of the squared drift that the cell alone causes
-    loss: float | None = None  # change of the mean loss; None if it was not asked for
+    loss: float = 0.0  # change of the mean loss
 
     @property
     def rms(self) -> float:
@@ -46,7 +46,7 @@ class Place:
     rms: float
     relative: float  # norm of the errors over the norm of the exact results
     size: float  # root mean square of the exact results
-    loss: float | None = None
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

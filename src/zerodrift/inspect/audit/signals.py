@@ -48,22 +48,9 @@ class Signals:
         return torch.tensor(self.losses, dtype=torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobDifference:
-    """How far two vectors of log-probabilities are from each other."""
-
-    rms: float
-    mean: float
-    largest: float
-    k3: float  # mean of `exp(d) - 1 - d`, an estimate of the divergence that is never negative
-
-    @property
-    def square(self) -> float:
-        return self.rms**2
-
-
 def measure_gaps(gaps: torch.Tensor) -> dict[str, float]:
-    """The fields of a `LogprobDifference`."""
+    """Measure differences of log-probabilities. `k3` is the mean of `exp(d) - 1 - d`, an estimate of the
+    divergence that is never negative."""
     return {
         "rms": float(gaps.square().mean().sqrt()),
         "mean": float(gaps.mean()),
@@ -73,13 +60,21 @@ def measure_gaps(gaps: torch.Tensor) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift(LogprobDifference):
+class Drift:
     """How far a run is from another, over tokens, or over losses where there are no tokens."""
 
+    rms: float
+    mean: float
+    largest: float
+    k3: float
     count: int
     loss: float  # difference of the mean losses
     flips: int  # choices of routers that differ, over tokens and routers
     choices: int
+
+    @property
+    def square(self) -> float:
+        return self.rms**2
 
 
 def drift(run: Signals, other: Signals) -> Drift:

@@ -117,7 +117,10 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
         parts += [grid([("", f"{finding.what}."), ("", finding.do)], (2,), ("",), WIDTH), Text()]
     if len(audit.findings) > SHOWN:
         parts.append(Text(f"and {len(audit.findings) - SHOWN} more", style="dim"))
-    parts += _cells(audit)
+    for name, detail, rows in cell_tables(audit):
+        widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
+        parts += [section(name, detail), table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1))]
+        parts += [grid(_LEGEND, (8,), ("dim",), WIDTH)] if name == "replayed" else []
     if audit.recommendation is not None:
         parts += _pins(audit.recommendation, audit.drift)
     if audit.narrower:
@@ -153,8 +156,8 @@ def facts(audit: Audit) -> list[tuple[str, str]]:
     rows.append(("gradients", f"cosine with those in fp32: {beside}"))
     cells = {each.choice.cell for each in audit.shortlist}
     losses = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
-    known = [loss for loss in (*losses, *(place.loss for place in audit.places)) if loss is not None]
-    moved = f"; together they move the loss by {sum(known):+.2g}" if known else ""
+    losses += [place.loss for place in audit.places]
+    moved = f"; together they move the loss by {sum(losses):+.2g}" if losses else ""
     rows.append(("estimates", f"{audit.passes} passes in {audit.seconds:.1f} s{moved}"))
     return rows
 
@@ -186,54 +189,46 @@ def _share(square: float, whole: float) -> str:
     return f"{100 * share:.1f}%" if abs(share) >= 0.0005 else "0%"
 
 
-def _loss(moved: float | None) -> str:
-    return "" if moved is None else f"{moved:+.1e}"
-
-
 def _tail(name: str) -> str:
     """The end of a name, which tells most."""
     return ".".join(name.removesuffix(".weight").split(".")[-2:])
 
 
-def _cells(audit: Audit) -> list[RenderableType]:
-    """Cells that were replayed, those that were not, and places without a parameter to charge."""
-    whole, left = audit.drift.square, (0, 1)
+def cell_tables(audit: Audit) -> list[tuple[str, str, list[tuple[str, ...]]]]:
+    """Name, detail and rows, with a head, of the tables of cells: those that were replayed, those that were
+    not, and places without a parameter to charge. The first two columns are words."""
+    whole = audit.drift.square
+    done = {each.choice for each in audit.replayed}
     replayed = [
         (each.choice.pattern, each.choice.cell, _share(each.alone.square, whole),
-         _share(whole - each.widened.square, whole), _loss(each.alone.loss),
+         _share(whole - each.widened.square, whole), f"{each.alone.loss:+.1e}",
          f"{each.alone.flips:,}" if each.alone.choices else "")
         for each in audit.replayed[:SHOWN]
     ]  # fmt: skip
-    done = {each.choice for each in audit.replayed}
     estimated = [
-        (each.choice.pattern, each.choice.cell, _share(each.square, whole), _loss(each.loss))
+        (each.choice.pattern, each.choice.cell, _share(each.square, whole), f"{each.loss:+.1e}")
         for each in audit.shortlist
         if each.choice not in done and each.square > 0
     ]
     places = [
-        (f"{p.module or 'model'} {p.line}", p.operation, _share(p.rms**2, whole), _loss(p.loss))
+        (f"{p.module or 'model'} {p.line}", p.operation, _share(p.rms**2, whole), f"{p.loss:+.1e}")
         for p in audit.places[:SHOWN]
     ]
-    parts: list[RenderableType] = []
-    if replayed:
-        head = ("parameter", "cell", "alone", "removes", "loss", "flips")
-        legend = [
-            ("alone", "its part of the squared drift, with everything else in fp32"),
-            ("removes", "what is gone of it with this cell in fp32, and everything else as planned"),
-            ("loss", "by how much the cell alone moves it"),
-        ]
-        parts.append(section("replayed", "one cell at a time"))
-        parts.append(table([head, *replayed], (_NAME, 7, 7, 7, 8, 5), left))
-        parts.append(grid(legend, (8,), ("dim",), WIDTH))
-    if estimated:
-        rows = [("parameter", "cell", "alone", "loss"), *estimated[:SHOWN]]
-        parts += [section("estimated", "not replayed"), table(rows, (_NAME, 7, 7, 8), left)]
-    if places:
-        rows = [("module and line", "operation", "alone", "loss"), *places]
-        parts.append(section("estimated", "operations with no parameter of their own"))
-        parts.append(table(rows, (_NAME, 20, 7, 8), left))
-    return parts
+    head = ("parameter", "cell", "alone", "removes", "loss", "flips")
+    of_places = ("module and line", "operation", "alone", "loss")
+    tables: list[tuple[str, str, list[tuple[str, ...]]]] = [
+        ("replayed", "one cell at a time", [head, *replayed]),
+        ("estimated", "not replayed", [("parameter", "cell", "alone", "loss"), *estimated[:SHOWN]]),
+        ("estimated", "operations with no parameter of their own", [of_places, *places]),
+    ]
+    return [each for each in tables if len(each[2]) > 1]
 
+
+_LEGEND = [
+    ("alone", "its part of the squared drift, with everything else in fp32"),
+    ("removes", "what is gone of it with this cell in fp32, and everything else as planned"),
+    ("loss", "by how much the cell alone moves it"),
+]
 
 BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}
 

@@ -21,14 +21,10 @@ from torch import Tensor
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError
 from zerodrift.inspect.audit.run import REFUSED
-from zerodrift.inspect.audit.signals import LogprobDifference, Signals, measure_gaps, router_flips
+from zerodrift.inspect.audit.signals import Signals, measure_gaps, router_flips
 from zerodrift.inspect.audit.tokens import Batch, Ids, Recorded, require_vocabulary
-from zerodrift.inspect.drift.differences import (
-    DifferentCell,
-    different_dtypes,
-    different_values,
-    sampler_compute,
-)
+from zerodrift.inspect.drift import differences
+from zerodrift.inspect.drift.differences import DifferentCell
 from zerodrift.inspect.drift.replay import SideReplays
 from zerodrift.inspect.drift.sampler_dtypes import ROLES, SamplerDtypes, parse_sampler_dtypes
 from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
@@ -39,15 +35,23 @@ TOKENS = 4096  # tokens of one forward
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDrift(LogprobDifference):
+class TokenDrift:
     """Log-probabilities of the sampler minus the trainer's, over tokens."""
 
     tokens: int
     not_finite: int  # tokens without a finite log-probability of the sampler; no other number counts them
+    mean: float
     mean_abs: float
+    rms: float
+    k3: float
     median: float  # median of absolute differences
     p99: float
+    largest: float
     clipped: float  # share of tokens whose probability ratio is not within 0.2 of 1
+
+    @property
+    def square(self) -> float:
+        return self.rms**2
 
 
 def token_drift(other: Tensor, trainer: Tensor) -> TokenDrift:
@@ -246,11 +250,11 @@ def compare_sides(
         require_vocabulary(sequences, trainer.vocabulary)
     batches, order = make_batches(sequences)
     table = other.sampler or SamplerDtypes()
-    compute = sampler_compute(table, trainer.plan, trainer.roles)
+    compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
     statuses, held, kinds, notes = follow_tensors(trainer, other.sent, other.loaded)
     trained = trainer.tensors()
     verdicts = {status.name: status.verdict for status in statuses}
-    values = different_values(trainer, trained, held, verdicts)
+    values = differences.different_values(trainer, trained, held, verdicts)
     cells = [*values, *_table_cells(trainer, table, compute)]
     valued = {name for cell in values for name in cell.names}
     replays = SideReplays(trainer, table, held, compute, batches, valued)
@@ -322,7 +326,7 @@ def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
     """Cells of parameters and buffers in other dtypes."""
-    cells = different_dtypes(table, trainer.plan, trainer.roles, compute)
+    cells = differences.different_dtypes(table, trainer.plan, trainer.roles, compute)
     if table.buffers is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
         if not floating:
@@ -369,7 +373,7 @@ def _guesses(
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
         table = parse_sampler_dtypes({key: str(dtype)})
         try:
-            compute = sampler_compute(table, trainer.plan, trainer.roles)
+            compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
             cells = _table_cells(trainer, table, compute)
             replays = replace(given, table=table, compute=compute, done={})
             cells += _activation_cells(replays, values)

@@ -150,9 +150,6 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
     return columns
 
 
-_DRIFT = ("tokens", "not_finite", "mean", "mean_abs", "rms", "k3", "median", "p99", "largest", "clipped")
-
-
 def comparison_json(found: SideComparison) -> str:
     """Every number; those that are not finite are null."""
 
@@ -175,7 +172,7 @@ def comparison_json(found: SideComparison) -> str:
         "within": found.within,
         "verdict": verdict(found),
         "bar": found.bar,
-        "drift": {name: getattr(found.whole, name) for name in _DRIFT},
+        "drift": asdict(found.whole),
         "tensors": {
             "kinds": dict(found.kinds),
             "not_as_trained": list(map(fault, found.faults)),
