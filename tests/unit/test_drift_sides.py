@@ -277,10 +277,7 @@ def seen(name: str, storage: str, compute: str, numel: int = 64) -> SeenParamete
 def test_what_was_seen_of_a_run_is_a_config() -> None:
     mixed = SeenModel("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
     assert config_from_table(mixed) == {
-        "precision": {
-            "mode": "bf16",
-            "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}],
-        }
+        "precision": {"mode": "bf16", "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}]}
     }
     autocast = SeenModel("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
     assert config_from_table(autocast) == {"precision": {"mode": "autocast-bf16"}}
@@ -302,14 +299,12 @@ def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
 
 def test_under_autocast_a_sampler_has_one_dtype() -> None:
     config = {"precision": {"mode": "autocast-bf16"}}
-    same = compare_sides(plain(config), SamplerSide(sampler=sampler({"softmax": "fp32"})), IDS)
+    same = compared(plain(config), sampler={"softmax": "fp32"})
     assert same.whole.rms == 0.0 and same.cells == ()
-    found = compare_sides(
-        plain(config), SamplerSide(sampler=sampler({"compute": "bf16", "norms": "fp32"})), IDS
-    )
+    found = compared(plain(config), sampler={"compute": "bf16", "norms": "fp32"})
     assert found.first == "compute" and found.whole.rms > 0
     with pytest.raises(UnsupportedError, match=r"`sampler\.head`: must be fp32, or what `compute` says"):
-        compare_sides(plain(config), SamplerSide(sampler=sampler({"head": "bf16"})), IDS)
+        compared(plain(config), sampler={"head": "bf16"})
 
 
 def test_numbers_of_a_config_that_are_auto_can_be_given() -> None:
@@ -339,6 +334,12 @@ def plain(config: dict[str, Any] = FP32, name: str = "plain") -> TrainerSide:
     return trainer(config, lively(name))
 
 
+def compared(side: TrainerSide | None = None, ids: Any = IDS, **known: Any) -> SideComparison:
+    if isinstance(known.get("sampler"), dict):
+        known["sampler"] = sampler(known["sampler"])
+    return compare_sides(side or plain(), SamplerSide(**known), ids)
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [("plain-moe", FP32), ("plain-moe", BF16), ("llama-tied", BF16)],
@@ -351,8 +352,7 @@ def test_sides_that_are_the_same_are_exactly_zero_apart(
         pytest.importorskip("transformers")
     side = plain(config, name)
     sent = folder_of(lively(name), tmp_path / "sent", bf16 if config is BF16 else fp32)
-    other = SamplerSide(sent=sent, loaded=sent, sampler=sampler({"compute": config["precision"]["mode"]}))
-    found = compare_sides(side, other, IDS)
+    found = compared(side, sent=sent, loaded=sent, sampler={"compute": config["precision"]["mode"]})
     whole = found.whole
     assert (whole.mean_abs, whole.rms, whole.k3, whole.largest, whole.not_finite) == (0.0, 0.0, 0.0, 0.0, 0)
     assert found.within and found.cells == () and found.faults == () and found.first == ""
@@ -361,7 +361,7 @@ def test_sides_that_are_the_same_are_exactly_zero_apart(
 def test_looking_changes_neither_values_nor_the_model() -> None:
     side = plain()
     before = copy.deepcopy(side.module.state_dict())
-    compare_sides(side, SamplerSide(sampler=sampler({"compute": "bf16", "buffers": "bf16"})), IDS)
+    compared(side, sampler={"compute": "bf16", "buffers": "bf16"})
     after = side.module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -371,30 +371,28 @@ def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
     turned = model.state_dict()[name].T.contiguous()
     sent = folder_of(model, tmp_path / "sent")
     loaded = folder_of(model, tmp_path / "loaded", **{name: turned})
-    found = compare_sides(plain(), SamplerSide(sent=sent, loaded=loaded), IDS)
+    found = compared(sent=sent, loaded=loaded)
     (fate,) = found.faults
     digests = dict(fate.digests)
     assert (fate.name, fate.verdict.kind, fate.step) == (name, "transposed", "loaded")
     assert digests["trained"] == digests["sent"] != digests["loaded"]
-    both = compare_sides(plain(), SamplerSide(sent=loaded, loaded=loaded), IDS)
+    both = compared(sent=loaded, loaded=loaded)
     assert both.faults[0].step == "sent" and both.first == name and not both.within
 
 
 def test_a_dtype_brings_the_tensors_that_were_sent_for_it(tmp_path: Path) -> None:
     """A head that was sent in bf16 and is multiplied in fp32 is one difference to a trainer in bf16."""
     sent = folder_of(lively("plain"), tmp_path / "sent", bf16)
-    found = compare_sides(plain(BF16), SamplerSide(sent=sent, sampler=sampler({"head": "fp32"})), IDS)
+    found = compared(plain(BF16), sent=sent, sampler={"head": "fp32"})
     assert [(each.cell.key, each.explains, each.removes) for each in found.cells] == [("head", 1.0, 1.0)]
 
 
 def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
     table = sampler({"kv": "fp8_e5m2", "head": "bf16"})
-    found = compare_sides(plain(), SamplerSide(sampler=table), IDS)
+    found = compared(sampler=table)
     of = {each.cell.key: each for each in found.cells}
     for key, other in (("kv", "head"), ("head", "kv")):
-        alone = compare_sides(
-            plain(), SamplerSide(sampler=sampler({key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})), IDS
-        )
+        alone = compared(sampler={key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})
         assert of[key].alone == alone.whole
         assert of[other].removes == 1 - alone.whole.square / found.whole.square
     assert found.first == "kv" and found.unexplained == 0.0
@@ -405,7 +403,7 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
     head_in_fp32(side)
     folder = folder_of(side.model, tmp_path / "sent", bf16, **{"head.weight": side.tensors["head.weight"]})
     said = recorded(side.logprobs(folder, torch.tensor(IDS)), IDS)
-    found = compare_sides(trainer(side.config, side.model), SamplerSide(recorded=said), IDS)
+    found = compared(trainer(side.config, side.model), recorded=said)
     best = found.tried[0]
     assert (best.key, best.dtype) == ("head", DType.FP32) and best.explains > 0.99
     assert found.unexplained == 1.0 and found.cells == ()
@@ -417,19 +415,14 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
 
 def test_tokens_that_were_not_recorded_are_left_out() -> None:
     said = recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS)
-    found = compare_sides(plain(), SamplerSide(recorded=said, sampler=sampler({"kv": "bf16"})), IDS)
+    found = compared(recorded=said, sampler={"kv": "bf16"})
     assert found.whole.tokens == 14
-    assert {(far.sequence, far.token == IDS[far.sequence][far.place]) for far in found.far} <= {
-        (0, True),
-        (1, True),
-    }
+    assert all(far.token == IDS[far.sequence][far.place] for far in found.far)
     assert all(far.place >= 9 for far in found.far if far.sequence == 0)
 
 
 def test_flips_are_counted_apart() -> None:
-    found = compare_sides(
-        plain(FP32, "plain-moe"), SamplerSide(sampler=sampler({"router": "bf16"})), token_ids().tolist()
-    )
+    found = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16"}, ids=token_ids().tolist())
     assert found.choices == 2 * token_ids().numel()
     assert sum(count for _, count in found.router_flips) == found.cells[0].flips
     assert 0 <= found.flipped_share <= 1
@@ -440,17 +433,17 @@ def test_scaled_tensors_are_multiplied_out(tmp_path: Path) -> None:
     values = lively("plain").state_dict()[name]
     scale = values.abs().amax(1) / 127
     codes = {name: (values / scale[:, None]).round().to(torch.int8), f"{name}_scale": scale}
-    found = compare_sides(plain(), SamplerSide(sent=folder_of(lively("plain"), tmp_path / "a", **codes)), IDS)
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "a", **codes))
     (cell,) = found.cells
     assert (cell.cell.key, cell.cell.told, cell.cell.names) == ("mlp weights", "int8 scaled", (name,))
     assert found.faults == () and 0 < found.whole.rms < 0.05
     blocks = values.unfold(0, 32, 32).unfold(1, 16, 16).abs().amax((-1, -2)) / 448
     wide = blocks.repeat_interleave(32, 0).repeat_interleave(16, 1)
     codes = {name: (values / wide).to(torch.float8_e4m3fn), f"{name}_scale_inv": blocks}
-    found = compare_sides(plain(), SamplerSide(sent=folder_of(lively("plain"), tmp_path / "b", **codes)), IDS)
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "b", **codes))
     assert found.cells[0].cell.told == "fp8_e4m3 scaled" and found.faults == ()
     codes[name] = codes[name].float().roll(1, 0).to(torch.float8_e4m3fn)
-    found = compare_sides(plain(), SamplerSide(sent=folder_of(lively("plain"), tmp_path / "c", **codes)), IDS)
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "c", **codes))
     assert found.first == name and not found.within
 
 
@@ -471,130 +464,104 @@ class OtherLoss(WithoutLoss):
         return self.embed(input_ids).square().mean()
 
 
-def refused(error: type[ZerodriftError], run: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
+class Bare(WithoutLoss):
+    """Embeddings and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 96)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(input_ids))[:, :-1]
+        return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
 
 
-def test_nothing_to_compare_is_refused() -> None:
-    assert "`the other side`: must be given" in refused(
-        ConfigError, lambda: compare_sides(plain(), SamplerSide(), IDS)
-    )
-
-
-def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+def too_large() -> nn.Module:
     model = lively("plain")
-    tensors = PlantedSide(model).tensors
-    (tmp_path / "names").mkdir()
-    save_file(
-        {n.replace("attn", "attention"): t for n, t in tensors.items()}, tmp_path / "names/model.safetensors"
-    )
-    text = refused(ModelError, lambda: compare_sides(plain(), SamplerSide(sent=tmp_path / "names"), IDS))
-    assert "must have the names of the trainer's model" in text and "layers.0.attention.k.weight" in text
-    shape = folder_of(model, tmp_path / "shape", **{"norm.weight": torch.ones(31)})
-    text = refused(ModelError, lambda: compare_sides(plain(), SamplerSide(sent=shape), IDS))
-    assert "`norm.weight`: must have shape [32]; got [31]" in text
-    packed = folder_of(
-        model, tmp_path / "packed", **{"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
-    )
-    assert "packed" in refused(
-        UnsupportedError, lambda: compare_sides(plain(), SamplerSide(sent=packed), IDS)
-    )
-    (tmp_path / "empty").mkdir()
-    assert "empty" in refused(
-        ModelError, lambda: compare_sides(plain(), SamplerSide(sent=tmp_path / "empty"), IDS)
-    )
-    assert "none" in refused(
-        ModelError, lambda: compare_sides(plain(), SamplerSide(loaded=tmp_path / "none"), IDS)
-    )
+    with torch.no_grad():
+        model.head.weight.mul_(1e30)
+        model.norm.weight.mul_(1e20)
+    return model
 
 
-def test_a_scale_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    name = "layers.0.mlp.0.weight"
-    codes = {name: torch.ones(64, 32, dtype=torch.int8), f"{name}_scale": torch.ones(7)}
-    sent = folder_of(lively("plain"), tmp_path / "a", **codes)
-    assert "must be one scale" in refused(
-        ModelError, lambda: compare_sides(plain(), SamplerSide(sent=sent), IDS)
-    )
-
-
-def test_a_token_that_the_model_does_not_have_is_refused() -> None:
-    wrong = [[1, 2, 96]]
-    text = refused(
-        ModelError, lambda: compare_sides(plain(), SamplerSide(sampler=sampler({"head": "bf16"})), wrong)
-    )
-    assert "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96" in text
-
-
-def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def infinite() -> nn.Module:
     model = lively("plain")
     with torch.no_grad():
         model.norm.weight[3] = math.inf
-    assert "`norm.weight`: must be finite" in refused(NonFiniteError, lambda: trainer(FP32, model))
+    return model
+
+
+def renamed(path: Path) -> Path:
+    tensors = {n.replace("attn", "attention"): t for n, t in PlantedSide(lively("plain")).tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+KV, MLP = {"kv": "bf16"}, "layers.0.mlp.0.weight"
+SEVEN_SCALES = {MLP: torch.ones(64, 32, dtype=torch.int8), f"{MLP}_scale": torch.ones(7)}
+PACKED = {"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
+
+
+def sent(**changed: Tensor) -> Callable[[Path], SideComparison]:
+    return lambda path: compared(sent=folder_of(lively("plain"), path / "a", **changed))
+
+
+def of_model(make: Callable[[], nn.Module], table: dict[str, Any]) -> Callable[[Path], SideComparison]:
+    return lambda path: compared(trainer(FP32, make()), sampler=table)
+
+
+REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]] = [
+    (ConfigError, lambda path: compared(), "`the other side`: must be given"),
+    (ModelError, lambda path: compared(sent=renamed(path)), "must have the names of the trainer's model"),
+    (ModelError, lambda path: compared(sent=renamed(path)), "layers.0.attention.k.weight"),
+    (ModelError, sent(**{"norm.weight": torch.ones(31)}), "`norm.weight`: must have shape [32]; got [31]"),
+    (UnsupportedError, sent(**PACKED), "packed"),
+    (ModelError, lambda path: compared(sent=path), "test_what_cannot_be_compared"),  # an empty folder
+    (ModelError, lambda path: compared(loaded=path / "none"), "none"),
+    (ModelError, sent(**SEVEN_SCALES), "must be one scale"),
+    (
+        ModelError,
+        lambda path: compared(sampler=KV, ids=[[1, 2, 96]]),
+        "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96",
+    ),
+    (NonFiniteError, of_model(infinite, KV), "`norm.weight`: must be finite"),
+    (NonFiniteError, of_model(too_large, KV), "`tokens[0]`: must have finite log-probabilities"),
+    (ModelError, of_model(WithoutLoss, {"embedding": "bf16"}), "must return a loss"),
+    (ModelError, of_model(OtherLoss, {"embedding": "bf16"}), "must take its loss from `cross_entropy`"),
+    (
+        ConfigError,
+        lambda path: compared(sampler={"router": "bf16"}),
+        "`router`: must be of a parameter of the model; got none of that role",
+    ),
+    (
+        ConfigError,
+        lambda path: compared(sampler={"tensors": {"*.nothing": "bf16"}}),
+        "`tensors.*.nothing`: must match a parameter",
+    ),
+    (ConfigError, of_model(Bare, KV), "`sampler.kv`: must be something that the model does"),
+    (ConfigError, of_model(Bare, {"buffers": "bf16"}), "a model without floating-point buffers"),
+]
+
+
+@pytest.mark.parametrize(("error", "run", "says"), REFUSED)
+def test_what_cannot_be_compared_is_refused(
+    error: type[ZerodriftError], run: Callable[[Path], SideComparison], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        run(tmp_path)
+    assert says in str(caught.value)
+
+
+def test_an_activation_that_a_model_has_is_compared() -> None:
+    assert compared(trainer(FP32, Bare()), sampler={"logits": "bf16"}).whole.rms > 0
+
+
+def test_values_of_the_other_side_that_are_not_finite_are_a_fault(tmp_path: Path) -> None:
     inf = lively("plain").state_dict()["norm.weight"].clone()
     inf[3] = math.inf
-    found = compare_sides(
-        plain(), SamplerSide(sent=folder_of(lively("plain"), tmp_path / "a", **{"norm.weight": inf})), IDS
-    )
+    found = sent(**{"norm.weight": inf})(tmp_path)
     assert found.faults[0].verdict.kind == "not-finite" and found.first == "norm.weight"
     assert found.whole.not_finite == found.whole.tokens and not found.within
-    large = lively("plain")
-    with torch.no_grad():
-        large.head.weight.mul_(1e30)
-        large.norm.weight.mul_(1e20)
-    text = refused(
-        NonFiniteError,
-        lambda: compare_sides(trainer(FP32, large), SamplerSide(sampler=sampler({"kv": "bf16"})), IDS),
-    )
-    assert "`tokens[0]`: must have finite log-probabilities" in text
-
-
-def test_a_model_without_a_loss_is_refused() -> None:
-    other = SamplerSide(sampler=sampler({"embedding": "bf16"}))
-    assert "must return a loss" in refused(
-        ModelError, lambda: compare_sides(trainer(FP32, WithoutLoss()), other, IDS)
-    )
-    text = refused(ModelError, lambda: compare_sides(trainer(FP32, OtherLoss()), other, IDS))
-    assert "must take its loss from `cross_entropy`" in text
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ({"router": "bf16"}, "`router`: must be of a parameter of the model; got none of that role"),
-        ({"tensors": {"*.nothing": "bf16"}}, "`tensors.*.nothing`: must match a parameter"),
-    ],
-)
-def test_a_key_that_the_model_has_nothing_for_is_refused(table: dict[str, Any], says: str) -> None:
-    text = refused(ConfigError, lambda: compare_sides(plain(), SamplerSide(sampler=sampler(table)), IDS))
-    assert says in text
-
-
-def test_an_activation_that_the_model_does_not_have_is_refused() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(96, 8), nn.Linear(8, 96)
-
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            logits = self.head(self.embed(input_ids))[:, :-1]
-            return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
-
-    text = refused(
-        ConfigError,
-        lambda: compare_sides(trainer(FP32, Bare()), SamplerSide(sampler=sampler({"kv": "bf16"})), IDS),
-    )
-    assert "`sampler.kv`: must be something that the model does" in text
-    text = refused(
-        ConfigError,
-        lambda: compare_sides(trainer(FP32, Bare()), SamplerSide(sampler=sampler({"buffers": "bf16"})), IDS),
-    )
-    assert "a model without floating-point buffers" in text
-    assert (
-        compare_sides(trainer(FP32, Bare()), SamplerSide(sampler=sampler({"logits": "bf16"})), IDS).whole.rms
-        > 0
-    )
 
 
 # --- text and JSON ------------------------------------------------------------------------------------------
@@ -606,16 +573,12 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> SideComparison:
     changed = {name: model.state_dict()[name].T.contiguous(), "norm.weight": torch.full((32,), math.inf)}
     changed["layers.0.attn.q.weight"] = torch.zeros(32, 32)
     sent = folder_of(model, tmp_path_factory.mktemp("sides") / "a", **changed)
-    return compare_sides(
-        plain(FP32, "plain-moe"), SamplerSide(sent=sent, sampler=sampler({"kv": "bf16"})), IDS
-    )
+    return compared(plain(FP32, "plain-moe"), sent=sent, sampler={"kv": "bf16"})
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_text_fits_its_width(width: int, faulty: SideComparison) -> None:
-    fine = compare_sides(
-        plain(FP32, "plain-moe"), SamplerSide(sampler=sampler({"router": "bf16", "kv": "bf16"})), IDS
-    )
+    fine = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16", "kv": "bf16"})
     for found in (faulty, fine):
         text = comparison_text(
             found, [("trainer", "c.yaml, " + "a/long/path/" * 12)], color=False, width=width
