@@ -13,7 +13,7 @@ from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit.estimates import PassResults, narrower_dtype_of
 from zerodrift.inspect.audit.findings import find_defects
-from zerodrift.inspect.audit.results import AuditFinding, Estimate, GradientLine, Replayed, UpdateCost
+from zerodrift.inspect.audit.results import AuditFinding, CellReplay, Estimate, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import Rounding
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.inspect.audit.signals import Drift, Signals
@@ -36,7 +36,7 @@ def told(
     model: nn.Module = MODEL,
     gradients: Sequence[GradientLine] = (),
     updates: Sequence[UpdateCost] = (),
-    replayed: Sequence[Replayed] = (),
+    replayed: Sequence[CellReplay] = (),
     total: Drift = SOME,
     routes: Sequence[dict[str, torch.Tensor]] = (),
     **more: Any,
@@ -57,9 +57,9 @@ def line(**more: Any) -> GradientLine:
     return replace(GradientLine("head.weight", 0.9999, 0.01, 1.0, 1.0), **more)
 
 
-def replay(name: str, cell: Any, alone: float, left: float, flips: int = 0) -> Replayed:
+def replay(name: str, cell: Any, alone: float, left: float, flips: int = 0) -> CellReplay:
     one = replace(NONE, rms=alone, flips=flips, choices=1000)
-    return Replayed(Choice(name, cell, (name,)), one, replace(NONE, rms=left))
+    return CellReplay(Choice(name, cell, (name,)), one, replace(NONE, rms=left))
 
 
 def test_beyond_a_dtypes_range() -> None:

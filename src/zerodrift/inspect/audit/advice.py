@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zerodrift.engine.engine import Engine
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
-from zerodrift.inspect.audit.results import ByteKind, Bytes, Narrower, Point, Recommendation
+from zerodrift.inspect.audit.results import ByteKind, Bytes, NarrowerColumn, Point, Recommendation
 from zerodrift.inspect.audit.run import REFUSED, plan_for, running
 from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
 from zerodrift.inspect.audit.variants import literal_glob, narrow_cells, pinned_policy
@@ -221,7 +221,7 @@ def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
         engine.step()
 
 
-def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narrower]:
+def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[NarrowerColumn]:
     """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
     updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
     found = []
@@ -233,7 +233,7 @@ def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[Narro
     return [one for one in found if one is not None]
 
 
-def _measure(setup: AuditSetup, policy: Policy, column: str, key: str, value: str) -> Narrower | None:
+def _measure(setup: AuditSetup, policy: Policy, column: str, key: str, value: str) -> NarrowerColumn | None:
     """None if the plan does not admit the value."""
     demands = tuple(demand for demand in policy.demands if demand[0] != key)
     asked = replace(policy, demands=(*demands, (key, value, "the audit")))
@@ -249,7 +249,7 @@ def _measure(setup: AuditSetup, policy: Policy, column: str, key: str, value: st
     worst = max(changes, key=lambda name: changes[name], default="")
     middle = sorted(changes.values())[len(changes) // 2] if changes else 0.0
     many = sum(change > MANY for change in changes.values())
-    return Narrower(column, value, middle, worst, changes.get(worst, 0.0), many, before, after)
+    return NarrowerColumn(column, value, middle, worst, changes.get(worst, 0.0), many, before, after)
 
 
 def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy, steps: int = 3) -> dict[str, float]:

@@ -27,7 +27,7 @@ from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects
-from zerodrift.inspect.audit.results import ByteKind, GradientLine, Replayed, UpdateCost
+from zerodrift.inspect.audit.results import ByteKind, CellReplay, GradientLine, UpdateCost
 from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
 from zerodrift.inspect.audit.text import Audit
@@ -178,7 +178,7 @@ def _cells_to_replay(results: PassResults, confirm: int) -> list[Choice]:
     return chosen
 
 
-def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> Replayed | None:
+def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> CellReplay | None:
     """Return None if the model cannot run so, whatever its modules return."""
     alone = wide = None
     outputs: tuple[Output | None, ...] = (None, "input")
@@ -189,10 +189,10 @@ def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice)
             wide = wide or setup.signals(variants.widened_policy(plan, [choice], output))
     if alone is None or wide is None:
         return None
-    return Replayed(choice, drift(alone, results.reference), drift(wide, results.reference))
+    return CellReplay(choice, drift(alone, results.reference), drift(wide, results.reference))
 
 
-def _worth(results: PassResults, replayed: Sequence[Replayed]) -> dict[str, float]:
+def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:
     """Parameter -> the largest squared drift of its forward cells, by replay, else by estimate."""
     worth: dict[str, float] = {}
     whole = results.total.square

@@ -53,8 +53,7 @@ class PassResults:
     narrowed: frozenset[tuple[str, str]]  # (module, line) of what the model's own code narrows
     estimates: list[Estimate] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
-    own_places: list[tuple[Rounding, float]] = field(default_factory=list)
-    """What the model's own code narrows, each with its estimate."""
+    own_places: list[tuple[Rounding, float]] = field(default_factory=list)  # own narrowing, with estimates
     planned_places: list[Rounding] = field(default_factory=list)
     gradients: list[GradientLine] = field(default_factory=list)
     cosine: float = 1.0  # cosine of all gradients with the reference's

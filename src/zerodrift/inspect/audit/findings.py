@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from zerodrift.inspect.audit.estimates import PassResults
-from zerodrift.inspect.audit.results import AuditFinding, FindingKind, GradientLine, Replayed, UpdateCost
+from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.plan.table import Plan, Row
@@ -44,7 +44,7 @@ def find_defects(
     results: PassResults,
     gradients: Sequence[GradientLine],
     updates: Sequence[UpdateCost],
-    replayed: Sequence[Replayed],
+    replayed: Sequence[CellReplay],
 ) -> list[AuditFinding]:
     """Return the findings about a plan, one for a parameter's forward, or for a place of each kind."""
     found = [
@@ -94,8 +94,8 @@ def _out_of_range(results: PassResults) -> Findings:
 
 
 def _narrow_code(results: PassResults) -> Findings:
-    """What the model's code narrows in fp32: of each module the first place, because later ones work with
-    what it left, unless a later one weighs three times as much."""
+    """Places that the model's code narrows in fp32: the first of each module, because later ones work with
+    its result, unless a later one weighs three times as much."""
     first: dict[str, tuple[Rounding, float]] = {}
     for place, estimated in results.own_places:
         rms = estimated if math.isfinite(estimated) else math.inf
@@ -138,7 +138,7 @@ def _rounded_before(results: PassResults) -> Findings:
             yield AuditFinding("rounded", name, what, do, 90.0, (name,))
 
 
-def _narrower_than_mode(plan: Plan, results: PassResults, replayed: Sequence[Replayed]) -> Findings:
+def _narrower_than_mode(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
     """Cells that a rule has made narrower than the mode."""
     mode = plan.policy.mode.dtype
     for row in plan.rows:
@@ -157,7 +157,7 @@ def _narrower_than_mode(plan: Plan, results: PassResults, replayed: Sequence[Rep
             yield AuditFinding("rounded", row.name, what, do, 100.0 + alone, (row.name,))
 
 
-def _routing(results: PassResults, replayed: Sequence[Replayed]) -> Findings:
+def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
     """Routers that choose other experts because they compute in 16 bits."""
     routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
     for each in replayed:
@@ -177,7 +177,7 @@ def _pin(name: str) -> str:
     return f'Pin it: `{{match: "{name}", pin: fp32}}`.'
 
 
-def _outliers(plan: Plan, results: PassResults, replayed: Sequence[Replayed]) -> Findings:
+def _outliers(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
     """Small tensors that are worth a large part of the drift."""
     numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
     for each in replayed:

@@ -1,6 +1,6 @@
 """The results of an audit, as values: estimates, replays, findings, recommended pins.
 
-Invariant: a number that was run is in a `Replayed` or a `Point`; an `Estimate` is never shown as one.
+Invariant: a number that was run is in a `CellReplay` or a `Point`; an `Estimate` is never shown as one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class CellReplay:
     """Two runs about one cell, each measured from the reference."""
 
     choice: Choice
@@ -140,7 +140,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrower:
+class NarrowerColumn:
     """Effect of a narrower column on the gradients, or on the updates, of real steps, as shares of norms."""
 
     column: str

@@ -180,7 +180,7 @@ def backward_signals(engine: Engine, batches: Sequence[Batch], around: Around | 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a backward may start from."""
+    """Outputs that a backward may start from."""
 
     loss: torch.Tensor
     negative: torch.Tensor | None

@@ -14,13 +14,13 @@ from rich.text import Text
 from zerodrift.inspect.audit.results import (
     AuditFinding,
     Bytes,
+    CellReplay,
     Estimate,
     GradientLine,
-    Narrower,
+    NarrowerColumn,
     Place,
     Point,
     Recommendation,
-    Replayed,
     UpdateCost,
 )
 from zerodrift.inspect.audit.signals import Drift
@@ -56,7 +56,7 @@ class Audit:
     """Cosine of all gradients together with the reference's."""
     shortlist: tuple[Estimate, ...]
     """Every cell of a forward, the largest estimate first."""
-    replayed: tuple[Replayed, ...]
+    replayed: tuple[CellReplay, ...]
     """Cells that were run, the largest drift alone first."""
     places: tuple[Place, ...]
     """Operations without a parameter to charge, the largest estimate first."""
@@ -72,7 +72,7 @@ class Audit:
     """Defects that the mode does not explain, the heaviest first."""
     recommendation: Recommendation | None = None
     """Pins and their worth; None where nothing drifts, or none were searched for."""
-    narrower: tuple[Narrower, ...] = ()
+    narrower: tuple[NarrowerColumn, ...] = ()
     """Columns that may be narrower, and what that would change."""
     passes: int = 3
     """Passes of the estimates."""
@@ -129,7 +129,7 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
 
 
 def facts(audit: Audit) -> list[tuple[str, str]]:
-    """What was measured, and how far the plan is from fp32."""
+    """The head of the report: the plan, and how far it is from fp32."""
     drift, cosine = audit.drift, audit.gradient_cosine
     ranks, batches = _count(audit.ranks, "rank"), _count(audit.batches, "micro-batch", "micro-batches")
     rows = [
@@ -288,7 +288,7 @@ def config_text(advice: Recommendation) -> str:
     return "\n".join(lines)
 
 
-def _narrower(found: Sequence[Narrower]) -> list[RenderableType]:
+def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
     rows: list[tuple[str, ...]] = [("column", "median", "worst", "", "rest", "peak", "wire")]
     for one in found:
         changes = bytes_changed(one.after, one.before)[:3]

@@ -177,7 +177,7 @@ MOST = 48  # cells that are replayed: every dtype, and the tensors with the larg
 
 @dataclass(frozen=True, slots=True)
 class SamplerSide:
-    """What is known of the sampler; one part at least."""
+    """Everything known of the sampler; one part at least."""
 
     sent: Path | None = None  # folder that the trainer wrote for it
     loaded: Path | None = None  # tensors that it loaded; by default what was sent

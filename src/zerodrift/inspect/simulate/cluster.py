@@ -1,4 +1,4 @@
-"""What machines can do, as a file describes them, and how long a collective takes on them.
+"""Machines as a file describes them, and how long a collective takes on them.
 
 A file is read as a config is: every key is known and typed. The files in `clusters` come along, to be copied
 and changed. The algorithm of a collective is the engine's (`comm/collectives.py`): a ring for a gather; for a

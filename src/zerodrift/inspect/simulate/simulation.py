@@ -58,7 +58,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class ExposedWait:
     """Time in which a rank computes nothing, because something has not arrived."""
 
     unit: str  # name of the unit; `""` is the root, or the whole model
@@ -76,7 +76,7 @@ class Simulation:
     seconds: float
     computed: float  # seconds in which the rank computes
     idle: float  # seconds in which the rank waits for another pipeline stage
-    waited: tuple[Waited, ...]  # exposed communication per unit and purpose, longest first
+    waited: tuple[ExposedWait, ...]  # exposed communication per unit and purpose, longest first
     tokens: int  # tokens of a step, over all ranks
     flops: int  # model products of a step on one rank, without recomputation
     mfu: float
@@ -115,7 +115,7 @@ def simulate(
         seconds=played.now,
         computed=played.computed,
         idle=played.idle,
-        waited=tuple(Waited(unit, what, seconds) for (unit, what), seconds in longest),
+        waited=tuple(ExposedWait(unit, what, seconds) for (unit, what), seconds in longest),
         tokens=work.tokens * count * plan.mesh.data,
         flops=flops,
         mfu=flops / played.now / cluster.peak(work.products),
