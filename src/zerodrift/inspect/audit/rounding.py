@@ -69,7 +69,7 @@ class Rounding:
     saturated: int = 0  # elements that are finite in fp32 only
     vanished: int = 0  # elements that are zero, and not in fp32
     numel: int = 0
-    constant: bool = False  # true if the tensors need no gradient
+    constant: bool = False  # True if the tensors need no gradient
 
     @property
     def key(self) -> Key:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from zerodrift.errors import several
 from zerodrift.inspect.audit.results import (
     AuditFinding,
     Bytes,
@@ -131,7 +132,7 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
 def facts(audit: Audit) -> list[tuple[str, str]]:
     """The head of the report: the plan, and how far it is from fp32."""
     drift, cosine = audit.drift, audit.gradient_cosine
-    ranks, batches = _count(audit.ranks, "rank"), _count(audit.batches, "micro-batch", "micro-batches")
+    ranks, batches = several(audit.ranks, "rank"), several(audit.batches, "micro-batch", "micro-batches")
     rows = [
         ("model", audit.source),
         ("plan", f"mode {audit.mode}, {ranks}, {batches}"),
@@ -176,10 +177,6 @@ def residual_stream(places: Sequence[Place]) -> list[Place]:
 
 def _spread(drift: Drift) -> str:
     return f"rms {drift.rms:.2g} of a log-probability"
-
-
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def _share(square: float, whole: float) -> str:
@@ -295,7 +292,7 @@ def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
         name = f"{one.column} {one.value}"
         rows.append((name, percent(one.middle), percent(one.most), _tail(one.worst), *changes))
         if one.many:
-            moved = _count(one.many, "gradient" if one.column == "reduce" else "update")
+            moved = several(one.many, "gradient" if one.column == "reduce" else "update")
             rows.append(("", "", "", f"{moved} by more than 5%", "", "", ""))
     text = table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
     return [section("narrower", "what it changes of a gradient's or an update's norm"), text, Text()]

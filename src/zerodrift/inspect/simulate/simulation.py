@@ -286,7 +286,7 @@ class SweepChoice:
 @dataclass(frozen=True, slots=True)
 class SweepResult:
     choice: SweepChoice
-    simulation: Simulation | None  # none if the choice is refused
+    simulation: Simulation | None  # None if the choice is refused
     refused: str = ""
 
 
