@@ -33,14 +33,14 @@ from result import Result, flags
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ZerodriftError
+from zerodrift.inspect.audit.advice import Candidate, PinSearch
+from zerodrift.inspect.audit.audit import REPLAYED, audit
+from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
+from zerodrift.inspect.audit.results import Point
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.signals import drift
+from zerodrift.inspect.audit.variants import for_micro_batches, isolated_policy, without_update
 from zerodrift.model.empty import empty
-from zerodrift.numerics.audit import CONFIRMED, audit
-from zerodrift.numerics.measure import Bench, three_passes
-from zerodrift.numerics.nouns import Point
-from zerodrift.numerics.recommend import Candidate, Search
-from zerodrift.numerics.runs import Subject
-from zerodrift.numerics.signals import drift
-from zerodrift.numerics.variants import for_micro_batches, only, without_update
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Mode
 
@@ -153,8 +153,8 @@ class Agreement:
     """Seconds of one replay."""
 
 
-def agreement(bench: Bench, most: int) -> Agreement:
-    passes, plan = three_passes(bench)
+def agreement(bench: AuditSetup, most: int) -> Agreement:
+    passes, plan = run_three_passes(bench)
     cells = [estimate for estimate in passes.estimates if estimate.square > 0]
     if len(cells) > most:
         cells = [cells[number * len(cells) // most] for number in range(most)]
@@ -164,7 +164,7 @@ def agreement(bench: Bench, most: int) -> Agreement:
         for output in (None, "input"):
             try:
                 alone = bench.signals(
-                    only(plan, [estimate.choice], output),  # type: ignore[arg-type]
+                    isolated_policy(plan, [estimate.choice], output),  # type: ignore[arg-type]
                     passes.narrowed,
                 )
             except ZerodriftError:
@@ -196,7 +196,7 @@ RULES: dict[str, Callable[[str], bool]] = {
 }
 
 
-def points(bench: Bench, plan: Plan, model: Made, budget: float, confirm: int) -> dict[str, Point]:
+def points(bench: AuditSetup, plan: Plan, model: Made, budget: float, confirm: int) -> dict[str, Point]:
     """Everything that is compared, by what it is called."""
     began = time.perf_counter()
 
@@ -207,9 +207,9 @@ def points(bench: Bench, plan: Plan, model: Made, budget: float, confirm: int) -
     advice = found.recommendation
     if advice is None:
         raise SystemExit("nothing is narrow in this plan")
-    passes, ran = three_passes(bench)
+    passes, ran = run_three_passes(bench)
     whole = for_micro_batches(plan.policy, len(bench.batches), plan.mesh.data)
-    search = Search(bench, ran, whole, passes.reference, budget, "rest")
+    search = PinSearch(bench, ran, whole, passes.reference, budget, "rest", told)
     kept = {"nothing": advice.points[0]}
     for rule, chosen in RULES.items():
         names = tuple(row.name for row in ran.rows if chosen(row.name))
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--trained", type=int, nargs="+", default=[0, 150], metavar="STEPS")
     parser.add_argument("--cells", type=int, default=60)
     parser.add_argument("--budget", type=float, default=0.01)
-    parser.add_argument("--confirm", type=int, default=CONFIRMED, help="cells that the audit replays")
+    parser.add_argument("--confirm", type=int, default=REPLAYED, help="cells that the audit replays")
     parser.add_argument(
         "--batches", type=int, nargs=3, default=(4, 4, 64), metavar=("COUNT", "ROWS", "LENGTH")
     )
@@ -282,7 +282,7 @@ def one(
     plan = make_plan(config, shape)
     count = sum(parameter.numel() for parameter in shape.parameters())
     whole = for_micro_batches(plan.policy, len(batches), plan.mesh.data)
-    bench = Bench(Subject.of(model, None), without_update(whole), plan.mesh, batches)
+    bench = AuditSetup(Subject.of(model, None), without_update(whole), plan.mesh, batches)
     title = f"{name}, {count / 1e6:.1f}M parameters, {weights}"
     if args.cells:
         seen = agreement(bench, args.cells)

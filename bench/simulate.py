@@ -35,12 +35,12 @@ from result import Result, flags
 import zerodrift
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start
+from zerodrift.inspect.simulate.cluster import Cluster, read_cluster
+from zerodrift.inspect.simulate.simulation import simulate
+from zerodrift.inspect.simulate.work import count_work, sized_inputs
 from zerodrift.mesh import MeshShape
 from zerodrift.model.inputs import Inputs
 from zerodrift.model.runnable import runnable
-from zerodrift.simulate.cluster import Cluster, read_cluster
-from zerodrift.simulate.simulation import simulate
-from zerodrift.simulate.work import sized, work_of
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def simulation_of(size: Size, stage: int, world: int, cluster: Cluster, options:
         model = size.model()
     plan = zerodrift.make_plan(config(stage, options.micro_batches), model, world)
     tokens = torch.zeros(size.batch, size.length, dtype=torch.int64)
-    return simulate(plan, work_of(plan, model, Inputs((), {"tokens": tokens}, str(size))), cluster)
+    return simulate(plan, count_work(plan, model, Inputs((), {"tokens": tokens}, str(size))), cluster)
 
 
 # --- large models -----------------------------------------------------------------------------------------
@@ -349,7 +349,9 @@ def at_scale(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             large.make().save_pretrained(folder)
             spec, model = zerodrift.describe(folder), runnable(folder)
-        work = work_of(zerodrift.make_plan(written, spec, large.ranks[0]), model, sized(model, 1, LENGTH))
+        work = count_work(
+            zerodrift.make_plan(written, spec, large.ranks[0]), model, sized_inputs(model, 1, LENGTH)
+        )
         for ranks in large.ranks:
             for replicas in (1, ranks // 64) if ranks > 64 else (1,):
                 for order in large.orders:

@@ -161,7 +161,7 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("config.load", "policy.resolve", "model.sources", "plan.build", "plan.cost", "plan.table"),
     ),
     ("Observing", "", ("inspect.check.observation",)),
-    ("What precision costs", "", ("numerics.audit", "numerics.audit_text")),
+    ("What precision costs", "", ("inspect.audit.audit", "inspect.audit.text")),
     ("What a plan is made of", "", ("mesh", "model.spec", "policy.nouns")),
     ("Configs", CONFIG_INTRO, ("config.schema",)),
     ("Errors", "", ("errors",)),

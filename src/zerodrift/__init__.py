@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
+    from zerodrift.inspect.audit.audit import audit as audit
+    from zerodrift.inspect.audit.text import Audit as Audit
     from zerodrift.inspect.check.observation import Observation as Observation
     from zerodrift.inspect.check.observation import observe as observe
     from zerodrift.mesh import MeshShape as MeshShape
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
-    from zerodrift.numerics.audit import audit as audit
-    from zerodrift.numerics.audit_text import Audit as Audit
     from zerodrift.pipeline.cut import Parts as Parts
     from zerodrift.plan.build import build as build
     from zerodrift.plan.cost import Cost as Cost
@@ -88,8 +88,8 @@ _NAMES = {
     "mesh": "MeshShape",
     "model.sources": "describe",
     "model.spec": "ModelSpec",
-    "numerics.audit": "audit",
-    "numerics.audit_text": "Audit",
+    "inspect.audit.audit": "audit",
+    "inspect.audit.text": "Audit",
     "pipeline.cut": "Parts",
     "plan.build": "build",
     "plan.cost": "Cost cost",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.audit.networks import LENGTH, VOCABULARY, Decoder, Pictures
-from zerodrift.numerics.nouns import AuditFinding
+from zerodrift.inspect.audit.results import AuditFinding
 
 Batches = list[dict[str, torch.Tensor]]
 Plant = Callable[[nn.Module], None]

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.audit.planted import HEALTHY, MODES, PLANTED, Batches, Planted
 from zerodrift.api import make_plan
-from zerodrift.numerics.audit import audit
-from zerodrift.numerics.audit_text import Audit
+from zerodrift.inspect.audit.audit import audit
+from zerodrift.inspect.audit.text import Audit
 
 ALWAYS = frozenset((
     "router-by-rule", "embedding-in-code", "accumulate-of-one", "wire-of-gradients-that-cancel",

@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerodrift.numerics.sampler import sampler
-from zerodrift.numerics.sides import OtherSide, SidesApart, compare
-from zerodrift.numerics.token_files import recorded
-from zerodrift.numerics.trainer import trainer
+from zerodrift.inspect.audit.tokens import parse_recorded as recorded
+from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides
+from zerodrift.inspect.drift.sampler_dtypes import parse_sampler_dtypes as sampler
+from zerodrift.inspect.drift.trainer import load_trainer as trainer
 
 VOCABULARY, LENGTH, SEQUENCES = 96, 24, 4
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -673,7 +673,7 @@ class PlantFound:
     architecture: str
     wanted: tuple[str, ...]
     explained: bool
-    found: SidesApart
+    found: SideComparison
     seconds: float
 
     @property
@@ -710,8 +710,8 @@ def planted(plant: Callable[[PlantedSide], None], architecture: str, folder: Pat
         values = torch.tensor(side.logprobs(folder, ids))
         said = recorded(values.tolist(), ids.tolist()) if bool(values.isfinite().all()) else None
     table = sampler(side.table) if side.table else None
-    other = OtherSide(sent=folder, sampler=table, recorded=said)
-    found = compare(trainer(side.config, side.model), other, ids.tolist())
+    other = SamplerSide(sent=folder, sampler=table, recorded=said)
+    found = compare_sides(trainer(side.config, side.model), other, ids.tolist())
     return PlantFound(
         plant.__name__, architecture, side.first, said is not None, found, time.monotonic() - begin
     )

@@ -17,8 +17,8 @@ import zerodrift
 pytest.importorskip("transformers")
 
 from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, lively, planted, token_ids
-from zerodrift.numerics.sides import OtherSide, compare
-from zerodrift.numerics.trainer import trainer
+from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
+from zerodrift.inspect.drift.trainer import load_trainer as trainer
 
 SHOWN_IN = {"expert_bias_rounded": "plain-moe", "expert_dropped": "plain-moe", "experts_permuted": "gpt-oss"}
 SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "untied": "llama-tied"}
@@ -48,7 +48,7 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
     zerodrift.export(engine, sent)
     engine.destroy()
     for side in (trainer(config, model), trainer(config, str(sent))):
-        found = compare(side, OtherSide(sent=sent), ids)
+        found = compare_sides(side, SamplerSide(sent=sent), ids)
         assert found.whole.largest == 0.0 and found.within and found.cells == ()
     tensors = load_file(sent / "model.safetensors")
     name = next(name for name in tensors if "experts.1.up_proj" in name)
@@ -56,8 +56,8 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name] * 1.01}, sent / "model.safetensors", {"format": "pt"})
     after = type(model).from_pretrained(sent).state_dict()
     (changed,) = (key for key, value in after.items() if not value.equal(before[key]))
-    found = compare(trainer(config, model), OtherSide(sent=sent), ids)
-    (fate,) = found.fates
+    found = compare_sides(trainer(config, model), SamplerSide(sent=sent), ids)
+    (fate,) = found.faults
     assert fate.name == found.first == changed and found.cells[0].explains == 1.0
     assert ("in slice 1" in fate.verdict.told) == (changed != name)  # transformers 4 stacks no experts
 

@@ -8,8 +8,8 @@ from torch import nn
 import zerodrift
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.mesh import started
-from zerodrift.numerics.audit import audit
-from zerodrift.numerics.audit_text import Audit
+from zerodrift.inspect.audit.audit import audit
+from zerodrift.inspect.audit.text import Audit
 
 VOCABULARY = 23
 

@@ -9,11 +9,18 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
+from zerodrift.inspect.audit.audit import audit
+from zerodrift.inspect.audit.results import Place
+from zerodrift.inspect.audit.signals import (
+    CloseCalls,
+    ForwardResult,
+    Recorder,
+    Signals,
+    close_calls,
+    signed_costs,
+)
+from zerodrift.inspect.audit.text import residual_stream
 from zerodrift.inspect.trace.places import paths_in
-from zerodrift.numerics.audit import audit
-from zerodrift.numerics.audit_text import residual_stream
-from zerodrift.numerics.nouns import Place
-from zerodrift.numerics.signals import CloseCalls, Judged, Recorder, Signals, close_calls, signed_costs
 
 
 def scores() -> torch.Tensor:
@@ -80,7 +87,7 @@ def test_without_flips_nothing_is_charged() -> None:
 def test_only_close_calls_have_a_gradient() -> None:
     negative = torch.ones(2, dtype=torch.float64, requires_grad=True)
     margins = torch.tensor([0.5, 0.01, float("inf")], requires_grad=True)
-    judged = Judged(negative.sum(), negative, {"gate#0": margins})
+    judged = ForwardResult(negative.sum(), negative, {"gate#0": margins})
     signed_costs(judged, 0, CloseCalls({"gate#0": 0.1}, 4.0)).backward()
     assert margins.grad is not None and negative.grad is not None
     assert margins.grad.abs().tolist() == [0.0, 2.0, 0.0]
@@ -89,7 +96,7 @@ def test_only_close_calls_have_a_gradient() -> None:
 
 def test_random_signs_are_the_same_without_close_calls() -> None:
     negative = torch.arange(5.0)
-    judged = Judged(negative.sum(), negative, {})
+    judged = ForwardResult(negative.sum(), negative, {})
     assert torch.equal(signed_costs(judged, 3, None), signed_costs(judged, 3, CloseCalls({}, 1.0)))
 
 
@@ -101,7 +108,7 @@ def test_what_cells_do_to_the_loss_adds_up(mode: str) -> None:
     plan = make_plan({"precision": {"mode": mode}}, model)
     found = audit(plan, model, [{"tokens": batch(1, 0, micro)} for micro in range(3)], budget=None, confirm=4)
     cells = [each for each in found.shortlist if each.choice.cell == "compute"]
-    moved = sum(each.loss or 0.0 for each in (*cells, *found.places))
+    moved = sum(each.loss for each in (*cells, *found.places))
     assert abs(found.drift.loss) > 10 * found.drift.square
     assert abs(moved - found.drift.loss) < found.drift.square
     stored = {each.choice: each.loss for each in found.shortlist if each.choice.cell == "storage"}

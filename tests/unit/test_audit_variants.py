@@ -8,12 +8,12 @@ import pytest
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
-from zerodrift.numerics import variants
-from zerodrift.numerics.nouns import Bytes, Point
-from zerodrift.numerics.recommend import Candidate, candidates, rules_for
-from zerodrift.numerics.runs import Subject, planned
-from zerodrift.numerics.signals import Drift
-from zerodrift.numerics.variants import Choice, narrow_cells
+from zerodrift.inspect.audit import variants
+from zerodrift.inspect.audit.advice import Candidate, candidates, rules_for
+from zerodrift.inspect.audit.results import Bytes, Point
+from zerodrift.inspect.audit.run import Subject, plan_for
+from zerodrift.inspect.audit.signals import Drift
+from zerodrift.inspect.audit.variants import Choice, narrow_cells
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Columns, Policy
 
@@ -27,7 +27,7 @@ def plan(mode: str = "bf16", **more: object) -> Plan:
 
 
 def built(base: Plan, policy: Policy) -> Plan:
-    return planned(Subject.of(MODEL, None), policy, base.mesh)
+    return plan_for(Subject.of(MODEL, None), policy, base.mesh)
 
 
 def dtypes(columns: Columns) -> tuple[str, str, str]:
@@ -36,7 +36,7 @@ def dtypes(columns: Columns) -> tuple[str, str, str]:
 
 def test_the_reference_has_nothing_narrow() -> None:
     narrow = plan(rules=[{"match": "norm.*", "pin": "fp32"}], buffers="bf16", reduce="bf16", state="8bit")
-    wide = built(narrow, variants.reference(narrow.policy))
+    wide = built(narrow, variants.reference_policy(narrow.policy))
     assert all(not narrow_cells(row.columns) for row in wide.rows)
     assert all(row.storage == row.source for row in wide.buffers)
     assert any(narrow_cells(row.columns) for row in narrow.rows)
@@ -44,7 +44,7 @@ def test_the_reference_has_nothing_narrow() -> None:
 
 def test_a_widened_cell_is_wide_and_the_others_as_they_were() -> None:
     base = plan()
-    wide = built(base, variants.widened(base, [Choice(NAME, "storage", (NAME,))]))
+    wide = built(base, variants.widened_policy(base, [Choice(NAME, "storage", (NAME,))]))
     for row in base.rows:
         now = wide.row(row.name)
         assert now is not None
@@ -58,7 +58,7 @@ def test_a_widened_cell_is_wide_and_the_others_as_they_were() -> None:
 
 def test_only_one_cell_is_narrow() -> None:
     base = plan()
-    alone = built(base, variants.only(base, [Choice(NAME, "storage", (NAME,))]))
+    alone = built(base, variants.isolated_policy(base, [Choice(NAME, "storage", (NAME,))]))
     for row in alone.rows:
         assert dtypes(row.columns) == (("bf16", "bf16", "fp32") if row.name == NAME else ("fp32",) * 3)
 
@@ -66,7 +66,7 @@ def test_only_one_cell_is_narrow() -> None:
 def test_computing_alone_is_narrow_with_all_of_its_module() -> None:
     base = plan()
     both = (NAME, "blocks.0.up.bias")
-    alone = built(base, variants.only(base, [Choice(NAME, "compute", both)]))
+    alone = built(base, variants.isolated_policy(base, [Choice(NAME, "compute", both)]))
     narrow = {row.name for row in alone.rows if str(row.columns.compute) != "fp32"}
     assert narrow == set(both)
     assert all(str(row.columns.storage.dtype) == "fp32" for row in alone.rows)
@@ -91,7 +91,7 @@ def test_what_is_narrow_is_told_by_column(more: dict[str, str], cells: tuple[str
 
 def test_pins_are_fp32_in_every_column() -> None:
     base = plan()
-    pinned = built(base, variants.pinned(base, {NAME: None, "blocks.0.up.bias": None}))
+    pinned = built(base, variants.pinned_policy(base, {NAME: None, "blocks.0.up.bias": None}))
     row = pinned.row(NAME)
     assert row is not None and row.columns.pinned
     assert sum(row.columns.pinned for row in pinned.rows) == 2

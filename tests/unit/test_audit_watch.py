@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundings, Widener
 from zerodrift.inspect.trace.places import paths_in
-from zerodrift.numerics.operations import Rounding, Roundings, Watch, Widened
 
 
 class Narrows(nn.Module):
@@ -40,7 +40,7 @@ class Angles(nn.Module):
 def watched(model: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Rounding]]:
     found = Roundings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with paths_in(model) as path, Watch(model, names, path, found, {}):
+    with paths_in(model) as path, RoundingRecorder(model, names, path, found, {}):
         out = model(*inputs)
     out.backward()
     return out.detach(), {place.operation: place for place in reversed(found.places.values())}
@@ -118,10 +118,10 @@ def test_numbers_without_a_gradient_have_what_they_would_be() -> None:
 def test_widened_leaves_out_what_the_code_narrows() -> None:
     model, found = Narrows(), Roundings()
     x = given().float()
-    with paths_in(model) as path, Watch(model, {}, path, found, {}):
+    with paths_in(model) as path, RoundingRecorder(model, {}, path, found, {}):
         model(x.bfloat16())
     places = frozenset((place.module, place.line) for place in found.places.values())
-    with paths_in(model) as path, torch.no_grad(), Widened(path, places):
+    with paths_in(model) as path, torch.no_grad(), Widener(path, places):
         wide = model(x)
     with torch.no_grad():
         true = functional.linear(x, model.weight).square().sum()

@@ -19,16 +19,17 @@ from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, 
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
+from zerodrift.inspect.audit.tokens import parse_ids, read_ids, read_recorded
+from zerodrift.inspect.audit.tokens import parse_recorded as recorded
+from zerodrift.inspect.drift.attribution import SamplerSide, SideComparison, compare_sides, share, token_drift
+from zerodrift.inspect.drift.sampler_dtypes import KEYS, read_sampler_dtypes, roles_of
+from zerodrift.inspect.drift.sampler_dtypes import parse_sampler_dtypes as sampler
+from zerodrift.inspect.drift.tensor_status import judge, neighbours
+from zerodrift.inspect.drift.text import comparison_json, comparison_text
+from zerodrift.inspect.drift.trainer import TrainerSide, config_from_table
+from zerodrift.inspect.drift.trainer import load_trainer as trainer
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord
 from zerodrift.model.sources import describe
-from zerodrift.numerics.apart import apart, share
-from zerodrift.numerics.roles import roles
-from zerodrift.numerics.sampler import KEYS, read_sampler, sampler
-from zerodrift.numerics.sides import OtherSide, SidesApart, compare
-from zerodrift.numerics.sides_text import sides_json, sides_text
-from zerodrift.numerics.tensors import judged, neighbours
-from zerodrift.numerics.token_files import ids, read_ids, read_recorded, recorded
-from zerodrift.numerics.trainer import Trainer, as_config, trainer
 
 FP32, BF16 = ({"precision": {"mode": mode}} for mode in ("fp32", "bf16"))
 IDS = token_ids()[:2, :12].tolist()
@@ -87,17 +88,17 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 def test_a_tensor_is_told_for_what_became_of_it(
     change: Callable[[Tensor], Tensor], kind: str, told: str
 ) -> None:
-    verdict = judged(matrix(), change(matrix()), {"b": matrix(1)})
+    verdict = judge(matrix(), change(matrix()), {"b": matrix(1)})
     assert verdict.kind == kind and told in verdict.told
 
 
 def test_what_a_dtype_cannot_hold_is_told() -> None:
     large, small = matrix(), matrix() * 1e-6
     large[0, 0] = 1e5
-    assert judged(large, large.half()).kind == "overflowed"
-    assert "largest" in judged(large, large.clamp(-65504, 65504).half()).told
-    assert "subnormal" in judged(small, lost_subnormals(small)).told
-    assert judged(small, small.half()).kind == "rounded"
+    assert judge(large, large.half()).kind == "overflowed"
+    assert "largest" in judge(large, large.clamp(-65504, 65504).half()).told
+    assert "subnormal" in judge(small, lost_subnormals(small)).told
+    assert judge(small, small.half()).kind == "rounded"
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, torch.float8_e4m3fn])
@@ -118,9 +119,9 @@ def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
     scale = values.abs().amax() / 127
     codes = (values / scale).round()
     half = torch.full_like(values, float(scale) / 2 * 1.01)
-    assert judged(values, codes * scale, {}, half).kind == "quantised"
+    assert judge(values, codes * scale, {}, half).kind == "quantised"
     codes[2, 2] += 1
-    assert judged(values, codes * scale, {}, half).kind == "other-values"
+    assert judge(values, codes * scale, {}, half).kind == "other-values"
 
 
 # --- numbers ------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_a_scaled_tensor_is_held_to_half_a_step() -> None:
 def test_apart_is_what_a_plain_loop_says() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (-torch.rand(101, generator=generator, dtype=torch.float64) for _ in range(2))
-    found, gaps = apart(b, a), [float(y - x) for x, y in zip(a, b, strict=True)]
+    found, gaps = token_drift(b, a), [float(y - x) for x, y in zip(a, b, strict=True)]
     far = sorted(map(abs, gaps))
     assert found.mean_abs == pytest.approx(sum(far) / 101, rel=1e-12)
     assert found.rms == pytest.approx(math.sqrt(sum(gap**2 for gap in gaps) / 101), rel=1e-12)
@@ -140,10 +141,13 @@ def test_apart_is_what_a_plain_loop_says() -> None:
 
 def test_what_is_not_finite_is_counted_and_not_averaged() -> None:
     a = torch.zeros(3, dtype=torch.float64)
-    found = apart(torch.tensor([math.nan, 0.0, -1.0], dtype=torch.float64), a)
+    found = token_drift(torch.tensor([math.nan, 0.0, -1.0], dtype=torch.float64), a)
     assert (found.not_finite, found.mean_abs) == (1, 0.5)
     assert share(found, found) == 1.0
-    assert apart(a, a) == apart(a.clone(), a) and apart(a, a).rms == apart(a, a).k3 == 0.0
+    assert (
+        token_drift(a, a) == token_drift(a.clone(), a)
+        and token_drift(a, a).rms == token_drift(a, a).k3 == 0.0
+    )
 
 
 # --- the sampler's table, roles, files ----------------------------------------------------------------------
@@ -153,7 +157,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "compute: bfloat16\nhead: fp32\nkv: fp8_e4m3\ntensors: {'*.up.*': fp16}\n"
     )
-    table = read_sampler(tmp_path / "a.yaml")
+    table = read_sampler_dtypes(tmp_path / "a.yaml")
     assert table.compute is DType.BF16 and table.roles == (("head", DType.FP32),)
     assert table.activations == (("kv", DType.FP8_E4M3),) and table.tensors == (("*.up.*", DType.FP16),)
 
@@ -180,12 +184,12 @@ def test_every_key_is_on_the_page() -> None:
 
 
 def test_parts_of_models_have_their_roles() -> None:
-    found = roles(describe(lively("plain-moe")))
+    found = roles_of(describe(lively("plain-moe")))
     assert found["embed.weight"] == "embedding" and found["head.weight"] == "head"
     assert found["layers.0.norm1.weight"] == found["norm.weight"] == "norms"
     assert found["layers.0.mlp.router.weight"] == "router" and found["layers.0.attn.q.weight"] == "attention"
     assert found["layers.1.mlp.experts.2.bias"] == "experts"
-    assert roles(describe(PlainDecoder()))["layers.0.mlp.0.weight"] == "mlp"
+    assert roles_of(describe(PlainDecoder()))["layers.0.mlp.0.weight"] == "mlp"
 
 
 def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_ids_come_from_every_kind_of_file(tmp_path: Path) -> None:
     assert all(
         read_ids(tmp_path / f"a.{end}") == rows for end in ("npy", "pt", "safetensors", "json", "jsonl")
     )
-    assert ids([7, 8]) == [[7, 8]] and ids([[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
+    assert parse_ids([7, 8]) == [[7, 8]] and parse_ids([[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -272,16 +276,13 @@ def seen(name: str, storage: str, compute: str, numel: int = 64) -> ParameterRec
 
 def test_what_was_seen_of_a_run_is_a_config() -> None:
     mixed = ModelRecord("M", [seen("a", "bfloat16", "bfloat16", 999), seen("gate[0]", "float32", "float32")])
-    assert as_config(mixed) == {
-        "precision": {
-            "mode": "bf16",
-            "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}],
-        }
+    assert config_from_table(mixed) == {
+        "precision": {"mode": "bf16", "rules": [{"match": "gate[[]0]", "storage": "fp32", "compute": "fp32"}]}
     }
     autocast = ModelRecord("M", [seen("a", "float32", "bfloat16", 999), seen("norm", "float32", "float32")])
-    assert as_config(autocast) == {"precision": {"mode": "autocast-bf16"}}
+    assert config_from_table(autocast) == {"precision": {"mode": "autocast-bf16"}}
     with pytest.raises(ConfigError, match="compute dtype was seen"):
-        as_config(ModelRecord("M", []))
+        config_from_table(ModelRecord("M", []))
 
 
 def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
@@ -298,12 +299,12 @@ def test_a_plan_is_a_trainers_side(tmp_path: Path) -> None:
 
 def test_under_autocast_a_sampler_has_one_dtype() -> None:
     config = {"precision": {"mode": "autocast-bf16"}}
-    same = compare(plain(config), OtherSide(sampler=sampler({"softmax": "fp32"})), IDS)
+    same = compared(plain(config), sampler={"softmax": "fp32"})
     assert same.whole.rms == 0.0 and same.cells == ()
-    found = compare(plain(config), OtherSide(sampler=sampler({"compute": "bf16", "norms": "fp32"})), IDS)
+    found = compared(plain(config), sampler={"compute": "bf16", "norms": "fp32"})
     assert found.first == "compute" and found.whole.rms > 0
     with pytest.raises(UnsupportedError, match=r"`sampler\.head`: must be fp32, or what `compute` says"):
-        compare(plain(config), OtherSide(sampler=sampler({"head": "bf16"})), IDS)
+        compared(plain(config), sampler={"head": "bf16"})
 
 
 def test_numbers_of_a_config_that_are_auto_can_be_given() -> None:
@@ -329,8 +330,14 @@ def folder_of(model: nn.Module, path: Path, dtype: torch.dtype = fp32, **changed
     return path
 
 
-def plain(config: dict[str, Any] = FP32, name: str = "plain") -> Trainer:
+def plain(config: dict[str, Any] = FP32, name: str = "plain") -> TrainerSide:
     return trainer(config, lively(name))
+
+
+def compared(side: TrainerSide | None = None, ids: Any = IDS, **known: Any) -> SideComparison:
+    if isinstance(known.get("sampler"), dict):
+        known["sampler"] = sampler(known["sampler"])
+    return compare_sides(side or plain(), SamplerSide(**known), ids)
 
 
 @pytest.mark.parametrize(
@@ -345,17 +352,16 @@ def test_sides_that_are_the_same_are_exactly_zero_apart(
         pytest.importorskip("transformers")
     side = plain(config, name)
     sent = folder_of(lively(name), tmp_path / "sent", bf16 if config is BF16 else fp32)
-    other = OtherSide(sent=sent, loaded=sent, sampler=sampler({"compute": config["precision"]["mode"]}))
-    found = compare(side, other, IDS)
+    found = compared(side, sent=sent, loaded=sent, sampler={"compute": config["precision"]["mode"]})
     whole = found.whole
     assert (whole.mean_abs, whole.rms, whole.k3, whole.largest, whole.not_finite) == (0.0, 0.0, 0.0, 0.0, 0)
-    assert found.within and found.cells == () and found.fates == () and found.first == ""
+    assert found.within and found.cells == () and found.faults == () and found.first == ""
 
 
 def test_looking_changes_neither_values_nor_the_model() -> None:
     side = plain()
     before = copy.deepcopy(side.module.state_dict())
-    compare(side, OtherSide(sampler=sampler({"compute": "bf16", "buffers": "bf16"})), IDS)
+    compared(side, sampler={"compute": "bf16", "buffers": "bf16"})
     after = side.module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -365,30 +371,28 @@ def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
     turned = model.state_dict()[name].T.contiguous()
     sent = folder_of(model, tmp_path / "sent")
     loaded = folder_of(model, tmp_path / "loaded", **{name: turned})
-    found = compare(plain(), OtherSide(sent=sent, loaded=loaded), IDS)
-    (fate,) = found.fates
+    found = compared(sent=sent, loaded=loaded)
+    (fate,) = found.faults
     digests = dict(fate.digests)
     assert (fate.name, fate.verdict.kind, fate.step) == (name, "transposed", "loaded")
     assert digests["trained"] == digests["sent"] != digests["loaded"]
-    both = compare(plain(), OtherSide(sent=loaded, loaded=loaded), IDS)
-    assert both.fates[0].step == "sent" and both.first == name and not both.within
+    both = compared(sent=loaded, loaded=loaded)
+    assert both.faults[0].step == "sent" and both.first == name and not both.within
 
 
 def test_a_dtype_brings_the_tensors_that_were_sent_for_it(tmp_path: Path) -> None:
     """A head that was sent in bf16 and is multiplied in fp32 is one difference to a trainer in bf16."""
     sent = folder_of(lively("plain"), tmp_path / "sent", bf16)
-    found = compare(plain(BF16), OtherSide(sent=sent, sampler=sampler({"head": "fp32"})), IDS)
+    found = compared(plain(BF16), sent=sent, sampler={"head": "fp32"})
     assert [(each.cell.key, each.explains, each.removes) for each in found.cells] == [("head", 1.0, 1.0)]
 
 
 def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
     table = sampler({"kv": "fp8_e5m2", "head": "bf16"})
-    found = compare(plain(), OtherSide(sampler=table), IDS)
+    found = compared(sampler=table)
     of = {each.cell.key: each for each in found.cells}
     for key, other in (("kv", "head"), ("head", "kv")):
-        alone = compare(
-            plain(), OtherSide(sampler=sampler({key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})), IDS
-        )
+        alone = compared(sampler={key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})
         assert of[key].alone == alone.whole
         assert of[other].removes == 1 - alone.whole.square / found.whole.square
     assert found.first == "kv" and found.unexplained == 0.0
@@ -399,29 +403,26 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
     head_in_fp32(side)
     folder = folder_of(side.model, tmp_path / "sent", bf16, **{"head.weight": side.tensors["head.weight"]})
     said = recorded(side.logprobs(folder, torch.tensor(IDS)), IDS)
-    found = compare(trainer(side.config, side.model), OtherSide(recorded=said), IDS)
+    found = compared(trainer(side.config, side.model), recorded=said)
     best = found.tried[0]
     assert (best.key, best.dtype) == ("head", DType.FP32) and best.explains > 0.99
     assert found.unexplained == 1.0 and found.cells == ()
-    known = compare(trainer(side.config, side.model), OtherSide(folder, None, sampler(side.table), said), IDS)
+    known = compare_sides(
+        trainer(side.config, side.model), SamplerSide(folder, None, sampler(side.table), said), IDS
+    )
     assert known.unexplained < 1e-6 and known.tried == () and known.first == "head"
 
 
 def test_tokens_that_were_not_recorded_are_left_out() -> None:
     said = recorded([[None] * 8 + [-1.0] * 3, [-1.0] * 11], IDS)
-    found = compare(plain(), OtherSide(recorded=said, sampler=sampler({"kv": "bf16"})), IDS)
+    found = compared(recorded=said, sampler={"kv": "bf16"})
     assert found.whole.tokens == 14
-    assert {(far.sequence, far.token == IDS[far.sequence][far.place]) for far in found.far} <= {
-        (0, True),
-        (1, True),
-    }
+    assert all(far.token == IDS[far.sequence][far.place] for far in found.far)
     assert all(far.place >= 9 for far in found.far if far.sequence == 0)
 
 
 def test_flips_are_counted_apart() -> None:
-    found = compare(
-        plain(FP32, "plain-moe"), OtherSide(sampler=sampler({"router": "bf16"})), token_ids().tolist()
-    )
+    found = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16"}, ids=token_ids().tolist())
     assert found.choices == 2 * token_ids().numel()
     assert sum(count for _, count in found.router_flips) == found.cells[0].flips
     assert 0 <= found.flipped_share <= 1
@@ -432,17 +433,17 @@ def test_scaled_tensors_are_multiplied_out(tmp_path: Path) -> None:
     values = lively("plain").state_dict()[name]
     scale = values.abs().amax(1) / 127
     codes = {name: (values / scale[:, None]).round().to(torch.int8), f"{name}_scale": scale}
-    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "a", **codes)), IDS)
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "a", **codes))
     (cell,) = found.cells
     assert (cell.cell.key, cell.cell.told, cell.cell.names) == ("mlp weights", "int8 scaled", (name,))
-    assert found.fates == () and 0 < found.whole.rms < 0.05
+    assert found.faults == () and 0 < found.whole.rms < 0.05
     blocks = values.unfold(0, 32, 32).unfold(1, 16, 16).abs().amax((-1, -2)) / 448
     wide = blocks.repeat_interleave(32, 0).repeat_interleave(16, 1)
     codes = {name: (values / wide).to(torch.float8_e4m3fn), f"{name}_scale_inv": blocks}
-    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "b", **codes)), IDS)
-    assert found.cells[0].cell.told == "fp8_e4m3 scaled" and found.fates == ()
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "b", **codes))
+    assert found.cells[0].cell.told == "fp8_e4m3 scaled" and found.faults == ()
     codes[name] = codes[name].float().roll(1, 0).to(torch.float8_e4m3fn)
-    found = compare(plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "c", **codes)), IDS)
+    found = compared(sent=folder_of(lively("plain"), tmp_path / "c", **codes))
     assert found.first == name and not found.within
 
 
@@ -463,142 +464,131 @@ class OtherLoss(WithoutLoss):
         return self.embed(input_ids).square().mean()
 
 
-def refused(error: type[ZerodriftError], run: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
+class Bare(WithoutLoss):
+    """Embeddings and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 96)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(input_ids))[:, :-1]
+        return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
 
 
-def test_nothing_to_compare_is_refused() -> None:
-    assert "`the other side`: must be given" in refused(
-        ConfigError, lambda: compare(plain(), OtherSide(), IDS)
-    )
-
-
-def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+def too_large() -> nn.Module:
     model = lively("plain")
-    tensors = PlantedSide(model).tensors
-    (tmp_path / "names").mkdir()
-    save_file(
-        {n.replace("attn", "attention"): t for n, t in tensors.items()}, tmp_path / "names/model.safetensors"
-    )
-    text = refused(ModelError, lambda: compare(plain(), OtherSide(sent=tmp_path / "names"), IDS))
-    assert "must have the names of the trainer's model" in text and "layers.0.attention.k.weight" in text
-    shape = folder_of(model, tmp_path / "shape", **{"norm.weight": torch.ones(31)})
-    text = refused(ModelError, lambda: compare(plain(), OtherSide(sent=shape), IDS))
-    assert "`norm.weight`: must have shape [32]; got [31]" in text
-    packed = folder_of(
-        model, tmp_path / "packed", **{"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
-    )
-    assert "packed" in refused(UnsupportedError, lambda: compare(plain(), OtherSide(sent=packed), IDS))
-    (tmp_path / "empty").mkdir()
-    assert "empty" in refused(ModelError, lambda: compare(plain(), OtherSide(sent=tmp_path / "empty"), IDS))
-    assert "none" in refused(ModelError, lambda: compare(plain(), OtherSide(loaded=tmp_path / "none"), IDS))
+    with torch.no_grad():
+        model.head.weight.mul_(1e30)
+        model.norm.weight.mul_(1e20)
+    return model
 
 
-def test_a_scale_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    name = "layers.0.mlp.0.weight"
-    codes = {name: torch.ones(64, 32, dtype=torch.int8), f"{name}_scale": torch.ones(7)}
-    sent = folder_of(lively("plain"), tmp_path / "a", **codes)
-    assert "must be one scale" in refused(ModelError, lambda: compare(plain(), OtherSide(sent=sent), IDS))
-
-
-def test_a_token_that_the_model_does_not_have_is_refused() -> None:
-    wrong = [[1, 2, 96]]
-    text = refused(ModelError, lambda: compare(plain(), OtherSide(sampler=sampler({"head": "bf16"})), wrong))
-    assert "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96" in text
-
-
-def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def infinite() -> nn.Module:
     model = lively("plain")
     with torch.no_grad():
         model.norm.weight[3] = math.inf
-    assert "`norm.weight`: must be finite" in refused(NonFiniteError, lambda: trainer(FP32, model))
+    return model
+
+
+def renamed(path: Path) -> Path:
+    tensors = {n.replace("attn", "attention"): t for n, t in PlantedSide(lively("plain")).tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+KV, MLP = {"kv": "bf16"}, "layers.0.mlp.0.weight"
+SEVEN_SCALES = {MLP: torch.ones(64, 32, dtype=torch.int8), f"{MLP}_scale": torch.ones(7)}
+PACKED = {"layers.0.attn.q.qweight": torch.ones(4, dtype=torch.int32)}
+
+
+def sent(**changed: Tensor) -> Callable[[Path], SideComparison]:
+    return lambda path: compared(sent=folder_of(lively("plain"), path / "a", **changed))
+
+
+def of_model(make: Callable[[], nn.Module], table: dict[str, Any]) -> Callable[[Path], SideComparison]:
+    return lambda path: compared(trainer(FP32, make()), sampler=table)
+
+
+REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]] = [
+    (ConfigError, lambda path: compared(), "`the other side`: must be given"),
+    (ModelError, lambda path: compared(sent=renamed(path)), "must have the names of the trainer's model"),
+    (ModelError, lambda path: compared(sent=renamed(path)), "layers.0.attention.k.weight"),
+    (ModelError, sent(**{"norm.weight": torch.ones(31)}), "`norm.weight`: must have shape [32]; got [31]"),
+    (UnsupportedError, sent(**PACKED), "packed"),
+    (ModelError, lambda path: compared(sent=path), "test_what_cannot_be_compared"),  # an empty folder
+    (ModelError, lambda path: compared(loaded=path / "none"), "none"),
+    (ModelError, sent(**SEVEN_SCALES), "must be one scale"),
+    (
+        ModelError,
+        lambda path: compared(sampler=KV, ids=[[1, 2, 96]]),
+        "`tokens[0][2]`: must be a token of the model, from 0 to 95; got 96",
+    ),
+    (NonFiniteError, of_model(infinite, KV), "`norm.weight`: must be finite"),
+    (NonFiniteError, of_model(too_large, KV), "`tokens[0]`: must have finite log-probabilities"),
+    (ModelError, of_model(WithoutLoss, {"embedding": "bf16"}), "must return a loss"),
+    (ModelError, of_model(OtherLoss, {"embedding": "bf16"}), "must take its loss from `cross_entropy`"),
+    (
+        ConfigError,
+        lambda path: compared(sampler={"router": "bf16"}),
+        "`router`: must be of a parameter of the model; got none of that role",
+    ),
+    (
+        ConfigError,
+        lambda path: compared(sampler={"tensors": {"*.nothing": "bf16"}}),
+        "`tensors.*.nothing`: must match a parameter",
+    ),
+    (ConfigError, of_model(Bare, KV), "`sampler.kv`: must be something that the model does"),
+    (ConfigError, of_model(Bare, {"buffers": "bf16"}), "a model without floating-point buffers"),
+]
+
+
+@pytest.mark.parametrize(("error", "run", "says"), REFUSED)
+def test_what_cannot_be_compared_is_refused(
+    error: type[ZerodriftError], run: Callable[[Path], SideComparison], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        run(tmp_path)
+    assert says in str(caught.value)
+
+
+def test_an_activation_that_a_model_has_is_compared() -> None:
+    assert compared(trainer(FP32, Bare()), sampler={"logits": "bf16"}).whole.rms > 0
+
+
+def test_values_of_the_other_side_that_are_not_finite_are_a_fault(tmp_path: Path) -> None:
     inf = lively("plain").state_dict()["norm.weight"].clone()
     inf[3] = math.inf
-    found = compare(
-        plain(), OtherSide(sent=folder_of(lively("plain"), tmp_path / "a", **{"norm.weight": inf})), IDS
-    )
-    assert found.fates[0].verdict.kind == "not-finite" and found.first == "norm.weight"
+    found = sent(**{"norm.weight": inf})(tmp_path)
+    assert found.faults[0].verdict.kind == "not-finite" and found.first == "norm.weight"
     assert found.whole.not_finite == found.whole.tokens and not found.within
-    large = lively("plain")
-    with torch.no_grad():
-        large.head.weight.mul_(1e30)
-        large.norm.weight.mul_(1e20)
-    text = refused(
-        NonFiniteError, lambda: compare(trainer(FP32, large), OtherSide(sampler=sampler({"kv": "bf16"})), IDS)
-    )
-    assert "`tokens[0]`: must have finite log-probabilities" in text
-
-
-def test_a_model_without_a_loss_is_refused() -> None:
-    other = OtherSide(sampler=sampler({"embedding": "bf16"}))
-    assert "must return a loss" in refused(
-        ModelError, lambda: compare(trainer(FP32, WithoutLoss()), other, IDS)
-    )
-    text = refused(ModelError, lambda: compare(trainer(FP32, OtherLoss()), other, IDS))
-    assert "must take its loss from `cross_entropy`" in text
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ({"router": "bf16"}, "`router`: must be of a parameter of the model; got none of that role"),
-        ({"tensors": {"*.nothing": "bf16"}}, "`tensors.*.nothing`: must match a parameter"),
-    ],
-)
-def test_a_key_that_the_model_has_nothing_for_is_refused(table: dict[str, Any], says: str) -> None:
-    text = refused(ConfigError, lambda: compare(plain(), OtherSide(sampler=sampler(table)), IDS))
-    assert says in text
-
-
-def test_an_activation_that_the_model_does_not_have_is_refused() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(96, 8), nn.Linear(8, 96)
-
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            logits = self.head(self.embed(input_ids))[:, :-1]
-            return nn.functional.cross_entropy(logits.reshape(-1, 96), labels[:, 1:].reshape(-1))
-
-    text = refused(
-        ConfigError, lambda: compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"kv": "bf16"})), IDS)
-    )
-    assert "`sampler.kv`: must be something that the model does" in text
-    text = refused(
-        ConfigError,
-        lambda: compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"buffers": "bf16"})), IDS),
-    )
-    assert "a model without floating-point buffers" in text
-    assert compare(trainer(FP32, Bare()), OtherSide(sampler=sampler({"logits": "bf16"})), IDS).whole.rms > 0
 
 
 # --- text and JSON ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> SidesApart:
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> SideComparison:
     model, name = lively("plain-moe"), "layers.1.mlp.experts.0.weight"
     changed = {name: model.state_dict()[name].T.contiguous(), "norm.weight": torch.full((32,), math.inf)}
     changed["layers.0.attn.q.weight"] = torch.zeros(32, 32)
     sent = folder_of(model, tmp_path_factory.mktemp("sides") / "a", **changed)
-    return compare(plain(FP32, "plain-moe"), OtherSide(sent=sent, sampler=sampler({"kv": "bf16"})), IDS)
+    return compared(plain(FP32, "plain-moe"), sent=sent, sampler={"kv": "bf16"})
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_text_fits_its_width(width: int, faulty: SidesApart) -> None:
-    fine = compare(
-        plain(FP32, "plain-moe"), OtherSide(sampler=sampler({"router": "bf16", "kv": "bf16"})), IDS
-    )
+def test_text_fits_its_width(width: int, faulty: SideComparison) -> None:
+    fine = compared(plain(FP32, "plain-moe"), sampler={"router": "bf16", "kv": "bf16"})
     for found in (faulty, fine):
-        text = sides_text(found, [("trainer", "c.yaml, " + "a/long/path/" * 12)], color=False, width=width)
+        text = comparison_text(
+            found, [("trainer", "c.yaml, " + "a/long/path/" * 12)], color=False, width=width
+        )
         assert max(map(len, text.splitlines())) <= width
         assert "\x1b" not in text
 
 
-def test_text_names_faults_first(faulty: SidesApart) -> None:
-    text = sides_text(faulty, [], color=False)
+def test_text_names_faults_first(faulty: SideComparison) -> None:
+    text = comparison_text(faulty, [], color=False)
     assert text.index("not what was trained") < text.index("what explains it")
     assert "3 tensors not what was trained; 22 of 22 tokens without a finite log-probability" in " ".join(
         text.split()
@@ -606,11 +596,11 @@ def test_text_names_faults_first(faulty: SidesApart) -> None:
     assert "layers.1.mlp.experts.0.weight  transposed" in text
 
 
-def test_json_has_everything_and_no_number_that_is_none(faulty: SidesApart) -> None:
+def test_json_has_everything_and_no_number_that_is_none(faulty: SideComparison) -> None:
     def number(text: str) -> float:
         raise AssertionError(text)
 
-    data = json.loads(sides_json(faulty), parse_constant=number)
+    data = json.loads(comparison_json(faulty), parse_constant=number)
     assert {each["kind"] for each in data["tensors"]["not_as_trained"]} == {
         "transposed",
         "other-values",

@@ -9,7 +9,7 @@ from torch import nn
 import zerodrift
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.numerics.during import Look, look, require_lookable
+from zerodrift.inspect.audit.estimates import PrecisionProbe, probe, require_probe
 
 CONFIG = {
     "precision": {"mode": "bf16"},
@@ -39,7 +39,7 @@ def batches(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"ids": torch.randint(0, 17, (2, 8), generator=generator)} for _ in range(2)]
 
 
-def trained(looks: bool) -> tuple[Engine, list[Look]]:
+def trained(looks: bool) -> tuple[Engine, list[PrecisionProbe]]:
     torch.manual_seed(0)
     engine = zerodrift.initialize(Noisy(), config=CONFIG, quiet=True)
     torch.manual_seed(1)
@@ -47,7 +47,7 @@ def trained(looks: bool) -> tuple[Engine, list[Look]]:
     for step in range(3):
         engine.train_batch(batches(step))
         if looks:
-            seen.append(look(engine, batches(step)))
+            seen.append(probe(engine, batches(step)))
     return engine, seen
 
 
@@ -69,5 +69,5 @@ def test_what_cannot_be_looked_at_is_refused_before_it_begins() -> None:
     tree = {**CONFIG, "precision": {"mode": "bf16", "reduce": {"order": "tree"}}}
     plan = zerodrift.make_plan(tree, Noisy())
     with pytest.raises(UnsupportedError, match=r"audit\.at.*order: tree"):
-        require_lookable(plan)
-    require_lookable(zerodrift.make_plan(CONFIG, Noisy()))
+        require_probe(plan)
+    require_probe(zerodrift.make_plan(CONFIG, Noisy()))

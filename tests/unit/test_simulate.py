@@ -26,17 +26,23 @@ from zerodrift import (
 )
 from zerodrift.api import empty, make_plan
 from zerodrift.dtypes import DType
+from zerodrift.inspect.simulate import simulation as simulations
+from zerodrift.inspect.simulate.cluster import (
+    AxisLayout,
+    Cluster,
+    all_to_all_seconds,
+    axis_layout,
+    built_in,
+    collective_time,
+    read_cluster,
+)
+from zerodrift.inspect.simulate.simulation import Simulation, simulate, sweep
+from zerodrift.inspect.simulate.streams import Streams, split_micro_batches
+from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work, sized_inputs
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.plan.schedule import Collective, Computation, collectives, events
-from zerodrift.simulate import simulation as simulations
-from zerodrift.simulate.carry import AxisLine, carried, line, to_all
-from zerodrift.simulate.cluster import Cluster, built_in, read_cluster
-from zerodrift.simulate.play import Streams, micro_batches_of
-from zerodrift.simulate.simulation import Simulation, simulate
-from zerodrift.simulate.sweep import sweep
-from zerodrift.simulate.work import CountedOperation, UnitWork, Work, sized, work_of
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 FAST: dict[str, Any] = {
@@ -121,19 +127,23 @@ def call(op: Any = "all_gather", numel: int = 1 << 20, axis: Any = "shard", segm
 def test_a_gather_goes_round_a_ring_and_a_sum_from_all_to_all() -> None:
     size = 4 << 20
     inside = plan(8)
-    assert carried(call(), inside, cluster()).seconds == pytest.approx(size * 7 / 8 / 1e9)
-    assert carried(call("reduce_scatter"), inside, cluster()).seconds == pytest.approx(size * 7 / 8 / 1e9)
+    assert collective_time(call(), inside, cluster()).seconds == pytest.approx(size * 7 / 8 / 1e9)
+    assert collective_time(call("reduce_scatter"), inside, cluster()).seconds == pytest.approx(
+        size * 7 / 8 / 1e9
+    )
     far = plan(16)
-    assert carried(call(), far, cluster()).seconds == pytest.approx(size * 15 / 16 / 1e9), (
+    assert collective_time(call(), far, cluster()).seconds == pytest.approx(size * 15 / 16 / 1e9), (
         "8 cards of 0.5 GB/s"
     )
-    assert carried(call("reduce_scatter"), far, cluster()).seconds == pytest.approx(size * 8 / 16 / 0.5e9)
+    assert collective_time(call("reduce_scatter"), far, cluster()).seconds == pytest.approx(
+        size * 8 / 16 / 0.5e9
+    )
 
 
 def test_a_sum_as_nccl_has_it_and_by_halves_leave_a_host_less() -> None:
     def seconds(order: str) -> float:
         made = plan(16, precision={"reduce": {"order": order}})
-        return carried(call("reduce_scatter"), made, cluster()).seconds
+        return collective_time(call("reduce_scatter"), made, cluster()).seconds
 
     size = 4 << 20
     assert seconds("native") == pytest.approx(size * 15 / 16 / 1e9)
@@ -147,19 +157,21 @@ def test_latencies_count_by_rounds_and_messages() -> None:
         "network": {"gb_per_s": 1e9, "latency_us": 10.0, "message_us": 2.0},
     }
     slow = cluster(**links)
-    assert carried(call(numel=16), plan(16), slow).seconds == pytest.approx(4 * 10e-6)
-    assert to_all(16, AxisLine(16, 1), slow) == pytest.approx(10e-6 + 8 * 2e-6)
+    assert collective_time(call(numel=16), plan(16), slow).seconds == pytest.approx(4 * 10e-6)
+    assert all_to_all_seconds(16, AxisLayout(16, 1), slow) == pytest.approx(10e-6 + 8 * 2e-6)
 
 
 def test_ranks_of_an_axis_lie_on_hosts_by_their_numbers() -> None:
     mesh = MeshShape(shard=16, replicate=4, pipeline=2, expert=4)
-    found = {axis: line(mesh, axis) for axis in ("shard", "expert", "expert_shard", "replicate", "pipeline")}
+    found = {
+        axis: axis_layout(mesh, axis) for axis in ("shard", "expert", "expert_shard", "replicate", "pipeline")
+    }
     assert found == {
-        "shard": AxisLine(16, 1),
-        "expert": AxisLine(4, 1),
-        "expert_shard": AxisLine(4, 4),
-        "replicate": AxisLine(4, 16),
-        "pipeline": AxisLine(2, 64),
+        "shard": AxisLayout(16, 1),
+        "expert": AxisLayout(4, 1),
+        "expert_shard": AxisLayout(4, 4),
+        "replicate": AxisLayout(4, 16),
+        "pipeline": AxisLayout(2, 64),
     }
     assert [each.on_host(cluster()) for each in found.values()] == [8, 4, 2, 1, 1]
 
@@ -219,7 +231,7 @@ def test_what_travels_in_a_simulation_is_the_plans_list() -> None:
 
 def test_micro_batches_are_told_apart() -> None:
     made = plan(2, gradient_accumulation_steps=3)
-    *batches, after = micro_batches_of(events(made))
+    *batches, after = split_micro_batches(events(made))
     assert [sum(isinstance(each, Computation) for each in batch) for batch in batches] == [10] * 3
     assert [each for batch in (*batches, after) for each in batch] == list(events(made))
 
@@ -305,7 +317,7 @@ def counted(batch: int, **more: Any) -> Work:
     with empty():
         model = GPT(tied=False)
     tokens = torch.zeros(batch, LENGTH, dtype=torch.int64)
-    return work_of(
+    return count_work(
         make_plan({"optimizer": ADAMW, **more}, model), model, Inputs((), {"tokens": tokens}, "few")
     )
 
@@ -341,12 +353,12 @@ class Words(torch.nn.Module):
 
 
 def test_a_micro_batch_has_the_tokens_that_were_asked_for() -> None:
-    given = sized(Words(), 3, 8).kwargs["input_ids"]
+    given = sized_inputs(Words(), 3, 8).kwargs["input_ids"]
     assert given.shape == (3, 8) and given.dtype is torch.int64
     with pytest.raises(ConfigError, match="`--tokens`: must be at most 8, the model's longest sample; got 9"):
-        sized(Words(), 3, 9)
+        sized_inputs(Words(), 3, 9)
     with pytest.raises(ConfigError, match="`--simulate`: must be of at most 67,108,864 tokens at once"):
-        sized(Words(), 1 << 24, 8)
+        sized_inputs(Words(), 1 << 24, 8)
 
 
 # --- the sweep ----------------------------------------------------------------------------------------------
@@ -371,10 +383,10 @@ def test_a_sweep_ranks_what_fits_and_says_why_others_do_not() -> None:
     assert [each.seconds for each in simulated] == sorted(each.seconds for each in simulated)
     short = [tried for tried in others if tried.simulation]
     assert short and all(tried.simulation and not tried.simulation.memory.fits for tried in short)
-    assert {tried.way.stage for tried in short} >= {0} and {tried.way.stage for tried in fit} >= {3}
+    assert {tried.choice.stage for tried in short} >= {0} and {tried.choice.stage for tried in fit} >= {3}
     refused = [tried.refused for tried in others if not tried.simulation]
     assert all("must be `rank` with a wire" in text for text in refused) and refused
-    assert {tried.way.recompute for tried in fit} == {False, True}
+    assert {tried.choice.recompute for tried in fit} == {False, True}
 
 
 # --- clusters -------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from zerodrift.cli.planning import is_job, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.numerics.audit_text import Audit
-    from zerodrift.numerics.recommend import Told
-    from zerodrift.numerics.runs import Batch, Subject
+    from zerodrift.inspect.audit.advice import Progress
+    from zerodrift.inspect.audit.run import Subject
+    from zerodrift.inspect.audit.text import Audit
+    from zerodrift.inspect.audit.tokens import Batch
     from zerodrift.plan.table import Plan
 
 
@@ -41,23 +42,23 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _share(budget)
-        from zerodrift.numerics.runs import place
+        from zerodrift.inspect.audit.run import this_rank
 
-        rank, _ = place()
+        rank = this_rank()
         with _shown(rank) as told:
             found = _audited(source, model, weights, tokens, batches, (share, of, confirm), set_ or [], told)
         if rank:
             return
         if html is not None:
-            from zerodrift.numerics.audit_page import audit_page
+            from zerodrift.inspect.audit.page import audit_page
 
             write_page(html, audit_page(found))
         if json:
-            from zerodrift.numerics.audit_text import audit_json
+            from zerodrift.inspect.audit.text import audit_json
 
             streams.emit(audit_json(found))
         else:
-            from zerodrift.numerics.audit_text import audit_text
+            from zerodrift.inspect.audit.text import audit_text
 
             streams.emit(audit_text(found, color=streams.color()))
 
@@ -70,15 +71,15 @@ def _audited(
     count: int,
     limits: tuple[float, Any, int],
     overrides: list[str],
-    told: Told,
+    told: Progress,
 ) -> Audit:
-    from zerodrift.numerics.audit import audit_subject
-    from zerodrift.numerics.subjects import of_config
+    from zerodrift.inspect.audit.audit import audit_subject
+    from zerodrift.inspect.audit.run import load_subject
 
     plan, subject, batches = (
         _of_job(source, overrides, count, (model, weights, tokens))
         if is_job(source)
-        else of_config(source, _named(model), weights, tokens, count, overrides)
+        else load_subject(source, _named(model), weights, tokens, count, overrides)
     )
     budget, of, confirm = limits
     return audit_subject(plan, subject, batches, budget, of, confirm, told)
@@ -96,7 +97,7 @@ def _share(text: str) -> float:
     return value
 
 
-def _shown(rank: int) -> AbstractContextManager[Told]:
+def _shown(rank: int) -> AbstractContextManager[Progress]:
     """What is done, on a line of stderr where somebody watches."""
     if rank or not streams.watched():
         return nullcontext(lambda what, done, of: None)

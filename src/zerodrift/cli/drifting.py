@@ -29,23 +29,24 @@ def drift(
 ) -> None:
     """Compare a trainer with a sampler, and show which difference their drift comes from."""
     with streams.errors(debug):
-        from zerodrift.numerics import sides, sides_text
-        from zerodrift.numerics.sampler import read_sampler
-        from zerodrift.numerics.token_files import read_ids, read_recorded
-        from zerodrift.numerics.trainer import trainer
+        from zerodrift.inspect.audit.tokens import read_ids, read_recorded
+        from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
+        from zerodrift.inspect.drift.sampler_dtypes import read_sampler_dtypes
+        from zerodrift.inspect.drift.text import comparison_json, comparison_text
+        from zerodrift.inspect.drift.trainer import load_trainer
 
         sequences = read_ids(tokens)
-        other = sides.OtherSide(
+        other = SamplerSide(
             sent,
             loaded,
-            None if sampler is None else read_sampler(sampler),
+            None if sampler is None else read_sampler_dtypes(sampler),
             None if recorded is None else read_recorded(recorded, sequences),
         )
         with streams.progress(f"replaying {model}"):
-            side = trainer(config, model, weights, numbers(auto or ()), tuple(set_ or ()))
-            found = sides.compare(side, other, sequences, bar)
+            side = load_trainer(config, model, weights, numbers(auto or ()), tuple(set_ or ()))
+            found = compare_sides(side, other, sequences, bar)
         if json:
-            streams.emit(sides_text.sides_json(found))
+            streams.emit(comparison_json(found))
         else:
             there = [str(path) for path in (sent, loaded, sampler, recorded) if path is not None]
             count = sum(map(len, sequences))
@@ -54,6 +55,6 @@ def drift(
                 ("other side", ", ".join(there)),
                 ("tokens", f"{count:,} in {len(sequences):,} sequences, {tokens}"),
             ]
-            streams.emit(sides_text.sides_text(found, facts, color=streams.color()))
+            streams.emit(comparison_text(found, facts, color=streams.color()))
     if not found.within:
         raise typer.Exit(NOT_AS_EXPECTED)

@@ -15,9 +15,9 @@ from zerodrift.errors import ConfigError
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
+    from zerodrift.inspect.simulate.simulation import Plans
     from zerodrift.plan.table import Plan
     from zerodrift.plan.timeline import Timeline
-    from zerodrift.simulate.sweep import Plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,12 @@ class SimulationOptions:
 
 def simulated(step: StepSource, options: SimulationOptions) -> str:
     """What is printed."""
+    from zerodrift.inspect.simulate.cluster import built_in, read_cluster
+    from zerodrift.inspect.simulate.simulation import require_known_order, simulate, sweep
+    from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
+    from zerodrift.inspect.simulate.work import count_work, sized_inputs
     from zerodrift.model.inputs import inputs_for
     from zerodrift.model.runnable import runnable
-    from zerodrift.simulate.cluster import built_in, read_cluster
-    from zerodrift.simulate.simulation import require, simulate
-    from zerodrift.simulate.sweep import sweep
-    from zerodrift.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
-    from zerodrift.simulate.work import sized, work_of
 
     cluster, path = read_cluster(options.cluster)
     if step.recompute is not None and options.recompute:
@@ -69,11 +68,11 @@ def simulated(step: StepSource, options: SimulationOptions) -> str:
         )
     plan = step.plans(())
     timeline = step.timeline(plan)
-    require(plan, cluster, timeline)
+    require_known_order(plan, cluster, timeline)
     samples = max(1, plan.policy.batch.micro)
     module = runnable(step.model)
-    given = inputs_for(module, options.inputs) if length is None else sized(module, samples, length)
-    work = work_of(plan, module, given)
+    given = inputs_for(module, options.inputs) if length is None else sized_inputs(module, samples, length)
+    work = count_work(plan, module, given)
     if options.cluster in built_in():
         print(f"zerodrift: cluster {options.cluster} is {legible(str(path))}", file=sys.stderr)
     if options.sweep:

@@ -15,7 +15,8 @@ import torch
 from zerodrift.api import make_plan
 from zerodrift.comm.mesh import started
 from zerodrift.config.schema import Config
-from zerodrift.numerics.runs import Batch, Subject
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Plan
 from zerodrift.train import model as models

@@ -20,11 +20,11 @@ from pathlib import Path
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
+from zerodrift.inspect.audit.estimates import probe, require_probe
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import merged
 from zerodrift.legible import legible
-from zerodrift.numerics.during import look, require_lookable
 from zerodrift.train import nonfinite
 from zerodrift.train.best import BestEvaluation
 from zerodrift.train.digests import DigestsOfStep
@@ -110,7 +110,7 @@ class Loop:
         """Train to the end, or until somebody asks to stop."""
         session = self._session
         if session.job.audit.at:
-            require_lookable(self._engine.plan)
+            require_probe(self._engine.plan)
         with self._display.doing("looking for a checkpoint"):
             resumed = session.resume()
         step = self._done = resumed.step
@@ -226,7 +226,7 @@ class Loop:
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
         if step + 1 in self._session.job.audit.at:
-            seen = look(self._engine, [inputs(batch) for batch in taken.batches])
+            seen = probe(self._engine, [inputs(batch) for batch in taken.batches])
             self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 

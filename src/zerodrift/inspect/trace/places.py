@@ -23,7 +23,7 @@ from zerodrift.plan.traced import CastBy
 _HERE = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WATCHERS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("inspect", "numerics"))
+_WATCHERS = (os.path.join(_PACKAGE, "inspect") + os.sep,)
 _LIBRARIES = tuple(
     {
         os.path.realpath(path) + os.sep

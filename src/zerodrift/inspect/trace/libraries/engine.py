@@ -26,6 +26,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
 from zerodrift.inspect.trace.parameter import Owners
 from zerodrift.inspect.trace.records import Column, EngineRecord, dtype_name

@@ -1,0 +1,1 @@
+"""Measure what the dtypes of a plan cost, and which pins pay for themselves."""

@@ -1,0 +1,247 @@
+"""Audit a plan: which dtype decision costs how much, and which pins buy it back.
+
+    found = audit(plan, model, batches)
+    print(found.text())
+
+Three passes estimate the worth of every cell. The cells that are worth most are replayed, one at a time; pins
+are searched within a budget and measured; defects are found.
+
+Invariant: the caller's model is not touched, and a number that is stated as a fact was run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zerodrift.comm.mesh import started
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError, MeshError
+from zerodrift.inspect.audit import estimates, variants
+from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
+from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
+from zerodrift.inspect.audit.findings import find_defects
+from zerodrift.inspect.audit.results import ByteKind, CellReplay, GradientLine, UpdateCost
+from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
+from zerodrift.inspect.audit.signals import drift, router_flips
+from zerodrift.inspect.audit.text import Audit
+from zerodrift.inspect.audit.tokens import Batch
+from zerodrift.inspect.audit.variants import Choice
+from zerodrift.optimizers import of_type
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Output, Policy, State
+
+REPLAYED = 8  # cells of the shortlist that are replayed by default
+
+
+def audit(
+    plan: Plan,
+    model: nn.Module | Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    budget: float | None = 0.01,
+    of: ByteKind = "rest",
+    confirm: int = REPLAYED,
+    told: Progress | None = None,
+) -> Audit:
+    """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
+
+    `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
+    inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
+    pins may cost, None for findings alone; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
+    cells of the shortlist are replayed.
+    """
+    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
+
+
+def audit_subject(
+    plan: Plan,
+    subject: Subject,
+    batches: Sequence[Batch],
+    budget: float | None,
+    of: ByteKind,
+    confirm: int,
+    told: Progress | None,
+) -> Audit:
+    """Audit a model that a command names."""
+    if budget is not None and not 0 <= budget < float("inf"):
+        raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
+    if confirm < 0:
+        raise ConfigError("confirm", "must be at least 0", got=confirm)
+    _, world = started()
+    if world != plan.mesh.world:
+        got = f"{plan.mesh.world} planned, {world} started"
+        do = f"Plan for {world}, or start {plan.mesh.world} with torchrun."
+        raise MeshError("plan", "must be for as many ranks as were started", got=got, do=do)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        progress = told or (lambda what, done, count: None)
+        return _audit(plan, subject, check_batches(batches), budget, of, confirm, progress)
+
+
+def _audit(
+    plan: Plan,
+    subject: Subject,
+    batches: list[Batch],
+    budget: float | None,
+    of: ByteKind,
+    confirm: int,
+    progress: Progress,
+) -> Audit:
+    whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
+    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, batches)
+    progress("shortlist", 0, 1)
+    results, ran = estimates.run_three_passes(setup)
+    ran = replace(ran, policy=setup.policy)
+    progress("shortlist", 1, 1)
+    gradients = _with_columns(setup, ran, results)
+    progress("updates", 0, 1)
+    updates = update_costs(setup, whole)
+    progress("updates", 1, 1)
+    chosen, replayed = _cells_to_replay(results, confirm), []
+    for number, choice in enumerate(chosen):
+        progress("replays", number, len(chosen))
+        if (one := _replay(setup, ran, results, choice)) is not None:
+            replayed.append(one)
+    progress("replays", len(chosen), len(chosen))
+    worth = _worth(results, replayed)
+    advice = None
+    if budget is not None and results.total.square > 0 and any(worth.values()):
+        search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
+        advice = search.recommend(results.planned, candidates(ran, worth))
+    return Audit(
+        source=plan.source,
+        digest=plan.digest,
+        mode=str(plan.policy.mode),
+        ranks=plan.mesh.world,
+        batches=len(batches),
+        drift=results.total,
+        own=results.own,
+        gradient_cosine=results.cosine,
+        shortlist=tuple(results.estimates),
+        replayed=tuple(sorted(replayed, key=lambda each: -each.alone.square)),
+        places=tuple(results.places),
+        gradients=tuple(gradients),
+        updates=tuple(updates),
+        flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
+        caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
+        findings=tuple(find_defects(ran, subject, results, gradients, updates, replayed)),
+        recommendation=advice,
+        narrower=tuple(narrower_columns(setup, ran, whole)) if confirm and budget is not None else (),
+        seconds=results.seconds,
+    )
+
+
+def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[GradientLine]:
+    """Measure what `accumulate` and `reduce` do to each gradient: one run for all parameters, because each
+    affects its own alone."""
+
+    def measure(cell: variants.Cell) -> dict[str, float]:
+        rows = [row for row in plan.rows if cell in variants.narrow_cells(row.columns)]
+        if rows and cell == "reduce" and setup.mesh.data == 1:
+            wires = {}
+            for row in rows:
+                if (update := row.columns.update) is not None:
+                    narrowest = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
+                    wires[row.name] = narrowest.torch
+            return estimates.wire_rounding(setup, wires)
+        if rows:
+            choice = Choice("*", cell, tuple(row.name for row in rows))
+            return estimates.gradient_distances(setup, setup.policy, variants.widened_policy(plan, [choice]))
+        return {}
+
+    accumulate, reduce = measure("accumulate"), measure("reduce")
+    return [
+        replace(line, accumulate=accumulate.get(line.name, 0.0), reduce=reduce.get(line.name, 0.0))
+        for line in results.gradients
+    ]
+
+
+def _cells_to_replay(results: PassResults, confirm: int) -> list[Choice]:
+    """The cells that are worth most, and every router's, because no estimate counts flips."""
+    if not confirm:
+        return []
+    chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
+    routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
+    for estimate in results.estimates:
+        module = estimate.choice.names[0].rpartition(".")[0]
+        routes = any(module == path or module.startswith(f"{path}.gate") for path in routers)
+        if routes and estimate.choice not in chosen and len(chosen) < 2 * confirm:
+            chosen.append(estimate.choice)
+    return chosen
+
+
+def _replay(setup: AuditSetup, plan: Plan, results: PassResults, choice: Choice) -> CellReplay | None:
+    """Return None if the model cannot run so, whatever its modules return."""
+    alone = wide = None
+    outputs: tuple[Output | None, ...] = (None, "input")
+    for output in outputs:
+        with contextlib.suppress(*REFUSED):
+            alone = alone or setup.signals(variants.isolated_policy(plan, [choice], output), results.narrowed)
+        with contextlib.suppress(*REFUSED):
+            wide = wide or setup.signals(variants.widened_policy(plan, [choice], output))
+    if alone is None or wide is None:
+        return None
+    return CellReplay(choice, drift(alone, results.reference), drift(wide, results.reference))
+
+
+def _worth(results: PassResults, replayed: Sequence[CellReplay]) -> dict[str, float]:
+    """Parameter -> the largest squared drift of its forward cells, by replay, else by estimate."""
+    worth: dict[str, float] = {}
+    whole = results.total.square
+    known = {each.choice: max(each.alone.square, whole - each.widened.square) for each in replayed}
+    for estimate in results.estimates:
+        name = estimate.choice.names[0]
+        worth[name] = max(worth.get(name, 0.0), known.get(estimate.choice, estimate.square))
+    return worth
+
+
+def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
+    """Measure two steps of every trained parameter; nothing without an optimizer of the plan's own."""
+    if policy.optimizer is None:
+        return []
+    watched = replace(policy, statistics=True, schedule=None)
+    with running(setup.subject, watched, setup.mesh) as engine:
+        take_steps(engine, setup, 2)
+        if not engine.global_steps:
+            return []  # every step was skipped: gradients that are not finite are found elsewhere
+        costs = []
+        for line in engine.update_statistics().lines:
+            row = engine.plan.row(line.name)
+            update = None if row is None else row.columns.update
+            state = State.FP32 if update is None else update.state
+            stuck = _stuck_share(engine, line.name) if state is State.BF16 else 0.0
+            costs.append(UpdateCost(line.name, line.lost_share, line.underflow_share, stuck, str(state)))
+        return costs
+
+
+def _stuck_share(engine: Engine, name: str) -> float:
+    """Share of elements that decay leaves as they are, rounded to nearest; of the worst moment."""
+    decays, worst = _decays(engine.plan.policy), 0.0
+    for moment, value in engine.parameter(name).state.items():
+        decay = decays.get(moment)
+        if decay is not None and value.numel():
+            after = (value * decay).to(State.BF16.dtype.torch).float()
+            worst = max(worst, float(((after == value) & (value != 0)).float().mean()))
+    return worst
+
+
+def _decays(policy: Policy) -> dict[str, float]:
+    """Moment -> its factor in a step."""
+    if policy.optimizer is None:
+        return {}
+    algorithm = of_type(policy.optimizer.type)
+    given = {**algorithm.defaults, **json.loads(policy.optimizer.params)}
+    if algorithm.moments == ("momentum_buffer",):
+        return {"momentum_buffer": float(given.get("momentum", 0.0))}
+    first, second = (float(beta) for beta in given.get("betas", (0.9, 0.999)))
+    if algorithm.moments == ("exp_avg",):  # Lion blends with the first, and keeps by the second
+        return {"exp_avg": second}
+    return {"exp_avg": first, "exp_avg_sq": second}

@@ -1,0 +1,409 @@
+"""Estimate the worth of every cell in three passes, each a forward and a backward of every micro-batch.
+
+1. The reference: signals, gradients, and what the model's own code narrows.
+2. The plan: signals, gradients, and each operation's errors times the gradient of the loss: how far they move
+   the loss.
+3. The plan again: the errors times the gradient of the targets' log-probabilities with random signs, and of
+   routers' close calls: how far they move the log-probabilities.
+
+The worth of rounding stored values comes from the gradients of parameters, in passes 2 and 3. `probe` is pass
+3 alone, between the steps of a run that trains.
+
+Invariant: the watched plan has the bits of an unwatched forward, or the audit ends with an error. A run that
+is probed goes on with the bits that it has without.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.habits.microbatch_state import generators_kept
+from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
+from zerodrift.inspect.audit import signals
+from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
+from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
+from zerodrift.inspect.audit.run import Subject, running
+from zerodrift.inspect.audit.signals import CloseCalls, Drift, Signals
+from zerodrift.inspect.audit.tokens import Batch
+from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
+from zerodrift.inspect.trace.places import paths_in
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Policy
+
+Values = Callable[[str], Tensor]  # parameter -> its values before they are rounded
+
+
+@dataclass(slots=True)
+class PassResults:
+    """Results of the three passes."""
+
+    reference: Signals  # without what the model's own code narrows
+    own: Drift  # drift that the model's own code causes
+    planned: Signals
+    total: Drift
+    narrowed: frozenset[tuple[str, str]]  # (module, line) of what the model's own code narrows
+    estimates: list[Estimate] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    own_places: list[tuple[Rounding, float]] = field(default_factory=list)  # own narrowing, with estimates
+    planned_places: list[Rounding] = field(default_factory=list)
+    gradients: list[GradientLine] = field(default_factory=list)
+    cosine: float = 1.0  # cosine of all gradients with the reference's
+    seconds: float = 0.0
+    used: frozenset[str] = frozenset()  # parameters that went into a result with a gradient
+    ran: frozenset[str] = frozenset()  # modules that ran an operation
+    coarse: Mapping[str, str] = field(default_factory=dict)
+    """fp32 parameter -> the narrower dtype that holds all its values, or `""`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSetup:
+    """A subject, its policy without an optimizer, and the micro-batches of this rank."""
+
+    subject: Subject
+    policy: Policy
+    mesh: MeshShape
+    batches: Sequence[Batch]
+
+    def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
+        """Run forwards under a policy, with the model's own casts at `widened` left out."""
+        with running(self.subject.frozen(), policy, self.mesh) as engine:
+            return gather_signals(engine, signals.forward_signals(engine, self.batches, _widening(widened)))
+
+
+def _widening(places: frozenset[tuple[str, str]]) -> signals.Around | None:
+    return (lambda path: Widener(path, places)) if places else None
+
+
+def gather_signals(engine: Engine, mine: Signals) -> Signals:
+    """Join the signals of all ranks, in their order."""
+    whole = Signals()
+    told = (mine.losses, mine.targets, mine.routes, mine.margins)
+    for losses, targets, routes, margins in engine.comm.all_gather_object(told, "data"):
+        whole.losses += losses
+        whole.targets += targets
+        whole.routes += routes
+        whole.margins += margins
+    return whole
+
+
+def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
+    """Run the passes; return the plan that was run too."""
+    began = time.perf_counter()
+    own, batches = Roundings(), setup.batches
+    with running(setup.subject, reference_policy(setup.policy), setup.mesh) as reference:
+        plain = signals.backward_signals(reference, batches, _recording(reference, own))
+        plain = true = gather_signals(reference, plain)
+        places = _sum_over_ranks(reference, own)
+        narrowed = frozenset((place.module, place.line) for place in places)
+        if narrowed:
+            seen = signals.forward_signals(reference, batches, _widening(narrowed))
+            true = gather_signals(reference, seen)
+        _require_finite(true, reference)
+        with running(setup.subject, setup.policy, setup.mesh) as engine:
+            constants, by_loss = _cast_buffers(engine, reference), Roundings()
+            seen = signals.backward_signals(engine, batches, _recording(engine, by_loss, constants))
+            planned = gather_signals(engine, seen)
+            total = signals.drift(planned, true)
+            results = PassResults(true, signals.drift(plain, true), planned, total, narrowed)
+            results.gradients, results.cosine = _compare_gradients(engine, reference)
+            scale = TargetScale(len(batches), setup.mesh.data, len(plain.values), engine.scaler.scale)
+
+            def true_values(name: str) -> Tensor:
+                return reference.parameter(name).value.float()
+
+            moves = LossMoves(
+                {row.name: float(effect.sum()) for row, effect in _effects(engine, true_values)},
+                {place.key: scale.loss(place) for place in _sum_over_ranks(engine, by_loss)},
+            )
+            engine.zero_grad()
+            alone = gather_signals(engine, signals.forward_signals(engine, batches, gradients=True))
+            found, calls = Roundings(), signals.close_calls(planned, true)
+            again = gather_signals(engine, _signed_pass(engine, batches, found, constants, calls))
+            if not (_is_same(planned, alone) and _is_same(again, alone)):
+                must = "must leave the bits of a run as they are"
+                got = "other log-probabilities where the same forward was watched"
+                do = "Does the model draw from generators of its own, or keep state in a forward?"
+                raise ZerodriftError("the audit", must, got=got, do=do)
+            _estimate(results, engine, true_values, found, scale, moves)
+            wide = (row.name for row in engine.plan.rows if row.source is DType.FP32)
+            held = {name: narrower_dtype_of(true_values(name)) for name in wide}
+            results.coarse = {name: dtype for name, dtype in held.items() if dtype is not None}
+            everyone = reference.comm.all_gather_object((own.used, own.ran), "data")
+            results.used = frozenset().union(*(used for used, _ in everyone))
+            results.ran = frozenset().union(*(ran for _, ran in everyone))
+            results.own_places = [(place, math.sqrt(scale.square(place.square))) for place in places]
+            results.seconds = time.perf_counter() - began
+            return results, engine.plan
+
+
+def _require_finite(seen: Signals, engine: Engine) -> None:
+    """Name a parameter that is not finite, or else the first micro-batch whose loss is not."""
+    for number, loss in enumerate(seen.losses):
+        if math.isfinite(loss):
+            continue
+        for row in engine.plan.rows:
+            floating = row.columns.storage.dtype.is_floating
+            if floating and not engine.parameter(row.name).value.isfinite().all():
+                raise ModelError(row.name, "must be finite", got="inf or nan")
+        must, do = "must have a finite loss in the fp32 reference", "Look at the batch and at the weights."
+        raise ModelError(f"batches[{number}]", must, got=loss, do=do)
+
+
+def narrower_dtype_of(values: Tensor) -> str | None:
+    """Return the narrower dtype that values were once rounded to, `""` if none holds them, None for values
+    such as ones and powers of two, which do not tell."""
+    bits = values.float().contiguous().view(torch.int32)
+    for dtype, dropped in (("bf16", 16), ("fp16", 13)):
+        if not bool((bits & ((1 << dropped) - 1)).any()):
+            # About half of rounded values have the last bit that is kept.
+            return dtype if float((bits >> dropped & 1).float().mean()) > 1 / 3 else None
+    return ""
+
+
+def _recording(
+    engine: Engine, found: Roundings, constants: Mapping[int, Tensor] | None = None
+) -> signals.Around:
+    names = {
+        id(parameter): row.name
+        for name, parameter in engine.module.named_parameters()
+        if (row := engine.plan.row(name)) is not None
+    }
+    return lambda path: RoundingRecorder(engine.module, names, path, found, constants or {})
+
+
+def _cast_buffers(engine: Engine, reference: Engine) -> dict[int, Tensor]:
+    """Buffers that the plan casts, by id, and their values in the reference."""
+    true = dict(reference.module.named_buffers())
+    return {
+        id(buffer): true[name]
+        for name, buffer in engine.module.named_buffers()
+        if name in true and buffer.is_floating_point() and buffer.dtype is not true[name].dtype
+    }
+
+
+def _signed_pass(
+    engine: Engine,
+    batches: Sequence[Batch],
+    found: Roundings,
+    constants: Mapping[int, Tensor],
+    calls: CloseCalls | None = None,
+) -> Signals:
+    """Run the third pass."""
+    seen, recording = Signals(), _recording(engine, found, constants)
+    with paths_in(engine.module) as path:
+        for number, batch in signals.number_batches(engine, batches):
+            with recording(path):
+                result = signals.forward(engine, batch, number, path, seen)
+                cost = signals.signed_costs(result, number, calls)
+            engine.backward(cost)
+    return seen
+
+
+def _is_same(one: Signals, other: Signals) -> bool:
+    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
+    pairs += zip(one.targets, other.targets, strict=True)
+    return all(torch.equal(mine.nan_to_num(7e7), theirs.nan_to_num(7e7)) for mine, theirs in pairs)
+
+
+def _sum_over_ranks(engine: Engine, found: Roundings) -> list[Rounding]:
+    whole = Roundings()
+    for places in engine.comm.all_gather_object(found.places, "data"):
+        for place in places.values():
+            into = whole.at(*place.key)
+            into.dtype, into.constant = place.dtype, place.constant
+            into.add(place)
+    return list(whole.places.values())
+
+
+def _compare_gradients(engine: Engine, reference: Engine) -> tuple[list[GradientLine], float]:
+    """Compare every trained parameter's gradient; return the cosine of all of them together too."""
+    lines, dot, mine, theirs = [], 0.0, 0.0, 0.0
+    for row in engine.plan.rows:
+        if not row.trained:
+            continue
+        gradient = engine.parameter(row.name).gradient.double()
+        true = reference.parameter(row.name).gradient.double()
+        inner, norm, size = float((gradient * true).sum()), float(true.norm()), float(gradient.norm())
+        gap = float((gradient - true).norm())
+        cosine = inner / (norm * size) if norm and size else float(norm == size)
+        relative = gap / norm if norm else float(size > 0)
+        lines.append(GradientLine(row.name, cosine, relative, norm, size))
+        dot, mine, theirs = dot + inner, mine + size**2, theirs + norm**2
+    return lines, dot / math.sqrt(mine * theirs) if mine and theirs else 1.0
+
+
+def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict[str, float]:
+    """Parameter -> distance of its gradients under two policies over the norm of the second."""
+    with running(setup.subject, other, setup.mesh) as second:
+        signals.backward_signals(second, setup.batches)
+        with running(setup.subject, policy, setup.mesh) as first:
+            signals.backward_signals(first, setup.batches)
+            lines, _ = _compare_gradients(first, second)
+    return {line.name: line.relative for line in lines}
+
+
+def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[str, float]:
+    """Parameter -> share of its gradient that the wire takes if every micro-batch is another rank's."""
+    whole: dict[str, Tensor] = {}
+    errors: dict[str, Tensor] = {}
+    with running(setup.subject, setup.policy, setup.mesh) as engine:
+        for batch in setup.batches:
+            signals.backward_signals(engine, [batch])
+            for name, wire in wires.items():
+                gradient = engine.parameter(name).gradient
+                error = gradient.to(wire).to(gradient.dtype) - gradient
+                whole[name] = whole[name] + gradient if name in whole else gradient
+                errors[name] = errors[name] + error if name in errors else error
+            engine.zero_grad()
+    norms = {name: float(total.double().norm()) for name, total in whole.items()}
+    return {name: float(errors[name].double().norm()) / norm for name, norm in norms.items() if norm}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetScale:
+    """Converts squares of gradients to squares of log-probabilities."""
+
+    batches: int
+    ranks: int
+    targets: int  # targets of all ranks
+    loss_scale: float
+
+    def square(self, square: float) -> float:
+        """Convert the square of a micro-batch's gradient, whose backward began at a mean over its targets."""
+        return square * (self.targets / (self.batches * self.ranks)) ** 2 / self.targets
+
+    def mean_square(self, square: float) -> float:
+        """Convert the square of a parameter's gradient, a mean over micro-batches and ranks."""
+        return self.square(square * (self.batches * self.ranks) ** 2)
+
+    def loss(self, place: Rounding) -> float:
+        """How far a place of the plan moves the mean loss."""
+        return place.signed / (self.loss_scale * self.batches * self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class LossMoves:
+    """First-order changes of the mean loss: by rounding a parameter's values, and by each place."""
+
+    stored: Mapping[str, float]
+    places: Mapping[Key, float]
+
+
+def _effects(engine: Engine, true_values: Values) -> Iterator[tuple[Row, Tensor]]:
+    """Yield the parameters with a narrow forward, with gradient times rounding error."""
+    for row in engine.plan.rows:
+        cells = narrow_cells(row.columns)
+        if row.trained and {"storage", "compute"} & set(cells):
+            handle, true = engine.parameter(row.name), true_values(row.name)
+            rounded = handle.value if "storage" in cells else true.to(row.columns.compute.torch)
+            yield row, (handle.gradient * (rounded.float() - true)).double()
+
+
+def _estimate(
+    results: PassResults,
+    engine: Engine,
+    true_values: Values,
+    found: Roundings,
+    scale: TargetScale,
+    moves: LossMoves,
+) -> None:
+    """Add the worth of every cell and every place to the results."""
+    plan = engine.plan
+    owners: dict[str, str] = {}
+    for path, module in engine.module.named_modules():
+        own = sorted(module.named_parameters(path, recurse=False), key=lambda pair: -pair[1].ndim)
+        if own and (row := plan.row(own[0][0])) is not None:
+            owners[path] = row.name
+    computed: dict[str, tuple[float, float]] = {}
+    for place in _sum_over_ranks(engine, found):
+        results.planned_places.append(place)
+        parameter = place.parameter or owners.get(place.module, "")
+        square = scale.square(place.square / scale.loss_scale**2)
+        loss = moves.places.get(place.key, 0.0)
+        if parameter and not place.constant:
+            before, lost = computed.get(parameter, (0.0, 0.0))
+            computed[parameter] = before + square, lost + loss
+        elif square:
+            where = place.module, place.operation, place.line, place.dtype
+            results.places.append(Place(*where, math.sqrt(square), place.relative, place.typical, loss))
+    results.places.sort(key=lambda place: -place.rms)
+    stored: dict[str, float] = {}
+    for row, effect in _effects(engine, true_values):
+        stored[row.name] = scale.mean_square(float(effect.square().sum()))
+        if "storage" in narrow_cells(row.columns):
+            choice, loss = Choice(row.name, "storage", (row.name,)), moves.stored.get(row.name, 0.0)
+            results.estimates.append(Estimate(choice, stored[row.name], loss))
+    modules: dict[str, list[Row]] = {}
+    for row in plan.rows:
+        if "compute" in narrow_cells(row.columns):
+            modules.setdefault(row.name.rpartition(".")[0], []).append(row)
+    for rows in modules.values():
+        names = tuple(row.name for row in sorted(rows, key=lambda row: -row.whole_numel))
+        parts = [(stored.get(name, 0.0), *computed.get(name, (0.0, 0.0))) for name in names]
+        # Inputs are rounded like outputs, and so are the values.
+        square = sum(values + 2 * operations for values, operations, _ in parts)
+        loss = sum(moves.stored.get(n, 0.0) + lost for n, (_, _, lost) in zip(names, parts, strict=True))
+        results.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
+    results.estimates.sort(key=lambda estimate: -estimate.square)
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionProbe:
+    """Estimates at one step of a run."""
+
+    rms: float  # all together, if they are independent of each other
+    cells: tuple[tuple[str, str, float], ...]  # (parameter, cell, rms), the largest first
+    places: tuple[tuple[str, str, str, float], ...]
+    """(module, line, operation, rms) without a parameter to charge."""
+
+
+def require_probe(plan: Plan) -> None:
+    """Refuse a run that cannot be probed, before it begins."""
+    policy = plan.policy
+    refused = {
+        "a pipeline": policy.pipeline is not None,
+        f"backend {policy.backend}": policy.backend != "native",
+        "`reduce.order: tree`": policy.tree,
+    }
+    for what in (what for what, there in refused.items() if there):
+        must = "must be left out: it looks at whole micro-batches on the native backend"
+        raise UnsupportedError("audit.at", must, got=what, do="Audit a checkpoint: `zerodrift audit`.")
+
+
+def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> PrecisionProbe:
+    """Estimate between two steps, with the micro-batches of a step. A call of all ranks."""
+    found = Roundings()
+    before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    with generators_kept(engine.mesh.device):
+        try:
+            seen = gather_signals(engine, _signed_pass(engine, batches, found, {}))
+            none = signals.drift(seen, seen)
+            results = PassResults(seen, none, seen, none, frozenset())
+            scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)
+            _estimate(
+                results, engine, lambda name: engine.parameter(name).master, found, scale, LossMoves({}, {})
+            )
+        finally:
+            engine.zero_grad()
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                buffer.copy_(before[name])
+    # Storage is part of `compute`, where both are narrow.
+    estimates, places = results.estimates, results.places
+    counted = [each for each in estimates if each.choice.cell == "compute"] or estimates
+    square = sum(each.square for each in counted) + sum(place.rms**2 for place in places)
+    return PrecisionProbe(
+        math.sqrt(square) if math.isfinite(square) else math.inf,
+        tuple((each.choice.names[0], each.choice.cell, each.rms) for each in estimates[:most]),
+        tuple((place.module, place.line, place.operation, place.rms) for place in places[:most]),
+    )

@@ -1,0 +1,317 @@
+"""Find defects by name, the heaviest first.
+
+A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain:
+model code that narrows unasked, numbers beyond a dtype's range, cells narrower than the mode, a small tensor
+with a large part of the drift, gradients and updates that rounding takes away.
+
+Invariant: pure over what was measured. Each finding says what, where, how much, and how to mend it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from zerodrift.inspect.audit.estimates import PassResults
+from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
+from zerodrift.inspect.audit.rounding import NARROW, Rounding
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.plan.table import Plan, Row
+from zerodrift.report.figures import percent
+
+VANISHED = 0.25
+"""Share of an operation's norm that may be lost where numbers become zero. A softmax has small numbers that
+vanish, and loses nothing by it."""
+
+NOISE = 2e-6  # drift of fp32 itself
+GRADIENT = 1e-3  # share of a gradient's norm that `accumulate` may take; it is fp32 in every mode
+FAINT = 1e-4  # share of the norm of all gradients below which a gradient is rounded zero, as of a key's bias
+LOST = 0.05  # share of the changing elements that may be lost
+STUCK = 0.5  # share of a moment's elements that may not decay
+SMALL = 0.05  # share of the model's elements that is small
+LARGE = 0.25  # share of the squared drift, or of the flips, that is large
+ROUTED = 0.002  # share of all routing choices that one cell may flip
+
+Findings = Iterator[AuditFinding]
+
+
+def find_defects(
+    plan: Plan,
+    subject: Subject,
+    results: PassResults,
+    gradients: Sequence[GradientLine],
+    updates: Sequence[UpdateCost],
+    replayed: Sequence[CellReplay],
+) -> list[AuditFinding]:
+    """Return the findings about a plan, one for a parameter's forward, or for a place of each kind."""
+    found = [
+        *_out_of_range(results),
+        *_narrow_code(results),
+        *_buffers(plan),
+        *_rounded_before(results),
+        *_narrower_than_mode(plan, results, replayed),
+        *_routing(results, replayed),
+        *_outliers(plan, results, replayed),
+        *_columns(plan, gradients),
+        *_scaled(plan, subject, gradients),
+        *_updates(updates),
+        *_no_gradient(gradients, results),
+        *_untied(plan, subject),
+    ]
+    first: dict[tuple[str, str], AuditFinding] = {}
+    for finding in sorted(found, key=lambda finding: -finding.weight):
+        kind = "forward" if finding.kind in ("rounded", "routing") else finding.kind
+        first.setdefault((kind, finding.where), finding)
+    return list(first.values())
+
+
+def _at(kind: FindingKind, place: Rounding, what: str, do: str, weight: float) -> AuditFinding:
+    module = place.module or "the model"
+    where = f"{module} at {place.line}" if place.line else module
+    return AuditFinding(kind, where, what, do, weight, (place.parameter,) if place.parameter else ())
+
+
+def _out_of_range(results: PassResults) -> Findings:
+    """Numbers that a dtype cannot hold; of those that become zero, only where much is lost by it."""
+    do = "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it."
+    for place in (*(place for place, _ in results.own_places), *results.planned_places):
+        if place.saturated:
+            what = (
+                f"{place.saturated} of {place.numel} numbers of `{place.operation}` are beyond the range of "
+                f"{place.dtype}, and finite in fp32"
+            )
+            yield _at("overflow", place, what, do, 1e6 + place.saturated / max(1, place.numel))
+    for place in results.planned_places:
+        if place.vanished and not place.saturated and place.relative > VANISHED:
+            what = (
+                f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
+                f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out"
+            )
+            yield _at("underflow", place, what, do, 1e5 + place.relative)
+
+
+def _narrow_code(results: PassResults) -> Findings:
+    """Places that the model's code narrows in fp32: the first of each module, because later ones work with
+    its result, unless a later one weighs three times as much."""
+    first: dict[str, tuple[Rounding, float]] = {}
+    for place, estimated in results.own_places:
+        rms = estimated if math.isfinite(estimated) else math.inf
+        known = first.get(place.module)
+        if place.error and (known is None or rms > 3 * known[1]):
+            first[place.module] = (place, rms)
+    for place, rms in sorted(first.values(), key=lambda pair: -pair[1]):
+        worth = f"an estimated {rms:.2g} of a log-probability"
+        what = (
+            f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
+            f"{place.relative:.2g} of what comes out is lost, "
+            + (worth if math.isfinite(rms) else "and its gradient is not finite")
+        )
+        do = "Leave out the cast, or cast to the dtype of what comes in."
+        yield _at("narrow code", place, what, do, 1e3 + min(rms, 1e3))
+
+
+def _buffers(plan: Plan) -> Findings:
+    for row in plan.buffers:
+        if row.source.is_floating and row.source.torch in NARROW:
+            what = f"the model holds it in {row.source}: what it was before cannot be had back"
+            do = "Register it in fp32; a module computes with it as it is."
+            yield AuditFinding("narrow buffer", row.name, what, do, 900.0)
+        elif row.storage.is_floating and row.storage.torch in NARROW:
+            what = f"the plan casts it from {row.source} to {row.storage} ({row.why})"
+            yield AuditFinding("narrow buffer", row.name, what, "Set `precision.buffers: keep`.", 800.0)
+
+
+def _rounded_before(results: PassResults) -> Findings:
+    """Values that were rounded before the run, where those of most parameters were not."""
+    before = {name: held for name, held in results.coarse.items() if held}
+    whole = len(results.coarse) - len(before)
+    if len(before) < whole:
+        for name, held in before.items():
+            what = (
+                f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
+                f"those of {whole} other parameters were not"
+            )
+            do = "Take them from where they are whole: a cast and a cast back lose what lies between."
+            yield AuditFinding("rounded", name, what, do, 90.0, (name,))
+
+
+def _narrower_than_mode(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+    """Cells that a rule has made narrower than the mode."""
+    mode = plan.policy.mode.dtype
+    for row in plan.rows:
+        columns = row.columns
+        dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
+        narrow = {cell: d for cell, d in dtypes.items() if d.is_floating and not d.holds(mode)}
+        if not narrow:
+            continue
+        runs = [each.alone for each in replayed if row.name in each.choice.names]
+        worth = [e.rms for e in results.estimates if row.name in e.choice.names]
+        alone = max([run.rms for run in runs] + worth, default=0.0)
+        if alone > NOISE or any(run.flips for run in runs):
+            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
+            what = f"{cells} where the mode has {mode}: {alone:.2g} of a log-probability"
+            do = "Leave the column out of the rule, or pin the parameter."
+            yield AuditFinding("rounded", row.name, what, do, 100.0 + alone, (row.name,))
+
+
+def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+    """Routers that choose other experts because they compute in 16 bits."""
+    routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
+    for each in replayed:
+        name, alone = each.choice.names[0], each.alone
+        module = name.rpartition(".")[0]
+        many = alone.flips >= max(ROUTED * alone.choices, LARGE * results.total.flips, 1)
+        if many and any(module == path or module.startswith(f"{path}.") for path in routers):
+            share = alone.flips / max(1, alone.choices)
+            what = (
+                f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
+                f"other experts ({percent(share)})"
+            )
+            yield AuditFinding("routing", name, what, _pin(name), 50.0 + share, (name,))
+
+
+def _pin(name: str) -> str:
+    return f'Pin it: `{{match: "{name}", pin: fp32}}`.'
+
+
+def _outliers(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+    """Small tensors that are worth a large part of the drift."""
+    numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
+    for each in replayed:
+        row = plan.row(each.choice.names[0])
+        if row is None or row.whole_numel > SMALL * numel or not square:
+            continue
+        removed, share = 1 - each.widened.square / square, each.alone.square / square
+        if removed > LARGE and share > LARGE and each.alone.rms > NOISE:
+            what = (
+                f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
+                f"{percent(row.whole_numel / numel)} of the elements; in fp32 {percent(removed)} is gone"
+            )
+            yield AuditFinding("rounded", row.name, what, _pin(row.name), 20.0 + removed, (row.name,))
+
+
+def _together(
+    kind: FindingKind, worth: Mapping[str, float], what: Callable[[float], str], do: str, weight: float
+) -> Findings:
+    """One finding for all parameters with the same defect, under the name of the worst."""
+    if worth:
+        names = sorted(worth, key=lambda name: -worth[name])
+        more = f"; and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        worst = worth[names[0]]
+        yield AuditFinding(kind, names[0], what(worst) + more, do, weight + worst, tuple(names))
+
+
+def _columns(plan: Plan, gradients: Sequence[GradientLine]) -> Findings:
+    """Gradients that `accumulate` or `reduce` changes. Rounding every rank's gradient once takes half an
+    epsilon at most; more than that only where gradients cancel."""
+    reduced = {}
+    for line in gradients:
+        row = plan.row(line.name)
+        update = None if row is None else row.columns.update
+        once = 0.0
+        if update is not None:
+            wire = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
+            once = torch.finfo(wire.torch).eps / 2
+        if line.reduce > once:
+            reduced[line.name] = line.reduce
+    how = "" if plan.mesh.data > 1 else ", taking every micro-batch for another rank's"
+    yield from _together(
+        "accumulate",
+        {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT},
+        lambda worst: f"`accumulate` takes {percent(min(worst, 9.99))} of the gradient's norm",
+        "Set `precision.accumulate: fp32`.",
+        70.0,
+    )
+    yield from _together(
+        "reduce",
+        reduced,
+        lambda worst: (
+            f"`reduce` takes {percent(min(worst, 9.99))} of the gradient's norm{how}: "
+            "gradients of ranks are rounded, and then cancel"
+        ),
+        "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it.",
+        70.0,
+    )
+
+
+def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> Findings:
+    """Gradients of another length than the reference's: rounding alone turns a gradient a little, and neither
+    halves nor doubles it."""
+    whole = math.sqrt(sum(line.norm**2 for line in gradients))
+    wrong = {
+        line.name: line
+        for line in gradients
+        if line.norm > FAINT * whole and not 0.5 < line.cosine * line.size / line.norm < 2
+    }
+    if wrong:
+        last = [name for name, _ in subject.make().named_parameters() if name in wrong][-1]
+        line, others, scale = wrong[last], len(wrong) - 1, plan.policy.loss_scale
+        more = f"; so are {others} more, and a backward comes by this one first" if others else ""
+        times = line.size / line.norm
+        what = f"its gradient is {times:.2g} times as long as in fp32, with cosine {line.cosine:.2g}{more}"
+        do = "Look for a hook or a clip that works on gradients in the backward"
+        if scale is not None:
+            do += f", where they are multiplied by the loss scale, {scale.initial:g} at first"
+        do += "; in fp16, gradients below 6e-8 vanish: a larger loss scale keeps them."
+        yield AuditFinding("gradient", last, what, do, 80.0, tuple(wrong))
+
+
+def _updates(updates: Sequence[UpdateCost]) -> Findings:
+    yield from _together(
+        "lost updates",
+        {cost.name: cost.lost for cost in updates if cost.lost > LOST},
+        lambda worst: (
+            f"{percent(worst)} of the elements that were to change stay what they are: the update is "
+            "below half a step of their dtype, and no master remembers it"
+        ),
+        "Give it a master: `precision.master: split`, or `fp32`.",
+        65.0,
+    )
+    yield from _together(
+        "stuck state",
+        {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK},
+        lambda worst: (
+            f"a moment of {percent(worst)} of its elements cannot shrink: what decay takes in a step "
+            "is below half a step of bf16"
+        ),
+        "Set `precision.state: fp32`, or `bf16-stochastic`.",
+        60.0,
+    )
+
+
+def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Findings:
+    """Parameters that never get a gradient because something else is used in their stead. An expert without
+    tokens has none either: it did not run, and others of its kind have one."""
+
+    def without_numbers(name: str) -> str:
+        return re.sub(r"\d+", "*", name)
+
+    others = {without_numbers(line.name) for line in gradients if line.norm}
+    for line in gradients:
+        if line.norm or line.name in results.used or not math.isfinite(results.total.rms):
+            continue
+        if line.name.rpartition(".")[0] in results.ran or without_numbers(line.name) not in others:
+            what = "no micro-batch gives it a gradient: it is not used, or a copy of it is"
+            do = "Use the parameter itself in the forward, or freeze it."
+            yield AuditFinding("no gradient", line.name, what, do, 5.0, (line.name,))
+
+
+def _untied(plan: Plan, subject: Subject) -> Findings:
+    """Embeddings that the model's config ties and that are two tensors."""
+    model = subject.make()
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", None) is not True:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows: list[Row] = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        module = getattr(model, get, lambda: None)()
+        row = plan.row(names.get(id(getattr(module, "weight", None)), ""))
+        rows += [row] if row is not None else []
+    if len(rows) == 2 and rows[0] is not rows[1]:
+        first, second = (row.name for row in rows)
+        what = f"`tie_word_embeddings` is set, and it is another tensor than {first}"
+        do = "Call `model.tie_weights()` after the model is built or loaded."
+        yield AuditFinding("untied", second, what, do, 700.0, (first, second))

@@ -1,0 +1,153 @@
+"""The results of an audit, as values: estimates, replays, findings, recommended pins.
+
+Invariant: a number that was run is in a `CellReplay` or a `Point`; an `Estimate` is never shown as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zerodrift.inspect.audit.signals import Drift
+from zerodrift.inspect.audit.variants import Choice
+from zerodrift.policy.nouns import Output
+
+FindingKind = Literal[
+    "narrow code", "narrow buffer", "overflow", "underflow", "rounded", "routing",
+    "accumulate", "reduce", "gradient", "lost updates", "stuck state", "no gradient", "untied",
+]  # fmt: skip
+
+ByteKind = Literal["rest", "peak", "wire"]  # bytes of a plan that a budget is of
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """First-order worth of one cell."""
+
+    choice: Choice
+    square: float  # mean over targets of the squared drift that the cell alone causes
+    loss: float = 0.0  # change of the mean loss
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.square)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """First-order worth of one place in the model's code that rounds without a parameter to charge."""
+
+    module: str
+    operation: str
+    line: str
+    dtype: str
+    rms: float
+    relative: float  # norm of the errors over the norm of the exact results
+    size: float  # root mean square of the exact results
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellReplay:
+    """Two runs about one cell, each measured from the reference."""
+
+    choice: Choice
+    alone: Drift  # the reference with the cell as planned
+    widened: Drift  # the plan with the cell in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLine:
+    """Gradient of one parameter beside the reference's."""
+
+    name: str
+    cosine: float
+    relative: float  # norm of the difference over `norm`
+    norm: float  # norm of the reference's gradient
+    size: float  # norm of the plan's gradient
+    accumulate: float = 0.0  # relative change by the `accumulate` column alone; replayed
+    reduce: float = 0.0
+    """Relative change by the `reduce` column alone; replayed. On one rank it is an estimate that takes every
+    micro-batch for another rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """Effect of rounding on the updates of one parameter, as shares of its elements."""
+
+    name: str
+    lost: float  # elements whose change no master remembers
+    underflow: float  # elements whose moment is stored as zero
+    stuck: float  # elements whose moment does not decay without a gradient
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """A defect that the mode does not explain."""
+
+    kind: FindingKind
+    where: str  # a parameter, a column of it, or a module and a line
+    what: str
+    do: str
+    weight: float  # rank among findings, the largest first
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of a plan on one rank."""
+
+    rest: int
+    peak: int
+    wire: int
+    compute: int  # weights that a forward reads, in their compute dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan with some pins, measured."""
+
+    mode: str
+    pins: tuple[tuple[str, tuple[str, ...], Output | None], ...]
+    """(pattern, parameters, output of their modules), in the order of the search."""
+    drift: Drift
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Pins within a budget of bytes."""
+
+    budget: float  # share of more bytes
+    of: str  # kind of bytes: `rest`, `peak` or `wire`
+    points: tuple[Point, ...]  # from the plan as it is, in its mode and under autocast, to everything pinned
+    widest: Point  # everything pinned
+    taken: int  # index of the recommended point
+    rules: tuple[Mapping[str, str], ...] = ()  # rules to paste under `precision.rules`
+
+    @property
+    def chosen(self) -> Point:
+        return self.points[self.taken]
+
+    @property
+    def removed(self) -> float:
+        """Removed share of the squared drift that pinning everything removes."""
+        first, last = self.points[0].drift.square, self.widest.drift.square
+        return (first - self.chosen.drift.square) / (first - last) if first > last else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowerColumn:
+    """Effect of a narrower column on the gradients, or on the updates, of real steps, as shares of norms."""
+
+    column: str
+    value: str
+    middle: float  # median over parameters
+    worst: str  # parameter that changes most
+    most: float
+    many: int  # parameters that change by more than a twentieth
+    before: Bytes
+    after: Bytes

@@ -1,0 +1,313 @@
+"""Measure what each operation of a forward rounds: its result beside the same computed in fp32.
+
+Every operation with an input or output narrower than fp32 is computed once more in fp32 from the same inputs.
+The difference, times the gradient of what the run is judged by, says to first order how much of the drift
+begins there. Tensors without a gradient, such as a table of angles, have a shadow instead: their values if
+nothing had been rounded since they were made.
+
+Invariant: the forward keeps its bits. Nothing that is computed beside it reaches the model, draws a random
+number or writes into a tensor of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zerodrift.inspect.trace.places import ModulePaths, place_of_code
+
+NOT_REPEATABLE = frozenset((
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
+    "dropout3d", "rrelu", "gumbel_softmax", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_",
+    "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "randn_like", "rand_like",
+    "randint_like", "rand", "randn", "randint", "randperm", "poisson", "binomial", "dropout_",
+    "native_dropout", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided",
+))  # fmt: skip
+"""Operations that leave other numbers when they run again."""
+
+NOT_ARITHMETIC = frozenset((
+    "requires_grad_", "register_hook", "retain_grad", "backward", "set_", "resize_", "detach_",
+    "share_memory_", "__set__", "__delete__", "numpy", "item", "tolist", "__len__", "size", "dim", "stride",
+    "data_ptr", "is_floating_point", "is_contiguous", "storage_offset", "untyped_storage", "__repr__",
+    "__format__",
+))  # fmt: skip
+"""Calls that compute nothing."""
+
+NARROW = (
+    *(torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""Dtypes that hold less than fp32."""
+
+NARROWING_CALLS = frozenset(("half", "bfloat16"))  # casts with their dtype in their name
+
+Key = tuple[str, str, str, str]  # module, operation, line and parameter
+
+
+@dataclass(slots=True)
+class Rounding:
+    """Sums over all elements that were rounded at one place."""
+
+    module: str
+    operation: str
+    line: str
+    parameter: str = ""  # first name of the largest parameter that goes in; empty without one
+    dtype: str = ""  # dtype of the result
+    calls: int = 0
+    square: float = 0.0  # sum of (gradient x error)^2
+    signed: float = 0.0  # sum of gradient x error
+    error: float = 0.0  # sum of error^2
+    size: float = 0.0  # sum of exact^2
+    saturated: int = 0  # elements that are finite in fp32 only
+    vanished: int = 0  # elements that are zero, and not in fp32
+    numel: int = 0
+    constant: bool = False  # True if the tensors need no gradient
+
+    @property
+    def key(self) -> Key:
+        return self.module, self.operation, self.line, self.parameter
+
+    @property
+    def relative(self) -> float:
+        """Norm of the errors over the norm of the exact results."""
+        return math.sqrt(self.error / self.size) if self.size else 0.0
+
+    @property
+    def typical(self) -> float:
+        """Root mean square of the exact results."""
+        return math.sqrt(self.size / self.numel) if self.numel else 0.0
+
+    def add(self, other: Rounding) -> None:
+        for name in ("calls", "square", "signed", "error", "size", "saturated", "vanished", "numel"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def measure(self, out: Tensor, exact: Tensor) -> Tensor | None:
+        """Add the errors of a result and return them; None if there are none."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            result = out.detach().float()
+            finite = exact.isfinite()
+            bad = ~result.isfinite() & finite
+            self.saturated += int(bad.sum())
+            self.vanished += int(((result == 0) & (exact != 0)).sum())
+            self.numel += out.numel()
+            error = torch.where(finite & ~bad, result - exact, 0.0)
+            square = float(error.square().sum())
+            self.error += square
+            self.size += float(torch.where(finite, exact, 0.0).square().sum())
+            return error.to(torch.bfloat16) if square else None
+
+    def charge(self, out: Tensor, error: Tensor) -> None:
+        """Add the worth of errors when the gradient of `out` comes."""
+
+        def add(gradient: Tensor) -> None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                effect = gradient.detach().float() * error
+                self.square += float(effect.square().sum())
+                self.signed += float(effect.sum())
+
+        out.register_hook(add)
+
+
+@dataclass(slots=True)
+class Roundings:
+    """Roundings of all micro-batches of a rank, by place."""
+
+    places: dict[Key, Rounding] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)  # parameters that went into a result with a gradient
+    ran: set[str] = field(default_factory=set)  # modules that ran an operation
+
+    def at(self, module: str, operation: str, line: str, parameter: str) -> Rounding:
+        key = (module, operation, line, parameter)
+        return self.places.setdefault(key, Rounding(*key))
+
+
+class RoundingRecorder(TorchFunctionMode):
+    """Measures what every operation of a forward rounds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[int, str],
+        path: ModulePaths,
+        found: Roundings,
+        constants: Mapping[int, Tensor],
+    ) -> None:
+        """`names` has parameters by id; `constants` has the values of buffers without rounding, by id."""
+        super().__init__()
+        self._names, self._path, self._found = names, path, found
+        self._shadows: dict[int, tuple[Any, Tensor, Rounding]] = {}
+        for name, buffer in model.named_buffers():
+            exact = constants.get(id(buffer))
+            if exact is not None and buffer.is_floating_point():
+                place = found.at(name.rpartition(".")[0], "buffer", "", name)
+                place.constant = True
+                place.measure(buffer, exact.to(buffer.device))
+                self._remember(buffer, exact.float().to(buffer.device), place)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        line = "" if name in NOT_ARITHMETIC or name in NOT_REPEATABLE else place_of_code()[0]
+        if not line:
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        inputs = self._inputs_before(name, (args, kwargs), given)
+        result = func(*args, **kwargs)
+        self._found.ran.add(self._path.current)
+        outputs = _tensors(result)
+        if any(out.requires_grad for out in outputs):
+            self._found.used.update(self._names[id(one)] for one in given if id(one) in self._names)
+        for number, out in enumerate(_tensors(args[0]) if name == "__setitem__" else outputs):
+            if out.is_floating_point() and inputs is not None:
+                self._measure(func, line, inputs, given, out, number)
+        return result
+
+    def _inputs_before(self, name: str, inputs: Any, given: list[Tensor]) -> Any:
+        """Copy the inputs of an operation that writes into one; None for parameters that are not here."""
+        if any(
+            type(tensor) is nn.Parameter and tensor.is_floating_point() and not tensor.numel()
+            for tensor in given
+        ):
+            return None
+        if not _writes(name):
+            return inputs
+
+        def copied(tensor: Tensor) -> Tensor:
+            copy = tensor.detach().clone()
+            if (shadow := self._shadows.get(id(tensor))) is not None:
+                self._remember(copy, shadow[1], shadow[2])
+            return copy
+
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return _map_tensors(inputs, copied)
+
+    def _measure(
+        self, func: Any, line: str, inputs: Any, given: list[Tensor], out: Tensor, number: int
+    ) -> None:
+        name = _name(func)
+        shadowed = [self._shadows[id(tensor)] for tensor in given if id(tensor) in self._shadows]
+        if not shadowed:
+            narrow = any(tensor.dtype in NARROW for tensor in (out, *given))
+            if not narrow or (not _writes(name) and _is_view(out, given)):
+                return
+        exact = self._repeat(func, inputs, number, shadows=False)
+        if exact is None or exact.shape != out.shape:
+            return
+        place = self._found.at(self._path.current, name, line, self._parameter(given))
+        if not place.calls:
+            place.dtype = str(out.dtype).removeprefix("torch.")
+        place.calls += 1
+        error = place.measure(out, exact)
+        true = self._repeat(func, inputs, number, shadows=True) if shadowed else exact
+        if out.requires_grad:
+            if error is not None:
+                place.charge(out, error)
+            if shadowed and true is not None and true.shape == exact.shape:
+                shadowed[0][2].charge(out, exact - true)
+        else:
+            place.constant = True
+            if true is not None and (error is not None or shadowed):
+                self._remember(out, true, shadowed[0][2] if shadowed else place)
+
+    def _repeat(self, func: Any, inputs: Any, number: int, *, shadows: bool) -> Tensor | None:
+        """Compute output `number` of the same operation in fp32; None if it has no such form."""
+        name = _name(func)
+
+        def wide(tensor: Tensor) -> Tensor:
+            shadow = self._shadows.get(id(tensor)) if shadows else None
+            plain = _wide(tensor.detach() if shadow is None else shadow[1])
+            return plain.clone() if _writes(name) else plain
+
+        device = next((tensor.device.type for tensor in _tensors(inputs)), "cpu")
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.autocast(device, enabled=False):
+            mapped = _map_tensors(inputs, wide)
+            args, kwargs = tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else _wide(leaf), mapped)
+            try:
+                result = args[0].float() if name in NARROWING_CALLS else func(*args, **kwargs)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                return None
+        outputs = _tensors(args[0] if name == "__setitem__" else result)
+        if len(outputs) <= number or not outputs[number].is_floating_point():
+            return None
+        return outputs[number].float()
+
+    def _parameter(self, given: list[Tensor]) -> str:
+        """Name the largest parameter, or view of one, that goes in."""
+        best, size = "", 0
+        for tensor in given:
+            base = tensor if tensor._base is None else tensor._base
+            name = self._names.get(id(tensor)) or self._names.get(id(base))
+            if name and tensor.numel() > size:
+                best, size = name, tensor.numel()
+        return best
+
+    def _remember(self, tensor: Tensor, true: Tensor, cause: Rounding) -> None:
+        key = id(tensor)
+        forget = weakref.ref(tensor, lambda _: self._shadows.pop(key, None))
+        self._shadows[key] = (forget, true, cause)
+
+
+class Widener(TorchFunctionMode):
+    """Runs what the model's own code narrows, at places by module and line, in fp32."""
+
+    def __init__(self, path: ModulePaths, places: frozenset[tuple[str, str]]) -> None:
+        super().__init__()
+        self._path, self._places = path, places
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, _name(func)
+        if name in NOT_ARITHMETIC or (self._path.current, place_of_code()[0]) not in self._places:
+            return func(*args, **kwargs)
+        if name in NARROWING_CALLS:
+            return args[0].float()
+        tensors = _tensors((args, kwargs))
+        wide = tree_map(_wide, (args, kwargs))
+        with torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False):
+            return func(*wide[0], **wide[1])
+
+
+def _wide(leaf: Any) -> Any:
+    """Widen a narrow tensor or dtype to fp32."""
+    if isinstance(leaf, Tensor):
+        return leaf.float() if leaf.dtype in NARROW else leaf
+    return torch.float32 if isinstance(leaf, torch.dtype) and leaf in NARROW else leaf
+
+
+def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_view(out: Tensor, given: list[Tensor]) -> bool:
+    """Return True if a result is an input or a view of one."""
+    base = out._base
+    if base is None:
+        return any(tensor is out for tensor in given)
+    return any(tensor is base or tensor._base is base for tensor in given)
+
+
+def _writes(name: str) -> bool:
+    """Return True if an operation writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
+    if name.startswith("__"):
+        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    return name.endswith("_")
+
+
+def _name(func: Any) -> str:
+    named = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", named) if named == "__get__" else str(named)

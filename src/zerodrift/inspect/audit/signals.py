@@ -1,0 +1,261 @@
+"""Record what two runs are compared by: losses, the log-probability of every target, routing choices.
+
+Log-probabilities are taken from the arguments of `cross_entropy`, so shifts and ignored positions are the
+model's own. A model with another loss is compared by its losses. Routes are the indices that `topk` returns.
+
+Invariant: recording changes nothing; it computes beside the model, without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError
+from zerodrift.inspect.audit.run import call_model, loss_of, seed
+from zerodrift.inspect.audit.tokens import Batch
+from zerodrift.inspect.trace.places import ModulePaths, paths_in
+
+LOSSES = frozenset(("cross_entropy", "nll_loss"))
+
+Around = Callable[[ModulePaths], AbstractContextManager[Any]]  # makes a context around each forward
+
+
+@dataclass(slots=True)
+class Signals:
+    """Signals of micro-batches, in their order, on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    """Log-probabilities of the targets of each micro-batch. Shape [tokens], fp64."""
+    routes: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Router -> its choices per micro-batch, ascending. Shape [tokens, k]."""
+    margins: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """Router -> score of the last choice minus the best score not chosen. Shape [tokens], fp32."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Everything that is compared, as one vector."""
+        if any(len(targets) for targets in self.targets):
+            return torch.cat(self.targets)
+        return torch.tensor(self.losses, dtype=torch.float64)
+
+
+def measure_gaps(gaps: torch.Tensor) -> dict[str, float]:
+    """Measure differences of log-probabilities. `k3` is the mean of `exp(d) - 1 - d`, an estimate of the
+    divergence that is never negative."""
+    return {
+        "rms": float(gaps.square().mean().sqrt()),
+        "mean": float(gaps.mean()),
+        "largest": float(gaps.abs().max()),
+        "k3": float((gaps.expm1() - gaps).mean()),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far a run is from another, over tokens, or over losses where there are no tokens."""
+
+    rms: float
+    mean: float
+    largest: float
+    k3: float
+    count: int
+    loss: float  # difference of the mean losses
+    flips: int  # choices of routers that differ, over tokens and routers
+    choices: int
+
+    @property
+    def square(self) -> float:
+        return self.rms**2
+
+
+def drift(run: Signals, other: Signals) -> Drift:
+    """Measure the drift of `run` from `other`."""
+    mine, theirs = run.values, other.values
+    if mine.shape != theirs.shape:
+        must = "must have as many targets as the reference"
+        raise ModelError("batches", must, got=f"{len(mine)} and {len(theirs)}")
+    flips = router_flips(run, other).values()
+    loss = sum(run.losses) / len(run.losses) - sum(other.losses) / len(other.losses)
+    flipped, choices = sum(count for count, _ in flips), sum(total for _, total in flips)
+    return Drift(**measure_gaps(mine - theirs), count=len(mine), loss=loss, flips=flipped, choices=choices)
+
+
+def router_flips(run: Signals, other: Signals) -> dict[str, tuple[int, int]]:
+    """Router -> (choices that differ, all choices)."""
+    found: dict[str, tuple[int, int]] = {}
+    for mine, theirs in zip(run.routes, other.routes, strict=True):
+        for key, chosen in mine.items():
+            before = theirs.get(key)
+            if before is not None and before.shape == chosen.shape:
+                router = key.rpartition("#")[0]
+                count, total = found.get(router, (0, 0))
+                found[router] = count + int((chosen != before).any(-1).sum()), total + chosen.shape[0]
+    return found
+
+
+class Recorder(TorchFunctionMode):
+    """Records costs of targets, routes and margins of the forwards inside; costs and margins with their
+    gradients."""
+
+    def __init__(self, path: ModulePaths) -> None:
+        super().__init__()
+        self._path = path
+        self.negative: list[torch.Tensor] = []
+        self.routes: dict[str, torch.Tensor] = {}
+        self.margins: dict[str, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in LOSSES:
+            self.negative.append(_target_costs(func, args, kwargs))
+        elif name == "topk":
+            chosen = result[1].detach()
+            key = f"{self._path.current}#{len(self.routes)}"
+            self.routes[key] = chosen.reshape(-1, chosen.shape[-1]).sort(-1).values.cpu()
+            self.margins[key] = _margins(args, kwargs, chosen.shape[-1])
+        return result
+
+
+def _margins(args: tuple[Any, ...], kwargs: dict[str, Any], k: int) -> torch.Tensor:
+    """Margins of a call of `topk`; empty unless it chooses some of the largest of a row."""
+    given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | kwargs
+    scores, dim = given["input"], given.get("dim", -1)
+    if dim % scores.ndim != scores.ndim - 1 or not given.get("largest", True) or scores.shape[-1] <= k:
+        return scores.new_zeros(0)
+    first = scores.float().topk(k + 1, dim=-1).values.reshape(-1, k + 1)
+    return first[:, -2] - first[:, -1]
+
+
+def _target_costs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Repeat a call of the loss without its reduction; weights and smoothing stay the model's."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = dict(zip(names, args, strict=False)) | kwargs | {"reduction": "none"}
+    costs = func(**{key: given[key] for key in given if key not in ("size_average", "reduce")}).reshape(-1)
+    target = given["target"]
+    if target.is_floating_point():
+        return costs.double()
+    return costs[(target != given.get("ignore_index", -100)).reshape(-1)].double()
+
+
+def number_batches(engine: Engine, batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+    """Yield micro-batches with their numbers over all ranks."""
+    return enumerate(batches, engine.mesh.rank("data") * len(batches))
+
+
+def forward_signals(
+    engine: Engine, batches: Sequence[Batch], around: Around | None = None, *, gradients: bool = False
+) -> Signals:
+    """Run forwards alone; with `gradients` as if backwards came."""
+    seen = Signals()
+    with paths_in(engine.module) as path, torch.set_grad_enabled(gradients):
+        for number, batch in number_batches(engine, batches):
+            with around(path) if around else nullcontext():
+                forward(engine, batch, number, path, seen)
+    return seen
+
+
+def backward_signals(engine: Engine, batches: Sequence[Batch], around: Around | None = None) -> Signals:
+    """Run forwards and backwards from the loss. Gradients stay in the engine; no step is taken."""
+    seen = Signals()
+    with paths_in(engine.module) as path:
+        for number, batch in number_batches(engine, batches):
+            with around(path) if around else nullcontext():
+                loss = forward(engine, batch, number, path, seen).loss
+            engine.backward(loss)
+    return seen
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Outputs that a backward may start from."""
+
+    loss: torch.Tensor
+    negative: torch.Tensor | None
+    """Cost of every target; None unless the model takes its loss from `cross_entropy`."""
+    margins: dict[str, torch.Tensor]
+
+
+def forward(engine: Engine, batch: Batch, number: int, path: ModulePaths, seen: Signals) -> ForwardResult:
+    """Run one micro-batch and add its signals to `seen`."""
+    seed(number)
+    recorder = Recorder(path)
+    with recorder:
+        output = call_model(engine, batch)
+    loss = loss_of(output, batch)
+    negative = torch.cat(recorder.negative) if recorder.negative else None
+    none = torch.zeros(0, dtype=torch.float64)
+    seen.losses.append(float(loss.detach()))
+    seen.targets.append(none if negative is None else -negative.detach().cpu())
+    seen.routes.append(recorder.routes)
+    seen.margins.append({key: margin.detach().cpu() for key, margin in recorder.margins.items()})
+    return ForwardResult(loss, negative, recorder.margins)
+
+
+HALF_OF_NORMAL = 0.6745  # half of a normal distribution is within this many of its standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class CloseCalls:
+    """Router margins that rounding may turn around, and their weight beside targets.
+
+    A flip is no first-order effect: it happens or not. But how often one happens grows with how far rounding
+    moves the margins near zero, and that is one. So the cost of all flips is charged to each cell by its
+    share of what moves these margins.
+    """
+
+    within: Mapping[str, float]  # router -> three times how far its margins move
+    weight: float  # log-probabilities per unit of margin
+
+
+def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
+    """Compare two runs of the same micro-batches; None if no flip costs anything."""
+    gaps = (run.values - other.values).abs()
+    if not any(count for count, _ in router_flips(run, other).values()) or not bool(gaps.isfinite().all()):
+        return None
+    # Flips make a few targets worse by much: what most of them have is rounding alone.
+    cost = float(gaps.square().mean()) - float(gaps.median() / HALF_OF_NORMAL) ** 2
+    pairs: dict[str, list[torch.Tensor]] = {}
+    for mine, theirs in zip(run.margins, other.margins, strict=True):
+        for router, margin in mine.items():
+            if router in theirs and theirs[router].shape == margin.shape:
+                both = torch.stack([margin, theirs[router]])
+                pairs.setdefault(router, []).append(both[:, both.isfinite().all(0)])
+    within, square = {}, 0.0
+    for router, found in pairs.items():
+        margins, before = torch.cat(found, 1)
+        if margins.numel():
+            spread = float((margins - before).abs().median()) / HALF_OF_NORMAL
+            within[router] = 3 * spread
+            square += spread**2 * int((margins < 3 * spread).sum())
+    return CloseCalls(within, math.sqrt(cost * len(gaps) / square)) if cost > 0 and square else None
+
+
+def signed_costs(result: ForwardResult, number: int, calls: CloseCalls | None) -> torch.Tensor:
+    """Add up the costs of targets with random signs: squares of the gradients are, on average, sums of
+    squares over targets. Close calls of routers are added alike."""
+    if result.negative is None:
+        return result.loss
+    generator = torch.Generator().manual_seed(7_000_003 + number)
+
+    def signed(values: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        return (values * signs.to(values.device, values.dtype)).sum()
+
+    whole = signed(result.negative)
+    for router, margins in result.margins.items() if calls else ():
+        if calls and router in calls.within and margins.requires_grad:
+            whole = whole + calls.weight * signed(margins[margins.detach() < calls.within[router]])
+    return whole / len(result.negative)

@@ -1,0 +1,317 @@
+"""An audit as text of 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from zerodrift.errors import several
+from zerodrift.inspect.audit.results import (
+    AuditFinding,
+    Bytes,
+    CellReplay,
+    Estimate,
+    GradientLine,
+    NarrowerColumn,
+    Place,
+    Point,
+    Recommendation,
+    UpdateCost,
+)
+from zerodrift.inspect.audit.signals import Drift
+from zerodrift.inspect.audit.variants import Choice
+from zerodrift.inspect.table import table
+from zerodrift.report.figures import percent
+from zerodrift.report.frame import elide, grid, pairs, printed, section, title
+
+WIDTH = 80
+SHOWN = 10  # lines of a table
+_NAME = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Results of an audit."""
+
+    source: str
+    """The model's name."""
+    digest: str
+    """The plan's digest."""
+    mode: str
+    """The plan's mode."""
+    ranks: int
+    """Ranks that ran the audit."""
+    batches: int
+    """Micro-batches of each rank."""
+    drift: Drift
+    """Drift of the plan from the reference."""
+    own: Drift
+    """Drift that the model's own casts cause in the reference."""
+    gradient_cosine: float
+    """Cosine of all gradients together with the reference's."""
+    shortlist: tuple[Estimate, ...]
+    """Every cell of a forward, the largest estimate first."""
+    replayed: tuple[CellReplay, ...]
+    """Cells that were run, the largest drift alone first."""
+    places: tuple[Place, ...]
+    """Operations without a parameter to charge, the largest estimate first."""
+    gradients: tuple[GradientLine, ...]
+    """Gradients of trained parameters beside the reference's."""
+    updates: tuple[UpdateCost, ...]
+    """Updates of trained parameters; empty where the plan has no optimizer of its own."""
+    flips: Mapping[str, int] = field(default_factory=dict)
+    """Router -> choices that differ from the reference's."""
+    caused: tuple[tuple[Choice, int], ...] = ()
+    """Flips that each replayed cell causes alone."""
+    findings: tuple[AuditFinding, ...] = ()
+    """Defects that the mode does not explain, the heaviest first."""
+    recommendation: Recommendation | None = None
+    """Pins and their worth; None where nothing drifts, or none were searched for."""
+    narrower: tuple[NarrowerColumn, ...] = ()
+    """Columns that may be narrower, and what that would change."""
+    passes: int = 3
+    """Passes of the estimates."""
+    seconds: float = 0.0
+    """Seconds of the estimates."""
+
+    def text(self, *, color: bool = False) -> str:
+        """The whole audit at 80 columns."""
+        return audit_text(self, color=color)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every number of the audit."""
+        value: dict[str, Any] = _plain(asdict(self))
+        if self.recommendation is not None:
+            value["recommendation"]["removed"] = self.recommendation.removed
+            value["recommendation"]["config"] = config_text(self.recommendation)
+        return value
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def audit_json(audit: Audit) -> str:
+    return json.dumps(audit.to_json(), indent=2) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Make JSON values; numbers that are not finite become their names."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def audit_text(audit: Audit, *, color: bool = False) -> str:
+    parts: list[RenderableType] = [title("audit", audit.digest, WIDTH), pairs(facts(audit), width=WIDTH)]
+    parts.append(section("findings", "" if audit.findings else "none"))
+    for finding in audit.findings[:SHOWN]:
+        where = elide(finding.where, WIDTH - 20)
+        parts.append(Text().append(finding.kind, style="bold red").append(f"  {where}"))
+        parts += [grid([("", f"{finding.what}."), ("", finding.do)], (2,), ("",), WIDTH), Text()]
+    if len(audit.findings) > SHOWN:
+        parts.append(Text(f"and {len(audit.findings) - SHOWN} more", style="dim"))
+    for name, detail, rows in cell_tables(audit):
+        widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
+        parts += [section(name, detail), table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1))]
+        parts += [grid(_LEGEND, (8,), ("dim",), WIDTH)] if name == "replayed" else []
+    if audit.recommendation is not None:
+        parts += _pins(audit.recommendation, audit.drift)
+    if audit.narrower:
+        parts += _narrower(audit.narrower)
+    return printed([*parts, *_gradients(audit)], color, WIDTH)
+
+
+def facts(audit: Audit) -> list[tuple[str, str]]:
+    """The head of the report: the plan, and how far it is from fp32."""
+    drift, cosine = audit.drift, audit.gradient_cosine
+    ranks, batches = several(audit.ranks, "rank"), several(audit.batches, "micro-batch", "micro-batches")
+    rows = [
+        ("model", audit.source),
+        ("plan", f"mode {audit.mode}, {ranks}, {batches}"),
+        ("drift", f"{_spread(drift)}, over {drift.count:,} targets"),
+        (
+            "",
+            f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}",
+        ),
+    ]
+    if drift.choices:
+        share = percent(drift.flips / drift.choices)
+        rows.append(("routing", f"{drift.flips:,} of {drift.choices:,} choices are other ({share})"))
+    if audit.own.rms:
+        rows.append(("own casts", f"the model's code by itself: {_spread(audit.own)}"))
+    if stream := residual_stream(audit.places):
+        first, last = stream[0], stream[-1]
+        grows = f"rms {first.size:.2g} after {first.module}, {last.size:.2g} after {last.module}"
+        rows.append(("residual", f"{grows}; rounded by {last.relative:.2g} of it"))
+    beside = "none: they are not finite"
+    if math.isfinite(cosine):
+        beside = f"1 - {1 - cosine:.2g}" if cosine < 1 else "1"
+    rows.append(("gradients", f"cosine with those in fp32: {beside}"))
+    cells = {each.choice.cell for each in audit.shortlist}
+    losses = [each.loss for each in audit.shortlist if each.choice.cell == "compute" or len(cells) == 1]
+    losses += [place.loss for place in audit.places]
+    moved = f"; together they move the loss by {sum(losses):+.2g}" if losses else ""
+    rows.append(("estimates", f"{audit.passes} passes in {audit.seconds:.1f} s{moved}"))
+    return rows
+
+
+def residual_stream(places: Sequence[Place]) -> list[Place]:
+    """Find the sums at the end of each block, in order; empty if blocks do not leave narrow sums."""
+    streams: dict[tuple[str, int], list[Place]] = {}
+    for place in places:
+        blocks, _, number = place.module.rpartition(".")
+        if place.operation in ("add", "__add__", "add_", "__iadd__") and number.isdecimal():
+            streams.setdefault((blocks, int(place.line.rpartition(":")[2])), []).append(place)
+    longest = max(streams.items(), key=lambda pair: (len(pair[1]), pair[0]), default=(None, []))[1]
+    ordered = sorted(longest, key=lambda place: int(place.module.rpartition(".")[2]))
+    return ordered if len(ordered) > 1 else []
+
+
+def _spread(drift: Drift) -> str:
+    return f"rms {drift.rms:.2g} of a log-probability"
+
+
+def _share(square: float, whole: float) -> str:
+    share = square / whole if whole else math.inf
+    if not math.isfinite(share):
+        return "-"
+    return f"{100 * share:.1f}%" if abs(share) >= 0.0005 else "0%"
+
+
+def _tail(name: str) -> str:
+    """The end of a name, which tells most."""
+    return ".".join(name.removesuffix(".weight").split(".")[-2:])
+
+
+def cell_tables(audit: Audit) -> list[tuple[str, str, list[tuple[str, ...]]]]:
+    """Name, detail and rows, with a head, of the tables of cells: those that were replayed, those that were
+    not, and places without a parameter to charge. The first two columns are words."""
+    whole = audit.drift.square
+    done = {each.choice for each in audit.replayed}
+    replayed = [
+        (each.choice.pattern, each.choice.cell, _share(each.alone.square, whole),
+         _share(whole - each.widened.square, whole), f"{each.alone.loss:+.1e}",
+         f"{each.alone.flips:,}" if each.alone.choices else "")
+        for each in audit.replayed[:SHOWN]
+    ]  # fmt: skip
+    estimated = [
+        (each.choice.pattern, each.choice.cell, _share(each.square, whole), f"{each.loss:+.1e}")
+        for each in audit.shortlist
+        if each.choice not in done and each.square > 0
+    ]
+    places = [
+        (f"{p.module or 'model'} {p.line}", p.operation, _share(p.rms**2, whole), f"{p.loss:+.1e}")
+        for p in audit.places[:SHOWN]
+    ]
+    head = ("parameter", "cell", "alone", "removes", "loss", "flips")
+    of_places = ("module and line", "operation", "alone", "loss")
+    tables: list[tuple[str, str, list[tuple[str, ...]]]] = [
+        ("replayed", "one cell at a time", [head, *replayed]),
+        ("estimated", "not replayed", [("parameter", "cell", "alone", "loss"), *estimated[:SHOWN]]),
+        ("estimated", "operations with no parameter of their own", [of_places, *places]),
+    ]
+    return [each for each in tables if len(each[2]) > 1]
+
+
+_LEGEND = [
+    ("alone", "its part of the squared drift, with everything else in fp32"),
+    ("removes", "what is gone of it with this cell in fp32, and everything else as planned"),
+    ("loss", "by how much the cell alone moves it"),
+]
+
+BYTES = {"rest": "at rest", "peak": "at peak", "wire": "on the wire"}
+
+
+def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
+    chosen, first = advice.chosen, advice.points[0]
+    points = points_to_show(advice)
+    rows: list[tuple[str, ...]] = [("", "mode", "left", "flips", "rest", "peak", "wire", "compute", "pins")]
+    for point in points:
+        names = [pattern for pattern, _, _ in point.pins]
+        last = _tail(names[-1].removesuffix(".*").removesuffix(".bias")) if names else "none"
+        last = "everything" if names == ["*"] else last
+        rows.append((
+            ">" if point is chosen else "", point.mode, _share(point.drift.square, drift.square),
+            f"{point.drift.flips:,}" if point.drift.choices else "", *bytes_changed(point.bytes, first.bytes),
+            last if len(names) < 2 else f"{len(names) - 1} + {last}",
+        ))  # fmt: skip
+    bold = next((number for number, point in enumerate(points, 1) if point is chosen), None)
+    text = table(rows, (1, 13, 6, 5, 6, 6, 6, 7, 22), (0, 1, 8), " ", bold)
+    parts: list[RenderableType] = [section("pins", "each line was run"), text, Text()]
+    if not chosen.pins and chosen.mode == first.mode:
+        return [*parts, Text("No pin removes a part worth a rule for that many bytes.")]
+    removed = percent(min(1.0, max(0.0, advice.removed)))
+    told = (
+        f"{removed} of the squared drift that fp32 everywhere removes, for at most {advice.budget:.1%} more "
+        f"bytes {BYTES[advice.of]}:"
+    )
+    config = Text(config_text(advice), style="green")
+    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), config]
+
+
+def points_to_show(advice: Recommendation) -> list[Point]:
+    """The first point of each mode, those that remove a part, the recommended one, and everything pinned."""
+    first, shown = advice.points[0], [advice.points[0]]
+    for point in advice.points[1:-1]:
+        less = point.drift.square < shown[-1].drift.square - 0.01 * first.drift.square
+        if point is advice.chosen or point.mode != shown[-1].mode or less:
+            shown.append(point)
+    return [*shown, *advice.points[1:][-1:]]
+
+
+def bytes_changed(now: Bytes, before: Bytes) -> list[str]:
+    """Changes at rest, at the peak, on the wire and of compute."""
+    found = []
+    for mine, theirs in zip(asdict(now).values(), asdict(before).values(), strict=True):
+        change = f"{100 * (mine / theirs - 1):+.1f}%" if theirs else "new"
+        found.append("=" if mine == theirs else change)
+    return found
+
+
+def config_text(advice: Recommendation) -> str:
+    """The recommendation as YAML for the config."""
+    lines = ["precision:", f"  mode: {advice.chosen.mode}", *(["  rules:"] if advice.rules else [])]
+    for rule in advice.rules:
+        quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
+        lines.append(f"    - {{{', '.join(f'{key}: {value}' for key, value in quoted.items())}}}")
+    return "\n".join(lines)
+
+
+def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
+    rows: list[tuple[str, ...]] = [("column", "median", "worst", "", "rest", "peak", "wire")]
+    for one in found:
+        changes = bytes_changed(one.after, one.before)[:3]
+        name = f"{one.column} {one.value}"
+        rows.append((name, percent(one.middle), percent(one.most), _tail(one.worst), *changes))
+        if one.many:
+            moved = several(one.many, "gradient" if one.column == "reduce" else "update")
+            rows.append(("", "", "", f"{moved} by more than 5%", "", "", ""))
+    text = table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
+    return [section("narrower", "what it changes of a gradient's or an update's norm"), text, Text()]
+
+
+def _gradients(audit: Audit) -> list[RenderableType]:
+    def figure(value: float) -> str:
+        return f"{value:.2g}" if value else "-"
+
+    worst = sorted(audit.gradients, key=lambda line: -line.relative)[:5]
+    rows = [("parameter", "from fp32", "accumulate", "reduce")]
+    rows += [(g.name, f"{g.relative:.2g}", figure(g.accumulate), figure(g.reduce)) for g in worst]
+    parts: list[RenderableType] = [
+        section("gradients", "norm of the difference over the norm"),
+        table(rows, (_NAME, 10, 10, 8)),
+    ]
+    lost = sorted(audit.updates, key=lambda cost: -(cost.lost + cost.stuck))[:5]
+    if lost and lost[0].lost + lost[0].stuck > 0:
+        rows = [("parameter", "lost", "stuck", "underflow")]
+        rows += [(u.name, percent(u.lost), percent(u.stuck), percent(u.underflow)) for u in lost]
+        parts += [section("updates", "shares of elements"), table(rows, (_NAME, 8, 8, 10))]
+    return parts

@@ -1,0 +1,169 @@
+"""Variants of a policy with other dtypes for some parameters: what replays run, and what a person pastes.
+
+Storage and gather round a parameter's values once; compute rounds every operation with them. Each is a cell
+that can be widened alone, except that a wide `storage` needs a wide `compute` to be of use.
+
+Invariant: pure. A variant is a policy like any other: `build` judges it, and the engine runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zerodrift.dtypes import DType
+from zerodrift.plan.table import Plan, Row
+from zerodrift.policy.nouns import Batch, Columns, Mode, Output, Policy, ResolvedRule
+from zerodrift.policy.rules import PIN
+
+Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
+"""A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
+
+_WIDE = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A cell of some parameters."""
+
+    pattern: str  # a name, or a glob
+    cell: Cell
+    names: tuple[str, ...]  # first names of the parameters
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.cell}"
+
+
+def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
+    """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
+    update = columns.update
+    found: dict[Cell, bool] = {
+        "storage": _is_narrow(columns.storage.dtype) or _is_narrow(columns.gather),
+        "compute": _is_narrow(columns.compute),
+    }
+    if update is not None:
+        found["accumulate"] = _is_narrow(update.accumulate.dtype)
+        found["reduce"] = _is_narrow(update.reduce.wire) or _is_narrow(update.reduce.sum)
+        found["master"] = str(update.master) == "same" and _is_narrow(columns.storage.dtype)
+        found["state"] = str(update.state) != _WIDE
+    found["export"] = _is_narrow(columns.export)
+    return tuple(cell for cell, narrow in found.items() if narrow)
+
+
+def _is_narrow(dtype: DType) -> bool:
+    return dtype.is_floating and not dtype.holds(DType.FP32)
+
+
+def reference_policy(policy: Policy) -> Policy:
+    """The same run in fp32."""
+    kept = ("placement", "optimizer", "reduce.when", "reduce.order")
+    rules = []
+    for each in policy.rules:
+        sets = tuple(pair for pair in each.sets if pair[0] in kept)
+        rules += [replace(each, sets=sets, pin=False, output=None)] if sets else []
+    return replace(
+        policy,
+        mode=Mode.FP32,
+        demands=tuple(demand for demand in policy.demands if demand[0] in ("reduce.order", "reduce.when")),
+        rules=tuple(rules),
+        safe=(),
+        buffers=None,
+        buffers_why="the reference keeps every buffer as the model has it",
+        loss_scale=None,
+    )
+
+
+def for_micro_batches(policy: Policy, count: int, ranks: int) -> Policy:
+    """The same policy with one step over `count` micro-batches on each rank."""
+    return replace(policy, batch=Batch(policy.batch.micro, count, policy.batch.micro * count * ranks))
+
+
+def without_update(policy: Policy) -> Policy:
+    """The same policy for forwards alone: no optimizer takes memory."""
+    return replace(policy, optimizer=None, schedule=None, statistics=False)
+
+
+def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
+    return replace(policy, rules=(*policy.rules, *rules))
+
+
+def widened_policy(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
+    """The policy of a plan with these cells in fp32; `output` is what their modules return."""
+    rules = []
+    for choice in choices:
+        sets: dict[str, str] = {choice.cell: _WIDE}
+        if choice.cell == "storage":
+            sets = {"storage": _WIDE, "compute": _WIDE}
+        elif choice.cell == "reduce":
+            sets = {"reduce.wire": _WIDE, "reduce.sum": _WIDE}
+        beside = _siblings(plan, choice) if "compute" in sets else []
+        rules += [make_rule(name, sets, output=output) for name in choice.names]
+        rules += [make_rule(name, {"compute": _WIDE}, output=output) for name in beside]
+    return with_rules(plan.policy, rules)
+
+
+def pinned_policy(plan: Plan, outputs: Mapping[str, Output | None]) -> Policy:
+    """The policy of a plan with these parameters in fp32 everywhere, each with its module's output."""
+    pins = (make_rule(name, dict(PIN), pin=True, output=output) for name, output in outputs.items())
+    return with_rules(plan.policy, pins)
+
+
+def isolated_policy(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
+    """The fp32 reference with these cells as narrow as in the plan; `output` is what their modules return."""
+    rules = []
+    for choice in choices:
+        for name in choice.names:
+            row = plan.row(name)
+            if row is None:
+                raise AssertionError(f"{name} is not in the plan")
+            rules.append(make_rule(name, _planned_cell(row, choice.cell), output=output))
+        if choice.cell == "compute":
+            narrow = next(iter(rules[-1].sets))[1]
+            rules += [make_rule(name, {"compute": narrow}, output=output) for name in _siblings(plan, choice)]
+    return with_rules(reference_policy(plan.policy), rules)
+
+
+def _siblings(plan: Plan, choice: Choice) -> list[str]:
+    """Other parameters of the same modules: a module computes in one dtype."""
+    chosen = [row for name in choice.names if (row := plan.row(name)) is not None]
+    modules = {name.rpartition(".")[0] for row in chosen for name in row.names}
+    return [
+        row.name
+        for row in plan.rows
+        if any(name.rpartition(".")[0] in modules for name in row.names)
+        and row.name not in choice.names
+        and row.columns.compute.is_floating
+    ]
+
+
+def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
+    columns, update = row.columns, row.columns.update
+    if cell == "storage":  # its rounding shows where it is computed with in fp32
+        narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
+        return {"storage": str(narrow), "compute": _WIDE}
+    if cell in ("compute", "export"):
+        return {cell: str(getattr(columns, cell))}
+    if update is None:
+        return {}
+    if cell == "reduce":
+        return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
+    return {cell: str(update.accumulate.dtype if cell == "accumulate" else getattr(update, cell))}
+
+
+def make_rule(
+    name: str,
+    sets: Mapping[str, str],
+    *,
+    pin: bool = False,
+    output: Output | None = None,
+    why: str = "the audit",
+) -> ResolvedRule:
+    """A rule for the parameter of this name alone."""
+    return ResolvedRule("glob", literal_glob(name), "", tuple(sets.items()), pin, output, why)
+
+
+def literal_glob(name: str) -> str:
+    """A glob that matches this name alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)

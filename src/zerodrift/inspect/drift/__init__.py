@@ -1,0 +1,1 @@
+"""Compare a trainer with a sampler, and show which difference their drift comes from."""

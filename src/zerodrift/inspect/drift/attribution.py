@@ -1,0 +1,399 @@
+"""Compare a trainer with a sampler: how far they drift apart, and which difference causes it.
+
+Three questions in order: Is every tensor what was trained? In which cells do the sides differ? What does
+each cell explain, alone and when it alone is made like the trainer's? The last answers are replays of the
+trainer's model; nothing is estimated.
+
+Invariant: sides without a difference are exactly 0.0 apart. The sampler is run from its own tensors and
+dtypes, not from the list of differences. A token without a finite log-probability is counted, never averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import ConfigError, ModelError, NonFiniteError
+from zerodrift.inspect.audit.run import REFUSED
+from zerodrift.inspect.audit.signals import Signals, measure_gaps, router_flips
+from zerodrift.inspect.audit.tokens import Batch, Ids, Recorded, require_vocabulary
+from zerodrift.inspect.drift import differences
+from zerodrift.inspect.drift.differences import DifferentCell
+from zerodrift.inspect.drift.replay import SideReplays
+from zerodrift.inspect.drift.sampler_dtypes import ROLES, SamplerDtypes, parse_sampler_dtypes
+from zerodrift.inspect.drift.tensor_status import TensorStatus, distance, follow_tensors
+from zerodrift.inspect.drift.trainer import TrainerSide
+
+CLIPPED = 0.2  # distance of a probability ratio from 1 that PPO clips
+TOKENS = 4096  # tokens of one forward
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrift:
+    """Log-probabilities of the sampler minus the trainer's, over tokens."""
+
+    tokens: int
+    not_finite: int  # tokens without a finite log-probability of the sampler; no other number counts them
+    mean: float
+    mean_abs: float
+    rms: float
+    k3: float
+    median: float  # median of absolute differences
+    p99: float
+    largest: float
+    clipped: float  # share of tokens whose probability ratio is not within 0.2 of 1
+
+    @property
+    def square(self) -> float:
+        return self.rms**2
+
+
+def token_drift(other: Tensor, trainer: Tensor) -> TokenDrift:
+    """Measure log-probabilities. Shape [tokens], fp64."""
+    gaps = (other - trainer)[other.isfinite()]
+    far, count = gaps.abs().sort().values, len(gaps)
+    if not count:
+        gaps = far = torch.full((1,), math.nan)
+    return TokenDrift(
+        **measure_gaps(gaps),
+        tokens=len(other),
+        not_finite=len(other) - count,
+        mean_abs=float(far.mean()),
+        median=float(far[max(0, count - 1) // 2]),
+        p99=float(far[max(0, math.ceil(0.99 * count) - 1)]),
+        clipped=float((gaps.expm1().abs() > CLIPPED).double().mean()) if count else math.nan,
+    )
+
+
+def share(part: TokenDrift, whole: TokenDrift) -> float:
+    """Share of the whole: of tokens that are not finite if there are any, else of the squared drift."""
+    if whole.not_finite:
+        return part.not_finite / whole.not_finite
+    if part.not_finite:
+        return math.inf
+    return part.square / whole.square if whole.square else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FarToken:
+    """One of the tokens that are furthest apart."""
+
+    sequence: int
+    place: int
+    token: int
+    trainer: float
+    other: float
+
+
+def make_batches(sequences: Ids) -> tuple[list[Batch], list[list[int]]]:
+    """Make micro-batches of sequences of one length; return the numbers of their sequences too."""
+    groups: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        groups.setdefault(len(sequence), []).append(number)
+    batches: list[Batch] = []
+    order = []
+    for length, numbers in groups.items():
+        at_once = max(1, TOKENS // length)
+        for start in range(0, len(numbers), at_once):
+            part = numbers[start : start + at_once]
+            ids = torch.tensor([sequences[number] for number in part])
+            batches.append({"input_ids": ids, "labels": ids})
+            order.append(part)
+    return batches, order
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTokens:
+    """The tokens that are compared, in the order of the micro-batches."""
+
+    order: list[list[int]]
+    sequences: Ids
+    of_server: Recorded | None
+
+    def select(self, seen: Signals) -> Tensor:
+        """The log-probabilities of a run."""
+        return self.kept(torch.cat(seen.targets))
+
+    def kept(self, per_token: Tensor) -> Tensor:
+        """Select from a value for each token except the first of a sequence."""
+        flat = self._flat()
+        return per_token if flat is None else per_token[~flat.isnan()]
+
+    def recorded(self) -> Tensor | None:
+        flat = self._flat()
+        return None if flat is None else flat[~flat.isnan()]
+
+    def _flat(self) -> Tensor | None:
+        """Recorded values of all tokens, NaN where there is none."""
+        if self.of_server is None:
+            return None
+        rows = (self.of_server[number] for part in self.order for number in part)
+        values = [float("nan") if item is None else item for row in rows for item in row]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def furthest(self, mine: Tensor, theirs: Tensor, count: int = 5) -> tuple[FarToken, ...]:
+        numbers = [number for part in self.order for number in part]
+        every = [(number, place) for number in numbers for place in range(1, len(self.sequences[number]))]
+        flat = self._flat()
+        kept = [True] * len(every) if flat is None else (~flat.isnan()).tolist()
+        places = [each for each, keep in zip(every, kept, strict=True) if keep]
+        far = (theirs - mine).abs().nan_to_num(nan=float("inf"))
+        found = []
+        for index in far.argsort(descending=True)[:count].tolist():
+            if far[index] > 0:
+                number, place = places[index]
+                token = self.sequences[number][place]
+                found.append(FarToken(number, place, token, float(mine[index]), float(theirs[index])))
+        return tuple(found)
+
+
+def require_tokens(own: Signals, sequences: Ids, order: Sequence[Sequence[int]]) -> None:
+    """Require a finite log-probability for every token except the first of a sequence."""
+    for part, targets in zip(order, own.targets, strict=True):
+        wanted = sum(len(sequences[number]) - 1 for number in part)
+        if len(targets) != wanted:
+            must = "must take its loss from `cross_entropy` over the next tokens of `labels`"
+            got = f"{len(targets):,} targets for {wanted:,} tokens that have one before them"
+            do = "Shift labels inside of the model, as models of `transformers` do."
+            raise ModelError("model", must, got=got, do=do)
+        bad = (~targets.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            sequence = part[bad[0] // (len(sequences[part[0]]) - 1)]
+            must = "must have finite log-probabilities on the trainer's side"
+            do = "Look at the trainer's mode: its values are beyond the range of what it computes in."
+            raise NonFiniteError(f"tokens[{sequence}]", must, got=f"{len(bad):,} inf or nan", do=do)
+
+
+BAR = 0.015  # mean absolute difference of log-probabilities that passes by default
+EXPLAINED = 0.1  # unexplained share of the squared drift above which dtypes are guessed
+MOST = 48  # cells that are replayed: every dtype, and the tensors with the largest changes
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSide:
+    """Everything known of the sampler; one part at least."""
+
+    sent: Path | None = None  # folder that the trainer wrote for it
+    loaded: Path | None = None  # tensors that it loaded; by default what was sent
+    sampler: SamplerDtypes | None = None
+    recorded: Recorded | None = None  # log-probabilities that it gave
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedCell:
+    cell: DifferentCell
+    alone: TokenDrift | None = None
+    """Drift of the trainer with this cell of the sampler; None if it was not replayed."""
+    explains: float = 0.0  # share of the squared drift that this cell alone has
+    removes: float = 0.0  # share that is gone when the sampler has the trainer's cell here
+    flips: int = 0  # routing choices that differ with this cell alone
+
+    @property
+    def is_fault(self) -> bool:
+        return self.cell.kind == "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeGuess:
+    """A dtype of the sampler that nobody gave, and the share of the recorded drift that it explains."""
+
+    key: str
+    dtype: DType
+    explains: float
+
+
+@dataclass(frozen=True, slots=True)
+class SideComparison:
+    whole: TokenDrift  # drift of the sampler from the trainer
+    faults: tuple[TensorStatus, ...]  # tensors that are not what was trained, those that explain most first
+    as_trained: tuple[TensorStatus, ...]
+    cells: tuple[ExplainedCell, ...]  # faults first, then by what they explain
+    unexplained: float
+    """Share of the squared drift that a run with all cells leaves; 0 if nothing was recorded."""
+    router_flips: tuple[tuple[str, int], ...]
+    choices: int  # routing choices
+    flipped_share: float  # share of the squared drift on tokens with a flipped choice
+    far: tuple[FarToken, ...]
+    tried: tuple[DtypeGuess, ...]
+    """Guesses, the best first; only if log-probabilities were recorded and no dtypes were given."""
+    kinds: tuple[tuple[str, int], ...]  # (`same`, `rounded to bf16`, ...; tensors)
+    bar: float
+    notes: tuple[str, ...]
+
+    @property
+    def within(self) -> bool:
+        return not self.whole.not_finite and self.whole.mean_abs <= self.bar and not self.faults
+
+    @property
+    def first(self) -> str:
+        """Name of the first fault or cell; empty if nothing differs."""
+        if self.faults:
+            return self.faults[0].name
+        return self.cells[0].cell.key if self.cells else ""
+
+
+def compare_sides(
+    trainer: TrainerSide, other: SamplerSide, sequences: Ids, bar: float = BAR
+) -> SideComparison:
+    """Compare both sides on these tokens."""
+    if other == SamplerSide():
+        do = "Give the folder it loads, its table of dtypes, or the log-probabilities it recorded."
+        got = "neither tensors, nor dtypes, nor log-probabilities"
+        raise ConfigError("the other side", "must be given", got=got, do=do)
+    if trainer.vocabulary:
+        require_vocabulary(sequences, trainer.vocabulary)
+    batches, order = make_batches(sequences)
+    table = other.sampler or SamplerDtypes()
+    compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
+    statuses, held, kinds, notes = follow_tensors(trainer, other.sent, other.loaded)
+    trained = trainer.tensors()
+    verdicts = {status.name: status.verdict for status in statuses}
+    values = differences.different_values(trainer, trained, held, verdicts)
+    cells = [*values, *_table_cells(trainer, table, compute)]
+    valued = {name for cell in values for name in cell.names}
+    replays = SideReplays(trainer, table, held, compute, batches, valued)
+    own = replays.run(())
+    require_tokens(own, sequences, order)
+    cells += _activation_cells(replays, cells)
+    sampler = replays.run_sampler(cells)
+    tokens = ComparedTokens(order, sequences, other.recorded)
+    mine, theirs = tokens.select(own), tokens.recorded()
+    theirs = tokens.select(sampler) if theirs is None else theirs
+    whole = token_drift(theirs, mine)
+
+    def size_of(cell: DifferentCell) -> float:
+        if cell.kind != "tensor":
+            return float("inf")
+        return distance(held[cell.key].values.float().nan_to_num(), trained[cell.key].float())
+
+    replayed = sorted(cells, key=size_of, reverse=True)[:MOST]
+    if len(cells) > MOST:
+        notes.append(f"{len(cells) - MOST:,} more cells differ and were not replayed one by one.")
+
+    def left(logprobs: Tensor) -> float:
+        """Share of the squared drift that a replay does not have."""
+        return share(token_drift(theirs, logprobs), whole) if whole.square else 0.0
+
+    def explain(cell: DifferentCell) -> ExplainedCell:
+        alone = replays.run([cell])
+        drift = token_drift(tokens.select(alone), mine)
+        explains = 1 - left(tokens.select(alone)) if whole.square else 0.0
+        if whole.not_finite:
+            explains = share(drift, whole)
+        rest = tokens.select(replays.run([each for each in cells if each != cell]))
+        before = token_drift(tokens.select(sampler), mine)
+        removes = share(before, whole) - share(token_drift(rest, mine), whole)
+        flips = sum(count for count, _ in router_flips(alone, own).values())
+        return ExplainedCell(cell, drift, explains, removes, flips)
+
+    explained = [explain(cell) for cell in cells if cell in replayed]
+    explained += [ExplainedCell(cell) for cell in cells if cell not in replayed]
+    explained.sort(key=lambda each: (not each.is_fault, -max(each.explains, each.removes)))
+    rank = {each.cell.key: number for number, each in enumerate(explained) if each.is_fault}
+    faults = [status for status in statuses if not status.verdict.is_as_trained]
+    faults.sort(key=lambda status: rank.get(status.name, -1))
+    unexplained = left(tokens.select(sampler)) if other.recorded is not None else 0.0
+    tried: list[DtypeGuess] = []
+    if unexplained > EXPLAINED and other.sampler is None:
+        for key, dtype, logprobs in _guesses(replays, values, tokens):
+            if (explains := 1 - left(logprobs)) > EXPLAINED:
+                tried.append(DtypeGuess(key, dtype, explains))
+    flips = ((name, count) for name, (count, _) in router_flips(sampler, own).items() if count)
+    return SideComparison(
+        whole=whole,
+        faults=tuple(faults),
+        as_trained=tuple(status for status in statuses if status.verdict.is_as_trained),
+        cells=tuple(explained),
+        unexplained=unexplained,
+        router_flips=tuple(sorted(flips, key=lambda pair: -pair[1])),
+        choices=sum(chosen.shape[0] for routes in own.routes for chosen in routes.values()),
+        flipped_share=_flipped_share(sampler, own, tokens, theirs - mine),
+        far=tokens.furthest(mine, theirs),
+        tried=tuple(sorted(tried, key=lambda guess: -guess.explains)),
+        kinds=kinds,
+        bar=bar,
+        notes=tuple(notes),
+    )
+
+
+def _table_cells(
+    trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
+) -> list[DifferentCell]:
+    """Cells of parameters and buffers in other dtypes."""
+    cells = differences.different_dtypes(table, trainer.plan, trainer.roles, compute)
+    if table.buffers is not None:
+        floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
+        if not floating:
+            raise ConfigError("buffers", "must be of the model", got="a model without floating-point buffers")
+        dtype = table.buffers.torch
+        changed = tuple(n for n, b in floating.items() if not torch.equal(b.to(dtype).to(b.dtype), b))
+        told = f"rounded to {table.buffers}"
+        cells += [DifferentCell("buffers", "buffers", told, changed)] if changed else []
+    return cells
+
+
+def _activation_cells(replays: SideReplays, cells: Sequence[DifferentCell]) -> list[DifferentCell]:
+    """Cells of activations that a side does in another dtype than the table asks for."""
+    found = []
+    for key, dtype in replays.table.activations:
+        seen = {*replays.seen(()).seen.get(key, ()), *replays.seen(cells).seen.get(key, ())}
+        if not seen:
+            must, got = "must be something that the model does where it can be seen", "its forward"
+            do = "Leave the key out; docs/drift.md says where each is looked for."
+            raise ConfigError(f"sampler.{key}", must, got=f"nothing of that kind in {got}", do=do)
+        known = [from_torch(each) for each in seen]
+        same = all(each is not None and dtype.holds(each) for each in known)
+        if key in ("softmax", "logprobs"):
+            same = seen == {dtype.torch}
+        if not same:
+            here = " and ".join(sorted(str(each) for each in known if each is not None))
+            found.append(DifferentCell("activation", key, f"{here}, there {dtype}"))
+    return found
+
+
+GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
+    *((role, (DType.FP32, DType.BF16, DType.FP16)) for role in ("compute", *ROLES)),
+    ("kv", (DType.FP8_E4M3, DType.FP8_E5M2, DType.BF16, DType.FP16)),
+    *((key, (DType.BF16, DType.FP16)) for key in ("softmax", "rotary", "logits", "logprobs", "buffers")),
+)
+"""Dtypes in which samplers usually differ from trainers."""
+
+
+def _guesses(
+    given: SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
+) -> Sequence[tuple[str, DType, Tensor]]:
+    """Replay each guess on top of what was given; leave out what the model has nothing of."""
+    trainer, found = given.trainer, []
+    for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
+        table = parse_sampler_dtypes({key: str(dtype)})
+        try:
+            compute = differences.sampler_compute(table, trainer.plan, trainer.roles)
+            cells = _table_cells(trainer, table, compute)
+            replays = replace(given, table=table, compute=compute, done={})
+            cells += _activation_cells(replays, values)
+        except REFUSED:
+            continue
+        if cells:
+            found.append((key, dtype, tokens.select(replays.run_sampler([*values, *cells]))))
+    return found
+
+
+def _flipped_share(sampler: Signals, own: Signals, tokens: ComparedTokens, gaps: Tensor) -> float:
+    flipped = []
+    for part, routes, before in zip(tokens.order, sampler.routes, own.routes, strict=True):
+        rows, length = len(part), len(tokens.sequences[part[0]])
+        other = torch.zeros(rows, length, dtype=torch.bool)
+        for router, chosen in routes.items():
+            was = before.get(router)
+            if was is not None and was.shape == chosen.shape and chosen.shape[0] == rows * length:
+                other |= (chosen != was).any(-1).view(rows, length)
+        flipped.append(other[:, :-1].reshape(-1))
+    squares, finite = gaps.square(), gaps.isfinite()
+    total = float(squares[finite].sum())
+    return float(squares[finite & tokens.kept(torch.cat(flipped))].sum()) / total if total else 0.0

@@ -1,0 +1,263 @@
+"""Run the trainer's model with some cells of the sampler.
+
+Every run is an engine of a copy of the model: with the sampler's values where a cell says so, with rules for
+the parameters that compute in other dtypes, and with rounded activations. Activations are rounded at calls of
+torch's functions inside attention, and at the modules that make rotary tables and logits; the dtypes in which
+the model does each thing are recorded on the way.
+
+Invariant: a run without cells is the trainer's own. A run with all cells has every tensor and every dtype of
+the sampler. Equal bits give equal runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zerodrift.dtypes import DType
+from zerodrift.inspect.audit.run import Subject, running
+from zerodrift.inspect.audit.signals import LOSSES, Signals, forward_signals
+from zerodrift.inspect.audit.tokens import Batch
+from zerodrift.inspect.audit.variants import make_rule, with_rules
+from zerodrift.inspect.drift.differences import DifferentCell, sampler_mode
+from zerodrift.inspect.drift.sampler_dtypes import SamplerDtypes
+from zerodrift.inspect.drift.sampler_weights import SamplerTensor
+from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
+from zerodrift.inspect.trace.places import ModulePaths
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.build import build
+from zerodrift.plan.table import Row
+from zerodrift.policy.nouns import Policy
+from zerodrift.policy.rules import PIN
+
+Cells = Collection[DifferentCell]
+
+
+@dataclass(slots=True)
+class SideReplays:
+    """Runs of a trainer's model, each made once."""
+
+    trainer: TrainerSide
+    table: SamplerDtypes
+    tensors: Mapping[str, SamplerTensor]  # the sampler's tensors
+    compute: Mapping[str, DType]  # first name -> the sampler's compute dtype
+    batches: Sequence[Batch]
+    valued: Collection[str]  # names with a cell for their values; the values of others come with their dtypes
+    done: dict[frozenset[DifferentCell], tuple[Signals, ActivationRounder]] = field(default_factory=dict)
+
+    def run(self, cells: Cells) -> Signals:
+        """Run with these cells of the sampler, and the trainer's everywhere else."""
+        key = frozenset(cells)
+        if key not in self.done:
+            values: dict[str, Tensor] = {}
+            for cell in cells:
+                for name in cell.names:
+                    with_dtype = cell.kind in ("dtype", "compute") and name not in self.valued
+                    if cell.kind in ("tensor", "weights") or (with_dtype and name in self.tensors):
+                        values[name] = self.tensors[name].values
+            asked = dict(self.table.activations)
+            self.done[key] = self._run(
+                values, cells, {cell.key: asked[cell.key] for cell in cells if cell.kind == "activation"}
+            )
+        return self.done[key][0]
+
+    def run_sampler(self, cells: Cells) -> Signals:
+        """Run with all tensors of the sampler, differing or not, and its whole table."""
+        values = {name: tensor.values for name, tensor in self.tensors.items()}
+        return self._run(values, cells, dict(self.table.activations))[0]
+
+    def seen(self, cells: Cells) -> ActivationRounder:
+        """Activations of such a run, by key, and their dtypes."""
+        self.run(cells)
+        return self.done[frozenset(cells)][1]
+
+    def _run(
+        self, values: Mapping[str, Tensor], cells: Cells, asked: Mapping[str, DType]
+    ) -> tuple[Signals, ActivationRounder]:
+        buffers = self.table.buffers if any(cell.kind == "buffers" for cell in cells) else None
+
+        def make() -> nn.Module:
+            module = copy.deepcopy(self.trainer.module)
+            _set_values(module, values, self.tensors)
+            for buffer in module.buffers() if buffers is not None else ():
+                if buffers is not None and buffer.is_floating_point():
+                    buffer.copy_(buffer.to(buffers.torch).to(buffer.dtype))
+            return module
+
+        rounder = ActivationRounder(asked)
+        with (
+            running(Subject(make), self._policy(cells), MeshShape()) as engine,
+            rounder.hooks(engine.module, self.trainer.head),
+        ):
+            return forward_signals(engine, self.batches, rounder.around), rounder
+
+    def _policy(self, cells: Cells) -> Policy:
+        """The trainer's policy, with a rule for each parameter that would not compute as the cells say."""
+        plan = self.trainer.plan
+        policy, mode = plan.policy, plan.policy.mode
+        if any(cell.kind == "compute" for cell in cells):
+            # Demands on every parameter's forward were made of the trainer's mode.
+            mode = sampler_mode(self.table, plan)
+            forward = ("storage", "gather", "compute")
+            demands = tuple(demand for demand in policy.demands if demand[0] not in forward)
+            policy = replace(policy, mode=mode, demands=demands, safe=policy.safe if mode.autocast else ())
+        theirs = {name for cell in cells if cell.kind in ("compute", "dtype") for name in cell.names}
+        if not theirs and mode is plan.policy.mode:
+            return policy
+        rules = []
+        for row, now in zip(plan.rows, build(policy, self.trainer.spec, MeshShape()).rows, strict=True):
+            if not row.columns.compute.is_floating:
+                continue
+            sets = _forward_columns(row)
+            if row.name in theirs:
+                sets = dict.fromkeys(sets, str(self.compute[row.name]))
+            unpinned = row.name in theirs and now.columns.pinned and sets["compute"] != "fp32"
+            if sets != _forward_columns(now) or unpinned:
+                pin = sets["compute"] == "fp32" and mode.autocast
+                cause = "the other side"
+                rules += [make_rule(n, dict(PIN) if pin else sets, pin=pin, why=cause) for n in row.names]
+        return with_rules(policy, rules)
+
+
+def _forward_columns(row: Row) -> dict[str, str]:
+    columns = row.columns
+    dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
+    return {column: str(dtype) for column, dtype in dtypes.items()}
+
+
+def _set_values(module: nn.Module, values: Mapping[str, Tensor], held: Collection[str]) -> None:
+    """Set other values. A tied parameter stays tied, except under names that the sampler holds too."""
+    ties: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(parameter), []).append(name)
+    tied = {name: names for names in ties.values() for name in names}
+    buffers = dict(module.named_buffers())
+    for name, value in values.items():
+        if name in buffers:
+            buffers[name].copy_(value)
+            continue
+        parameter = nn.Parameter(value.clone(), requires_grad=False)
+        for other in tied[name]:
+            if other == name or other not in held:
+                set_parameter(module, other, parameter)
+
+
+_ATTENTION = re.compile(r"(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?", re.IGNORECASE)
+_ROTARY = re.compile(r"[Rr]otary|R[Oo][Pp][Ee]")
+_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
+_SOFTMAX = frozenset(("softmax", "_softmax"))
+
+
+class ActivationRounder:
+    """Rounds activations, and records in `seen` the dtypes of each thing, by key."""
+
+    def __init__(self, asked: Mapping[str, DType]) -> None:
+        self.asked = {key: dtype.torch for key, dtype in asked.items()}
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def see(self, key: str, dtype: torch.dtype) -> torch.dtype | None:
+        """Record a dtype, and return the one that is asked for instead."""
+        self.seen.setdefault(key, set()).add(dtype)
+        return self.asked.get(key)
+
+    def rounded(self, key: str, tensor: Tensor) -> Tensor:
+        dtype = self.see(key, tensor.dtype)
+        return tensor if dtype is None else tensor.to(dtype).to(tensor.dtype)
+
+    @contextlib.contextmanager
+    def around(self, path: ModulePaths) -> Iterator[None]:
+        """Change the calls of a forward."""
+        with torch.no_grad(), _Calls(path, self):
+            yield
+
+    @contextlib.contextmanager
+    def hooks(self, model: nn.Module, head: str) -> Iterator[None]:
+        """Change the outputs of the modules that make logits and rotary tables."""
+        handles = []
+        for path, module in model.named_modules():
+            rotary = "rotary" if _ROTARY.search(type(module).__name__) else ""
+            if key := "logits" if head and path == head else rotary:
+                handles.append(module.register_forward_hook(self._hook(key)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, key: str) -> Callable[..., Any]:
+        def rounded(item: Any) -> Any:
+            floating = isinstance(item, Tensor) and item.is_floating_point()
+            return self.rounded(key, item) if floating else item
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            return tuple(map(rounded, output)) if isinstance(output, tuple) else rounded(output)
+
+        return hook
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, path: ModulePaths, rounder: ActivationRounder) -> None:
+        super().__init__()
+        self._path, self._rounder = path, rounder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name, rounder = kwargs or {}, getattr(func, "__name__", ""), self._rounder
+        if name == "scaled_dot_product_attention":
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given |= {key: rounder.rounded("kv", given[key]) for key in ("key", "value")}
+            dtype = rounder.see("softmax", torch.float32)  # inside the kernel, whatever goes in
+            return func(**given) if dtype in (None, torch.float32) else _attention(dtype, given)
+        if name in LOSSES:
+            logits = args[0] if args else kwargs["input"]
+            dtype = rounder.see("logprobs", logits.dtype)
+            if dtype is None or name != "cross_entropy":
+                return func(*args, **kwargs)
+            if args:
+                return func(logits.to(dtype), *args[1:], **kwargs)
+            return func(**{**kwargs, "input": logits.to(dtype)})
+        if (name in _SOFTMAX or name in _PRODUCTS) and _ATTENTION.fullmatch(self._path.current):
+            if name in _SOFTMAX:
+                inside = kwargs.get("dtype") or args[0].dtype
+                dtype = rounder.see("softmax", inside)
+                if dtype is None:
+                    return func(*args, **kwargs)
+                kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
+                return func(args[0].to(dtype), *args[1:], **kwargs).to(inside)
+            if len(args) >= 2 and all(map(_is_activation, args[:2])):
+                # Scores of keys before the softmax, sums of values after it: the cache is on the right.
+                return func(args[0], rounder.rounded("kv", args[1]), *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 3 and not isinstance(value, nn.Parameter)
+
+
+def _attention(dtype: torch.dtype | None, given: dict[str, Any]) -> Tensor:
+    """Attention step by step, with the softmax in a dtype."""
+    query, key, value, scale = (given.get(name) for name in ("query", "key", "value", "scale"))
+    assert query is not None and key is not None and value is not None and dtype is not None
+    if given.get("enable_gqa"):
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    scores = (query @ key.transpose(-1, -2)) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.to(dtype).softmax(-1).to(query.dtype) @ value

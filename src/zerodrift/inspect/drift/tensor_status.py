@@ -1,0 +1,284 @@
+"""Follow every tensor from the trainer to the sampler, and judge whether it is what was trained.
+
+A tensor may leave the trainer in another dtype: then each element must be rounded once, to the nearest value.
+Anything else has a name of its own: rounded another way, moved, another tensor, other values. With two
+folders, what was sent and what was loaded, the step at which a tensor changed is named.
+
+Invariant: a verdict is an equality of bits, except that a quantised tensor is held to half a step of its
+scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import from_torch
+from zerodrift.inspect.drift.sampler_weights import SamplerTensor, read_sampler_weights
+from zerodrift.inspect.drift.trainer import TrainerSide
+from zerodrift.weights.matching import expected_tensors
+
+Kind = Literal[
+    "same", "rounded", "quantised", "rounded-otherwise", "overflowed", "not-finite", "another-tensor",
+    "transposed", "permuted", "scaled", "other-values", "untied", "missing",
+]  # fmt: skip
+
+_SHOWN = 8  # slices of a tensor that are named
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorVerdict:
+    """A tensor beside the one that was trained."""
+
+    kind: Kind
+    told: str  # the verdict in words, without the tensor's name
+    differ: int  # elements that differ from what was trained, rounded to the tensor's dtype
+    distance: float  # norm of the difference over the norm of the trained tensor; NaN for a missing one
+
+    @property
+    def is_as_trained(self) -> bool:
+        return self.kind in ("same", "rounded", "quantised")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatus:
+    name: str
+    verdict: TensorVerdict
+    step: str  # step at which the tensor became what it is: `sent` or `loaded`
+    dtype: str
+    digests: tuple[tuple[str, str], ...]
+    """(`trained`, `sent` or `loaded`; hex digest). The first is of the trained values in the sent dtype."""
+
+
+def follow_tensors(
+    trainer: TrainerSide, sent: Path | None, loaded: Path | None
+) -> tuple[list[TensorStatus], dict[str, SamplerTensor], tuple[tuple[str, int], ...], list[str]]:
+    """Return the status of every tensor, the sampler's tensors, counts of verdicts, and notes."""
+    want = expected_tensors(trainer.spec.parameters, trainer.spec.buffers, trainer.module)
+    folders = [("sent", sent), ("loaded", loaded)]
+    paths = [(step, path.expanduser()) for step, path in folders if path]
+    read = [(step, read_sampler_weights(path, trainer.module, want)) for step, path in paths]
+    if not read:
+        return [], {}, (), []
+    trained = trainer.tensors()
+    names = {name: parameter.names for parameter in trainer.spec.parameters for name in parameter.names}
+    (_, first), (last_step, last) = read[0], read[-1]
+    held = dict(last.tensors)
+    for alias in [name for name in held if names.get(name, (name,))[0] != name]:
+        original = held.get(names[alias][0])
+        if original is not None and torch.equal(original.values, held[alias].values):
+            del held[alias]
+    found: list[TensorStatus] = []
+    for name, tensor in held.items():
+        verdict = _judge_in_model(name, trained, held, names.get(name, (name,)))
+        digests = [("trained", digest(trained[name].to(tensor.values.dtype)))]
+        digests += [(step, digest(side.tensors[name].values)) for step, side in read if name in side.tensors]
+        before = first.tensors.get(name) if len(read) == 2 and not verdict.is_as_trained else None
+        changed = before is not None and not judge(trained[name], before.values).is_as_trained
+        step = "sent" if changed else last_step
+        found.append(TensorStatus(name, verdict, step, tensor.dtype, tuple(digests)))
+    notes = []
+    for step, side in read:
+        gone = TensorVerdict("missing", f"not among what was {step}", 0, float("nan"))
+        known = {status.name for status in found}
+        found += [TensorStatus(name, gone, step, "-", ()) for name in side.missing if name not in known]
+        if side.unread:
+            more = f" and {len(side.unread) - 3:,} more" if len(side.unread) > 3 else ""
+            some = ", ".join(side.unread[:3]) + more
+            notes.append(f"{side.path}: {some} not read: the model has no place for it.")
+    words = (
+        status.dtype if (kind := status.verdict.kind) == "quantised"
+        else status.verdict.told if kind in ("same", "rounded") else kind
+        for status in found
+    )  # fmt: skip
+    return found, held, tuple(Counter(words).most_common()), notes
+
+
+def _judge_in_model(
+    name: str, trained: Mapping[str, Tensor], held: Mapping[str, SamplerTensor], tied: tuple[str, ...]
+) -> TensorVerdict:
+    tensor, mine = held[name], trained[name]
+    others = {n: values for n, values in trained.items() if n not in tied and values.shape == mine.shape}
+    verdict = judge(mine, tensor.values, others, tensor.half_step)
+    first = next((other for other in tied if other != name and other in held), "")
+    if first and not verdict.is_as_trained:
+        told = f"no longer one with `{first}`, which the model ties it to; {verdict.told}"
+        return TensorVerdict("untied", told, verdict.differ, verdict.distance)
+    return verdict
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of a tensor's bits."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def judge(
+    trained: Tensor,
+    other: Tensor,
+    others: Mapping[str, Tensor] | None = None,
+    half_step: Tensor | None = None,
+) -> TensorVerdict:
+    """Judge `other` beside `trained`, of the same shape. `others` are trained tensors that it might be
+    instead. A quantised tensor comes dequantised, with half a step of each element."""
+    if not trained.is_floating_point():
+        count = int((trained != other).sum())
+        if not count:
+            return TensorVerdict("same", "as trained", 0, 0.0)
+        return TensorVerdict("other-values", f"{count:,} elements are others", count, 1.0)
+    far = distance(other, trained)
+    if half_step is not None and bool(((other - trained).abs() <= half_step).all()):
+        return TensorVerdict("quantised", "within half a step of its scale", 0, far)
+    known, wanted = from_torch(other.dtype), trained.to(other.dtype)
+    dtype = str(known) if known is not None else str(other.dtype).removeprefix("torch.")
+    differs = ~_same_bits(wanted, other)
+    count, total = int(differs.sum()), differs.numel()
+    if count == 0 and bool(wanted.isfinite().all()):
+        exact = torch.equal(wanted.to(trained.dtype), trained)
+        kind: Kind = "same" if exact else "rounded"
+        return TensorVerdict(kind, f"as trained, in {dtype}" if exact else f"rounded to {dtype}", 0, far)
+    bad = ~other.isfinite()
+    if infinite := int(bad.sum()):
+        if count:
+            return TensorVerdict("not-finite", f"{infinite:,} elements are inf or nan", infinite, far)
+        largest = float(trained[bad].abs().max())
+        told = f"{infinite:,} elements beyond the range of {dtype} are infinite, the largest {largest:.3g}"
+        return TensorVerdict("overflowed", told, infinite, far)
+    where = f"{count:,} of {total:,} elements"
+    if differs.dim() > 1 and count < total:
+        rows = differs.flatten(1).any(1).nonzero().flatten().tolist()
+        if len(rows) < differs.shape[0] and len(rows) <= _SHOWN:
+            where += f", in {'slice' if len(rows) == 1 else 'slices'} {', '.join(map(str, rows))}"
+    for told in _roundings(trained[differs], other[differs]):
+        return TensorVerdict("rounded-otherwise", f"{told}: {where}", count, far)
+    if (moved := _moved(trained, other, wanted, others or {})) is not None:
+        return TensorVerdict(*moved, count, far)
+    return TensorVerdict("other-values", f"values of another step or model: {where}", count, far)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of `b`."""
+    gap, norm = float((a.double() - b.double()).norm()), float(b.double().norm())
+    return gap / norm if norm else gap
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+    word = _WORDS[a.itemsize]
+    return a.contiguous().view(word) == b.contiguous().view(word)
+
+
+Rounder = Callable[[Tensor, torch.dtype], "Tensor | None"]
+"""Rounds values to a dtype; None if the way does not apply."""
+
+
+def _through(middle: torch.dtype) -> Rounder:
+    return lambda values, dtype: None if middle is dtype else values.to(middle).to(dtype)
+
+
+def _truncated(values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if dtype is not torch.bfloat16 or values.dtype is not torch.float32:
+        return None
+    return (values.contiguous().view(torch.int32) & -65536).view(torch.float32).to(dtype)
+
+
+def _without_subnormals(values: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = values.to(dtype)
+    return torch.where(rounded.abs() < torch.finfo(dtype).tiny, torch.zeros_like(rounded), rounded)
+
+
+def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return values.clamp(-most, most).to(dtype)
+
+
+_ROUNDERS: dict[str, Rounder] = {
+    "subnormal values are zero": _without_subnormals,
+    "values beyond its range are its largest": _saturated,
+    "cut off, not rounded": _truncated,
+    "rounded to bf16 on the way": _through(torch.bfloat16),
+    "rounded to fp16 on the way": _through(torch.float16),
+    "rounded to fp8_e4m3 on the way": _through(torch.float8_e4m3fn),
+    "rounded to fp8_e5m2 on the way": _through(torch.float8_e5m2),
+}
+
+
+def _roundings(trained: Tensor, other: Tensor) -> Iterator[str]:
+    """Yield the ways of rounding that make `other` of `trained`."""
+    for told, rounder in _ROUNDERS.items():
+        made = rounder(trained, other.dtype)
+        if made is not None and bool(_same_bits(made, other).all()):
+            yield told
+    low, high = neighbours(trained, other.dtype)
+    if bool((_same_bits(low, other) | _same_bits(high, other)).all()):
+        yield "rounded to a neighbour that is not the nearest, as stochastic rounding does"
+
+
+def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values of a dtype on both sides of each element; twice the element if the dtype has it."""
+    near = values.to(dtype)
+    wide = near.to(values.dtype)
+    if dtype is values.dtype:
+        return near, near
+    up = torch.where(values > wide, 1, torch.where(values < wide, -1, 0))
+    word = _WORDS[near.itemsize]
+    # Sign and magnitude: away from zero is one more, whatever the sign.
+    beside = (near.contiguous().view(word) + torch.where(wide > 0, up, -up).to(word)).view(dtype)
+    sign = torch.where(up > 0, torch.full_like(wide, 1.0), torch.full_like(wide, -1.0))
+    smallest = (sign * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
+    return near, torch.where((wide == 0) & (up != 0), smallest, beside)
+
+
+def _moved(
+    trained: Tensor, other: Tensor, wanted: Tensor, others: Mapping[str, Tensor]
+) -> tuple[Kind, str] | None:
+    first = other.reshape(-1)[:_SHOWN]  # a few elements are compared before all
+    for name, values in others.items():
+        begins = _same_bits(values.reshape(-1)[:_SHOWN].to(other.dtype), first)
+        if bool(begins.all()) and bool(_same_bits(values.to(other.dtype), other).all()):
+            return "another-tensor", f"the values of `{name}`"
+    if wanted.dim() >= 2:
+        turned = wanted.transpose(-1, -2)
+        if turned.shape == other.shape and bool(_same_bits(turned, other).all()):
+            return "transposed", "its last two dimensions are exchanged"
+    for dimension in range(other.dim()):
+        order = _slice_order(wanted.movedim(dimension, 0), other.movedim(dimension, 0))
+        if order is not None:
+            moved = [f"{here} has what was {there}" for here, there in enumerate(order) if here != there]
+            more = f" and {len(moved) - 4:,} more" if len(moved) > 4 else ""
+            return "permuted", f"dimension {dimension} is in another order: {', '.join(moved[:4])}{more}"
+    if not bool(other.any()):
+        return "other-values", "all zero"
+    factor = float((other.double() * trained.double()).sum() / trained.double().square().sum())
+    made = (trained.double() * factor).to(other.dtype)
+    if distance(other, made) < torch.finfo(other.dtype).eps / 2:
+        return "scaled", f"what was trained times {factor:.6g}"
+    return None
+
+
+def _slice_order(wanted: Tensor, other: Tensor) -> list[int] | None:
+    """For each slice of `other` the number of the equal slice of `wanted`, if each has one."""
+    if wanted.shape[0] < 2:
+        return None
+
+    def slices(tensor: Tensor) -> list[bytes]:
+        flat = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
+        return [row.tobytes() for row in flat]
+
+    places: dict[bytes, list[int]] = {}
+    for number, row in enumerate(slices(wanted)):
+        places.setdefault(row, []).append(number)
+    order = []
+    for number, row in enumerate(slices(other)):
+        left = places.get(row)
+        if not left:
+            return None
+        order.append(left.pop(left.index(number) if number in left else 0))
+    return order

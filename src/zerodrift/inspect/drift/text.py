@@ -1,0 +1,200 @@
+"""A comparison of two sides as text of 80 columns, and as JSON: faults first, then drift and its causes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerodrift.errors import several
+from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComparison, TokenDrift
+from zerodrift.inspect.drift.tensor_status import TensorStatus
+from zerodrift.inspect.table import table
+from zerodrift.report.frame import DIGEST_SHOWN, elide, grid, pairs, printed, section, shown, title
+
+WIDTH = 80
+_FAULTS = 12
+_CELLS = 16
+_ROUTERS = 6
+
+
+def comparison_text(
+    found: SideComparison, facts: Sequence[tuple[str, str]], *, color: bool, width: int = WIDTH
+) -> str:
+    """`facts` name the two sides."""
+    warn = ("bold yellow",)
+    parts: list[RenderableType] = [title("drift", "", width), pairs(facts, width=width), Text()]
+    parts.append(pairs([("verdict", verdict(found))], bold=True, width=width))
+    if found.faults:
+        parts.append(section("not what was trained", several(len(found.faults), "tensor")))
+        for number, status in enumerate(found.faults[:_FAULTS]):
+            parts += [*([Text()] if number else []), grid(_fault(status, width), (1,), warn, width)]
+        if len(found.faults) > _FAULTS:
+            parts.append(Text(f"and {len(found.faults) - _FAULTS:,} more", style="dim"))
+    parts += [section("drift", "log-probabilities, the other side minus the trainer")]
+    parts.append(pairs(_statistics(found.whole), width=width))
+    if found.cells:
+        parts += [section("what explains it", "replays of the trainer's model"), _cells(found.cells, width)]
+        if len(found.cells) > _CELLS:
+            parts.append(Text(f"and {len(found.cells) - _CELLS:,} more", style="dim"))
+        parts.append(Text(_LEGEND, style="dim"))
+        if found.unexplained:
+            left = f"{percent(found.unexplained)} of the squared drift is in none of these cells."
+            parts.append(Text(left, style="dim"))
+    if found.tried:
+        detail = "no dtypes of the other side were given; replays with one at a time"
+        guesses = [
+            (f"{each.key}: {each.dtype}", f"has {percent(each.explains)} of the squared drift")
+            for each in found.tried[:_ROUTERS]
+        ]
+        parts += [section("what it may be", detail), grid(guesses, (24,), ("",), width)]
+    if found.choices:
+        flips = sum(count for _, count in found.router_flips)
+        told = f"{flips:,} of {found.choices:,} choices are others"
+        if flips:
+            told += f"; {percent(found.flipped_share)} of the squared drift is on their tokens"
+        parts += [section("routers"), Text(told)]
+        if routers := [(f"{count:,}", name) for name, count in found.router_flips[:_ROUTERS]]:
+            parts.append(grid(routers, (8,), ("bold",), width))
+    if found.far:
+        tokens = [("sequence", "place", "token", "trainer", "other", "difference")]
+        for t in found.far:
+            numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
+            tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
+        parts += [section("furthest tokens"), table(tokens, left=())]
+    if found.notes:
+        parts += [section("notes"), grid([("!", note) for note in found.notes], (1,), warn, width)]
+    return printed(parts, color, width)
+
+
+_LEGEND = (
+    "alone: of the squared drift, what the trainer's model has with this cell of the other side alone. "
+    "removes: what is gone when the other side has the trainer's cell here. They need not add up to 100%."
+)
+
+
+def verdict(found: SideComparison) -> str:
+    """The reason of the exit code, in one sentence."""
+    words, whole = [], found.whole
+    if found.faults:
+        words.append(f"{several(len(found.faults), 'tensor')} not what was trained")
+    if whole.not_finite:
+        tokens = several(whole.tokens, "token")
+        words.append(f"{whole.not_finite:,} of {tokens} without a finite log-probability")
+    if not math.isnan(whole.mean_abs):
+        side = "within" if whole.mean_abs <= found.bar else "above"
+        words.append(f"{side} the bar: mean |difference| {figure(whole.mean_abs)}, bar {found.bar:g}")
+    return "; ".join(words)
+
+
+def figure(value: float) -> str:
+    """Three digits; only 0 is `0`."""
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    if math.isinf(value):
+        return "inf"
+    if value == 0:
+        return "0"
+    return f"{100 * value:.1f}%" if abs(value) >= 0.0005 else ("<0.1%" if value > 0 else ">-0.1%")
+
+
+def _statistics(whole: TokenDrift) -> list[tuple[str, str]]:
+    finite = whole.tokens - whole.not_finite
+    rows = [("tokens", f"{whole.tokens:,}" + (f", {finite:,} of them finite" if whole.not_finite else ""))]
+    if finite:
+        tails = f"median {figure(whole.median)}, 99% {figure(whole.p99)}, largest {figure(whole.largest)}"
+        rows += [
+            ("mean |d|", f"{figure(whole.mean_abs)}, mean {figure(whole.mean)}, rms {figure(whole.rms)}"),
+            ("k3", figure(whole.k3)),
+            ("tails", f"{tails}; {percent(whole.clipped)} of ratios beyond 1 +- {CLIPPED}"),
+        ]
+    return rows
+
+
+def _fault(status: TensorStatus, width: int) -> list[tuple[str, str]]:
+    verdict, name = status.verdict, elide(status.name, width - 24)
+    digests = "  ".join(f"{place} {hexed[:DIGEST_SHOWN]}" for place, hexed in status.digests)
+    last = [("", f"{status.dtype}, as {status.step}: {digests}")] if digests else []
+    return [("!", f"{name}  {verdict.kind}"), ("", verdict.told), *last]
+
+
+def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
+    """Two columns of words that fold, three of figures."""
+    rows = [("", "", "alone", "removes", "flips")]
+    for each in cells[:_CELLS]:
+        told = each.cell.told.partition(",")[0] if each.is_fault else each.cell.told
+        figures = ("-", "-", "-")
+        if each.alone is not None:
+            figures = (percent(each.explains), percent(each.removes), f"{each.flips:,}")
+        rows.append((each.cell.key, told, *figures))
+    numbers = [max(map(len, column)) for column in list(zip(*rows, strict=True))[2:]]
+    room = width - sum(numbers) - 8
+    first = min(room // 2, max(len(row[0]) for row in rows))
+    columns = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for size in (first, room - first):
+        columns.add_column(width=size, overflow="fold")
+    for size in numbers:
+        columns.add_column(width=size, justify="right")
+    for number, row in enumerate(rows):
+        style = "" if number else "dim"
+        words = shown(elide(row[0], first), style), shown(row[1], "dim")
+        columns.add_row(*words, *(Text(cell, style=style) for cell in row[2:]))
+    return columns
+
+
+def comparison_json(found: SideComparison) -> str:
+    """Every number; those that are not finite are null."""
+
+    def fault(status: TensorStatus) -> dict[str, Any]:
+        verdict = status.verdict
+        values = {"kind": verdict.kind, "told": verdict.told, "elements": verdict.differ}
+        place = {"distance": verdict.distance, "step": status.step, "dtype": status.dtype}
+        return {"name": status.name, **values, **place, "digests": dict(status.digests)}
+
+    def cell(each: ExplainedCell) -> dict[str, Any]:
+        one = each.cell
+        words = {"key": one.key, "of": one.kind, "told": one.told, "names": list(one.names)}
+        numbers = {"alone": each.explains, "removes": each.removes, "flips": each.flips}
+        return {**words, "replayed": each.alone is not None, **numbers}
+
+    tried = ({"key": one.key, "dtype": str(one.dtype), "explains": one.explains} for one in found.tried)
+    data = {
+        "format": "zerodrift drift",
+        "version": 1,
+        "within": found.within,
+        "verdict": verdict(found),
+        "bar": found.bar,
+        "drift": asdict(found.whole),
+        "tensors": {
+            "kinds": dict(found.kinds),
+            "not_as_trained": list(map(fault, found.faults)),
+            "digests": {each.name: dict(each.digests) for each in (*found.faults, *found.as_trained)},
+        },
+        "cells": list(map(cell, found.cells)),
+        "unexplained": found.unexplained,
+        "routers": {
+            "flips": dict(found.router_flips),
+            "choices": found.choices,
+            "share_of_flipped": found.flipped_share,
+        },
+        "tried": list(tried),
+        "furthest": [asdict(far) for far in found.far],
+        "notes": list(found.notes),
+    }
+    return json.dumps(_finite(data), indent=1) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,196 @@
+"""The trainer's side: a model with its trained values, and the policy of its forward.
+
+The policy comes from a config, ours or DeepSpeed's, from a plan of `plan --json`, or from a table of
+`check --save`, which is read as the config that asks for what was seen.
+
+Invariant: values are exactly those of the files, and all parameters are frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerodrift.config.load import load
+from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed, said
+from zerodrift.inspect.audit.variants import literal_glob, without_update
+from zerodrift.inspect.check import table as tables
+from zerodrift.inspect.drift.sampler_dtypes import Role, role_of, roles_of
+from zerodrift.inspect.trace.records import Column, ModelRecord, ParameterRecord
+from zerodrift.mesh import MeshShape
+from zerodrift.model.factory import is_factory, make
+from zerodrift.model.runnable import runnable
+from zerodrift.model.safetensors import holds
+from zerodrift.model.sources import describe
+from zerodrift.model.spec import ModelSpec
+from zerodrift.plan.build import build
+from zerodrift.plan.table import Plan
+from zerodrift.policy.nouns import Policy
+from zerodrift.policy.numbers import AutoValues
+from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.weights.convert import open_source
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSide:
+    module: nn.Module  # the frozen model, with its values in the dtypes of the files
+    plan: Plan  # plan of its forward
+    spec: ModelSpec
+    roles: Mapping[str, Role]
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embeddings; 0 without any."""
+        embeddings = [module for module in self.module.modules() if isinstance(module, nn.Embedding)]
+        return max((each.num_embeddings for each in embeddings), default=0)
+
+    @property
+    def head(self) -> str:
+        """Path of the module that makes logits; empty if it is not known."""
+        for parameter in self.spec.parameters:
+            for name, owner in zip(parameter.names, parameter.owners, strict=True):
+                if role_of(name, owner) == "head":
+                    return owner.path
+        return ""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers under every name; floating ones in fp32."""
+        named = (
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        )
+        return {n: t.detach().float() if t.is_floating_point() else t.detach() for n, t in named}
+
+
+def load_trainer(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    model: str | nn.Module,
+    weights: str | os.PathLike[str] | None = None,
+    auto: AutoValues | None = None,
+    overrides: Sequence[str] = (),
+) -> TrainerSide:
+    """Load a model from a folder or file with a config, from `package.module:function`, or copy a module with
+    its values. Dropout is off: a sampler has none."""
+    module = _load_model(model, weights).eval().requires_grad_(False)
+    spec = describe(module)
+    policy = without_update(_load_policy(config, auto, overrides))
+    return TrainerSide(module, build(policy, spec, MeshShape()), spec, roles_of(spec))
+
+
+def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) -> nn.Module:
+    if isinstance(model, nn.Module):
+        module = copy.deepcopy(model)
+    else:
+        factory = weights is None and is_factory(model) and not Path(model).exists()
+        module = make(model).train() if factory else runnable(model)
+        if weights is None and Path(model).is_dir() and holds(Path(model)):
+            weights = model
+    if weights is not None:
+        _fill(module, Path(weights))
+    bare = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if bare:
+        must = "must be given where the model has no values of its own"
+        do = "Give the checkpoint or the folder that the trainer wrote."
+        raise ModelError("--weights", must, got=f"none for {listed(bare[:3])}", do=do)
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+            count = int((~parameter.isfinite()).sum())
+            raise NonFiniteError(name, "must be finite on the trainer's side", got=f"{count:,} inf or nan")
+    return module
+
+
+def _fill(module: nn.Module, path: Path) -> None:
+    """Replace all parameters by the values of a checkpoint."""
+    source = open_source(path.expanduser(), module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    entries = {name: entry for entry in source.entries for name in entry.names}
+    names = [parameter.names for parameter in describe(module).parameters]
+    lacking = [tied[0] for tied in names if not set(tied) & entries.keys()]
+    if lacking:
+        must = "must have a value for every parameter of the model"
+        raise ModelError(path, must, got=f"none for {listed(lacking[:3])}")
+    for tied in names:
+        entry, parameter = entries[next(name for name in tied if name in entries)], parameters[tied[0]]
+        if entry.shape != tuple(parameter.shape):
+            must = f"must have shape {list(parameter.shape)}"
+            raise ModelError(tied[0], must, got=f"{list(entry.shape)} in {path}")
+        flat = torch.empty(0, dtype=parameter.dtype)
+        for start, run in source.weight(entry):
+            if not flat.numel():
+                flat = torch.empty(parameter.numel(), dtype=run.dtype)
+            flat[start : start + run.numel()] = run.reshape(-1)
+        filled = nn.Parameter(flat.view(entry.shape), requires_grad=False)
+        for name in tied:
+            set_parameter(module, name, filled)
+    buffers = dict(module.named_buffers())
+    for name, values in source.buffers.items():
+        if name in buffers:
+            buffers[name].copy_(values)
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    module.get_submodule(path)._parameters[attribute] = parameter
+
+
+def _load_policy(
+    config: str | os.PathLike[str] | Mapping[str, Any], auto: AutoValues | None, overrides: Sequence[str]
+) -> Policy:
+    source: Any = config
+    if not isinstance(config, Mapping):
+        try:
+            data = json.loads(Path(config).read_text())
+        except (OSError, ValueError, RecursionError):
+            data = None  # the reader of configs says what is wrong
+        if isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys():
+            try:
+                return Plan.from_json(data).policy
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                must = "must be a plan that `plan --json` wrote"
+                raise ConfigError(str(config), must, got=said(error)) from None
+        if tables.is_table(data):
+            models = [model for model in tables.read(Path(config))[0].models if model.trained]
+            if len(models) != 1:
+                names = listed(model.name for model in models) or "none"
+                raise ConfigError(str(config), "must be a table of a run that trains one model", got=names)
+            source = config_from_table(models[0])
+    loaded = load(source, overrides)
+    return resolve(loaded, mesh_for(loaded, 1), auto)
+
+
+def config_from_table(model: ModelRecord) -> dict[str, Any]:
+    """Make the config that asks for the storage and compute dtypes that were seen."""
+    cells: dict[str, tuple[DType, DType]] = {}
+    sizes: Counter[tuple[DType, DType]] = Counter()
+    for parameter in model.parameters:
+        storage, compute = _first(parameter, "storage"), _first(parameter, "compute")
+        if storage is not None and compute is not None:
+            cells |= dict.fromkeys((parameter.name, *parameter.also), (storage, compute))
+            sizes[storage, compute] += parameter.numel
+    if not cells:
+        raise ConfigError(model.name, "must have parameters whose compute dtype was seen", got="none")
+    usual = storage, compute = sizes.most_common(1)[0][0]
+    if storage is DType.FP32 and compute is not DType.FP32:
+        return {"precision": {"mode": f"autocast-{compute}"}}
+    rules = [
+        {"match": literal_glob(name), "storage": str(storage), "compute": str(compute)}
+        for name, (storage, compute) in cells.items()
+        if (storage, compute) != usual
+    ]
+    return {"precision": {"mode": str(usual[1]), **({"rules": rules} if rules else {})}}
+
+
+def _first(parameter: ParameterRecord, column: Column) -> DType | None:
+    """The dtype that was seen first."""
+    dtype = getattr(torch, (parameter.dtypes(column) or ("",))[0], None)
+    return from_torch(dtype) if isinstance(dtype, torch.dtype) else None

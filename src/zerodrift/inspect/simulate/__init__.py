@@ -1,0 +1,1 @@
+"""Simulate a step on machines that a file describes, without running anything there."""

@@ -1,0 +1,284 @@
+"""Machines as a file describes them, and how long a collective takes on them.
+
+A file is read as a config is: every key is known and typed. The files in `clusters` come along, to be copied
+and changed. The algorithm of a collective is the engine's (`comm/collectives.py`): a ring for a gather; for a
+sum slices from every rank to every rank, recursive halving, or NCCL's own. On gloo everything goes as
+messages between pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from zerodrift.comm.collectives import DIRECT, HALVING
+from zerodrift.config import fields
+from zerodrift.config.plain import join
+from zerodrift.config.schema import Block, NonNegativeFloat, Positive, PositiveFloat
+from zerodrift.config.tree import Keys, TreeReader, tree_of
+from zerodrift.dtypes import DType
+from zerodrift.errors import ConfigError, nearest
+from zerodrift.mesh import MeshShape
+from zerodrift.plan.schedule import Collective
+from zerodrift.plan.table import Plan
+
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+FOLDER = Path(__file__).with_name("clusters")
+MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
+
+
+class Products(Block):
+    """TFLOP/s of dense products, by the dtype that is computed in."""
+
+    fp32: PositiveFloat
+    """Products of fp32 operands; of TF32 where torch is told to use it."""
+    bf16: PositiveFloat | None = None
+    """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
+    fp16: PositiveFloat | None = None
+    """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
+
+
+class Device(Block):
+    """The device of one rank."""
+
+    tflops: Products
+    """Figures of its maker, or measured ones."""
+    tflops_reached: Share = 1.0
+    """The share of that which products of a usual size reach."""
+    memory_gb: PositiveFloat
+    """GB (10^9 bytes) that a rank may fill."""
+    memory_gb_per_s: PositiveFloat
+    """GB/s between memory and processor, read and written together."""
+    memory_reached: Share = 1.0
+    """The share of that which passes over memory reach."""
+    new_gb_per_s: PositiveFloat | None = None
+    """GB/s at which memory is had from the system and filled. Default: none is, an allocator keeps it."""
+    cache_mb: NonNegativeFloat = 0.0
+    """Operations that move less than so many MB find them in a cache."""
+    cache_gb_per_s: PositiveFloat | None = None
+    """GB/s of that cache. Default: as memory."""
+    operation_us: NonNegativeFloat = 0.0
+    """Microseconds that an operation takes at least, however little it computes."""
+
+
+class Link(Block):
+    """A link between devices."""
+
+    gb_per_s: PositiveFloat
+    """GB/s that one device sends, while it receives as much."""
+    reached: Share = 1.0
+    """The share of that which collectives reach."""
+    latency_us: NonNegativeFloat = 0.0
+    """Microseconds of one round of messages."""
+    message_us: NonNegativeFloat = 0.0
+    """Microseconds of each message beyond its bytes, where a rank sends one to every other."""
+
+
+class Cluster(Block):
+    """The machines of a run."""
+
+    device: Device
+    """The device of one rank."""
+    devices_per_host: Positive
+    """Devices that are joined by `host`; ranks that are neighbours share a host."""
+    host: Link
+    """Link inside a host."""
+    network: Link | None = None
+    """Link between hosts. Without it there is one host."""
+    carrier: Literal["native", "pairs"] = "native"
+    """How the engine carries collectives: `native` on NCCL, `pairs` on gloo."""
+    compute_beside_link: Share = 1.0
+    """How fast a rank computes while something travels, in its speed while nothing does."""
+    reserve_gb: NonNegativeFloat = 0.0
+    """GB of each device that neither the plan nor activations can have: the libraries' own, and fragments."""
+    source: str = ""
+    """Origin of the figures."""
+
+    def seconds_of_products(self, flops: float, dtype: DType) -> float:
+        return flops / (self.peak(dtype) * self.device.tflops_reached)
+
+    def peak(self, dtype: DType) -> float:
+        """Stated FLOP/s."""
+        stated: float | None = getattr(self.device.tflops, str(dtype), None)
+        if stated is None:
+            must = f"must be given, because the plan computes in {dtype}"
+            do = "Add it to the cluster's file, in TFLOP/s."
+            raise ConfigError(f"device.tflops.{dtype}", must, got="nothing", do=do)
+        return stated * TERA
+
+    def seconds_of_bytes(self, count: float) -> float:
+        """One pass that reads and writes `count` bytes in all."""
+        device = self.device
+        if device.cache_gb_per_s is not None and count < device.cache_mb * 1e6:
+            return count / (device.cache_gb_per_s * GIGA)
+        return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
+
+    def seconds_of_new(self, count: float) -> float:
+        """Seconds to allocate `count` bytes that the step before has freed."""
+        rate = self.device.new_gb_per_s
+        return 0.0 if rate is None else count / (rate * GIGA)
+
+    def require_ranks(self, world: int) -> None:
+        if world > self.devices_per_host and self.network is None:
+            must = f"must be given for more than the {self.devices_per_host} devices of a host"
+            do = "Add it to the cluster's file, or raise `devices_per_host`."
+            raise ConfigError("network", must, got=f"{world} ranks", do=do)
+
+
+def built_in() -> list[str]:
+    """Names of the clusters that come along."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
+    """Read a file, or a built-in cluster by its name; return its path too."""
+    text = os.fsdecode(source)
+    path = FOLDER / f"{text}.yaml" if text in built_in() else Path(text).expanduser()
+    if not path.exists():
+        close = nearest(text, built_in())
+        meant = f"Did you mean `{close[0]}`? " if close else ""
+        must = f"must be the file of a cluster, or one of {', '.join(built_in())}"
+        do = f"{meant}Copy one of those from {FOLDER} and change it."
+        raise ConfigError("--simulate", must, got=repr(text), do=do)
+    heading, tree, problems = tree_of(path, "cluster")
+    reader = TreeReader(KEYS, problems)
+    cluster = reader.validated(reader.used(tree))
+    problems.raise_as(ConfigError, heading)
+    if not isinstance(cluster, Cluster):
+        raise AssertionError("a cluster that is not valid must have a problem")
+    return cluster, path
+
+
+def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
+    known = fields.fields(block) if block is not None else {}
+    paths = [join(path, word) for word in nearest(key, known)]
+    if not paths:
+        every = (each.path for each in fields.every_key(Cluster))
+        paths = [other for other in every if other.rpartition(".")[2] == key]
+    if not paths:
+        return "See docs/simulate.md."
+    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
+
+
+KEYS = Keys("cluster", Cluster, "a cluster", _suggestion)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLayout:
+    """How the ranks of a mesh axis lie on hosts."""
+
+    ranks: int
+    stride: int  # distance between neighbours of the axis, in ranks
+
+    def on_host(self, cluster: Cluster) -> int:
+        return max(1, min(self.ranks, cluster.devices_per_host // self.stride))
+
+
+def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
+    shard = mesh.tensor * mesh.shard
+    return {
+        "shard": AxisLayout(mesh.shard, mesh.tensor),
+        "expert": AxisLayout(mesh.expert, mesh.tensor),
+        "expert_shard": AxisLayout(mesh.expert_shard, mesh.tensor * mesh.expert),
+        "replicate": AxisLayout(mesh.replicate, shard),
+        "pipeline": AxisLayout(mesh.pipeline, shard * mesh.replicate),
+        "ends": AxisLayout(2, shard * mesh.replicate * max(1, mesh.pipeline - 1)),
+    }[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    seconds: float  # time on a free link, from the beginning
+    added: int  # bytes that a rank reads and writes to add up what arrived, once it waits
+
+
+def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
+    layout, size = axis_layout(plan.mesh, call.axis), call.numel * call.dtype.size
+    if layout.ranks == 1:
+        return CollectiveTime(0.0, 0)
+    if call.op == "all_gather":
+        return CollectiveTime(_gather(size, layout, cluster), 0)
+    if call.op == "reduce_scatter":
+        return _reduce_scatter(call, size, layout, plan, cluster)
+    if call.dtype is DType.INT64 and (cluster.carrier == "native" or layout.ranks > 4):
+        return CollectiveTime(_ring(2 * size, layout, cluster), 0)
+    if size <= DIRECT or layout.ranks == 2 or call.numel % layout.ranks:
+        everything = size * layout.ranks
+        return CollectiveTime(all_to_all_seconds(everything, layout, cluster), everything + size)
+    reduced = _reduce_scatter(call, size, layout, plan, cluster)
+    return CollectiveTime(reduced.seconds + _gather(size, layout, cluster), reduced.added)
+
+
+def _reduce_scatter(
+    call: Collective, size: int, layout: AxisLayout, plan: Plan, cluster: Cluster
+) -> CollectiveTime:
+    total, ranks = call.sum or call.dtype, layout.ranks
+    update = plan.segments[call.segment].columns.update if call.segment >= 0 else None
+    order = update.reduce.order if update is not None else "rank"
+    power_of_two = not ranks & (ranks - 1)
+    if order == "tree" and total is call.dtype and power_of_two and ranks >= HALVING[cluster.carrier]:
+        seconds, distance, part, added = 0.0, 1, size // 2, 0
+        while distance < ranks:
+            inside = distance < layout.on_host(cluster)
+            seconds += _transfer(part, cluster.host if inside else _network(cluster))
+            added += 3 * part
+            distance, part = 2 * distance, part // 2
+        return CollectiveTime(seconds, added)
+    mine = size // ranks
+    if order == "native" and cluster.carrier == "native" and total is call.dtype:
+        return CollectiveTime(_ring(size, layout, cluster), 3 * mine)
+    added = size + 2 * mine * total.size // call.dtype.size
+    return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
+
+
+def _gather(size: int, layout: AxisLayout, cluster: Cluster) -> float:
+    algorithm = _ring if cluster.carrier == "native" else all_to_all_seconds
+    return algorithm(size, layout, cluster)
+
+
+def _ring(size: int, layout: AxisLayout, cluster: Cluster) -> float:
+    """Seconds of a ring over all ranks. The ranks of one host send over their own cards at once."""
+    near = layout.on_host(cluster)
+    rounds = math.ceil(math.log2(layout.ranks))
+    sent = size * (layout.ranks - 1) / layout.ranks
+    inside = _speed(cluster.host)
+    if near == layout.ranks:
+        return sent / inside + rounds * cluster.host.latency_us * MICRO
+    network = _network(cluster)
+    speed = min(inside, near * _speed(network)) if near > 1 else _speed(network)
+    return sent / speed + rounds * network.latency_us * MICRO
+
+
+def all_to_all_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float:
+    """Seconds in which every rank sends a slice of `size` to every other rank."""
+    near, part = layout.on_host(cluster), size / layout.ranks
+    inside = part * (near - 1) / _speed(cluster.host) + cluster.host.message_us * MICRO * (near - 1)
+    if near == layout.ranks:
+        return inside + cluster.host.latency_us * MICRO
+    network, far = _network(cluster), layout.ranks - near
+    outside = part * far / _speed(network) + network.message_us * MICRO * far
+    return max(inside, outside) + network.latency_us * MICRO
+
+
+def message_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float:
+    """Seconds of one message from a rank of an axis to its neighbour."""
+    return _transfer(size, cluster.host if layout.on_host(cluster) > 1 else _network(cluster))
+
+
+def _transfer(size: int, link: Link) -> float:
+    return size / _speed(link) + link.latency_us * MICRO
+
+
+def _speed(link: Link) -> float:
+    return link.gb_per_s * link.reached * GIGA
+
+
+def _network(cluster: Cluster) -> Link:
+    if cluster.network is None:
+        raise ConfigError("network", "must be given for ranks on several hosts", got="nothing")
+    return cluster.network

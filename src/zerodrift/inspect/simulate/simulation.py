@@ -1,0 +1,331 @@
+"""Simulate a step: from a plan, a model's work and a cluster to time, waiting and memory.
+
+    simulation = simulate(plan, work, cluster)
+
+A sweep does it for every stage, wire, order of sums, number of replicas, with and without recomputation.
+
+Invariant: pure; rank 0 of 16,384 ranks costs as much as rank 0 of 2. Bytes at rest and at the peak are
+those of `plan/cost.py`; only what autograd keeps is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from zerodrift.errors import UnsupportedError, ZerodriftError, first_line
+from zerodrift.inspect.simulate.cluster import GIGA, Cluster, axis_layout, message_seconds
+from zerodrift.inspect.simulate.streams import (
+    Interval,
+    RankPlayer,
+    Streams,
+    run_in_turns,
+    split_micro_batches,
+)
+from zerodrift.inspect.simulate.work import Work
+from zerodrift.plan.cost import Cost, stage_cost
+from zerodrift.plan.schedule import afterwards, events, scheduled
+from zerodrift.plan.stages import part, pieces_of, rank_of
+from zerodrift.plan.table import Plan
+from zerodrift.plan.timeline import Action, Timeline, needs
+from zerodrift.policy.nouns import Mode
+
+PLAYED = 4
+"""Micro-batches that are played: the first, two equal ones, the last. Others take as long as these two."""
+
+FORWARDS = 3
+"""A forward and a backward, in forwards. Recomputation is not the model's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest rank at the worst moment of a step."""
+
+    plan: int  # at rest and at the peak, as the plan's bill says
+    activations: int  # tensors that autograd keeps for the backward
+    workspace: int  # output of the largest operation
+    reserve: int
+    room: int
+
+    @property
+    def total(self) -> int:
+        return self.plan + self.activations + self.workspace + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedWait:
+    """Time in which a rank computes nothing, because something has not arrived."""
+
+    unit: str  # name of the unit; `""` is the root, or the whole model
+    what: str  # `forward`, `backward`, `reduce`, `replicate`, `norm`, `update` or `exchange`
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One optimizer step, on its slowest rank."""
+
+    ranks: int
+    micro_batches: int
+    recompute: bool
+    seconds: float
+    computed: float  # seconds in which the rank computes
+    idle: float  # seconds in which the rank waits for another pipeline stage
+    waited: tuple[ExposedWait, ...]  # exposed communication per unit and purpose, longest first
+    tokens: int  # tokens of a step, over all ranks
+    flops: int  # model products of a step on one rank, without recomputation
+    mfu: float
+    memory: Memory
+    wire: int  # bytes that a rank sends
+    intervals: tuple[Interval, ...] = field(repr=False)  # spans of the micro-batches that were played
+
+    @property
+    def exposed(self) -> float:
+        return sum(line.seconds for line in self.waited)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def simulate(
+    plan: Plan, work: Work, cluster: Cluster, *, recompute: bool = False, timeline: Timeline | None = None
+) -> Simulation:
+    """Play a step of `plan`; a pipeline in the order of `timeline`. With `recompute`, blocks compute their
+    activations again in the backward."""
+    require_known_order(plan, cluster, timeline)
+    count = plan.policy.batch.accumulation
+    if timeline is None:
+        played = _play_one_stage(plan, work, cluster, recompute)
+    else:
+        played = _play_pipeline(plan, work, cluster, recompute, timeline)
+    bills = [stage_cost(plan, stage, count) for stage in range(plan.mesh.pipeline)]
+    memories = (_memory(plan, work, cluster, recompute, bill, timeline) for bill in bills)
+    flops = FORWARDS * work.flops * count // plan.mesh.pipeline
+    longest = sorted(played.waited.items(), key=lambda item: -item[1])
+    return Simulation(
+        ranks=plan.mesh.world,
+        micro_batches=count,
+        recompute=recompute,
+        seconds=played.now,
+        computed=played.computed,
+        idle=played.idle,
+        waited=tuple(ExposedWait(unit, what, seconds) for (unit, what), seconds in longest),
+        tokens=work.tokens * count * plan.mesh.data,
+        flops=flops,
+        mfu=flops / played.now / cluster.peak(work.products),
+        memory=max(memories, key=lambda use: use.total),
+        wire=max(bill.wire for bill in bills),
+        intervals=tuple(played.intervals),
+    )
+
+
+def require_known_order(plan: Plan, cluster: Cluster, timeline: Timeline | None) -> None:
+    """Refuse a plan whose order of execution is not known here."""
+    cluster.require_ranks(plan.mesh.world)
+    policy = plan.policy
+    if policy.backend != "native":
+        must = "must be `native` to be simulated: the order of others is PyTorch's"
+        raise UnsupportedError("backend", must, got=policy.backend)
+    if policy.sharding.offload:
+        must = "must be left out to be simulated: a cluster says nothing of host memory"
+        raise UnsupportedError("zero_optimization.offload_optimizer", must, got="an offload")
+    if plan.mesh.tensor > 1:
+        must = "must have plain parameters to be simulated"
+        raise UnsupportedError("model", must, got=f"DTensors on a mesh of {plan.mesh}")
+    if policy.pipeline is not None and timeline is None:
+        must = "must have at most 5,000 pieces times micro-batches to be simulated"
+        raise UnsupportedError("pipeline", must, got=f"{policy.batch.accumulation} micro-batches")
+
+
+@dataclass(slots=True)
+class _PlayedStep:
+    now: float
+    computed: float
+    idle: float
+    waited: dict[tuple[str, str], float]
+    intervals: Sequence[Interval]
+
+
+def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -> _PlayedStep:
+    """Play some micro-batches and count the others like the second of two equal ones."""
+    player, count = RankPlayer(plan, plan, work, cluster, recompute), plan.policy.batch.accumulation
+    streams, played = player.streams, min(count, PLAYED)
+    equal: Streams | None = None
+    *batches, after = split_micro_batches(events(plan, 0, played))
+    for number, batch in enumerate(batches):
+        now, computed, waited = streams.now, streams.computed, dict(streams.waited)
+        player.play(batch, first=number == 0, last=number == played - 1)
+        player.end_backward()
+        if number == PLAYED - 2:
+            equal = Streams(cluster, streams.now - now, computed=streams.computed - computed)
+            equal.waited = {key: value - waited.get(key, 0.0) for key, value in streams.waited.items()}
+    player.play(after, first=False, last=True)
+    player.end()
+    step = _PlayedStep(streams.now, streams.computed, 0.0, streams.waited, streams.intervals)
+    if equal is not None:
+        times = count - played
+        step.now, step.computed = step.now + times * equal.now, step.computed + times * equal.computed
+        step.waited = {key: value + times * equal.waited.get(key, 0.0) for key, value in step.waited.items()}
+    return step
+
+
+def _play_pipeline(
+    plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline
+) -> _PlayedStep:
+    """Play all stages, each action as soon as its rank is free and its inputs have arrived."""
+    parts = [part(plan, rank) for rank in range(plan.mesh.pipeline)]
+    players = [RankPlayer(plan, own, work, cluster, recompute) for own in parts]
+    orders = [list(scheduled(plan, rank, timeline.ranks[rank])) for rank in range(len(parts))]
+    idle, places = [0.0] * len(parts), [0] * len(parts)
+    ended: dict[Action, float] = {}
+    last = max(action.piece for rank in timeline.ranks for action in rank)
+    activation = max((unit.entering for unit in work.blocks.values()), default=0)
+    travel = message_seconds(activation, axis_layout(plan.mesh, "pipeline"), cluster)
+
+    def arrival(ways: tuple[Action, ...], rank: int) -> float | None:
+        """When what one of these actions makes is on a rank; None if it is not known yet."""
+        done = next((way for way in ways if way in ended), None)
+        if done is None:
+            return None
+        here = rank_of(plan.policy.pipeline, plan.mesh, done.piece) == rank
+        return ended[done] if here else ended[done] + travel
+
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        moved = False
+        for rank, (player, order) in enumerate(zip(players, orders, strict=True)):
+            while (place := places[rank]) < len(order):
+                pair = order[place : place + 1 + (order[place][0] in timeline.paired)]
+                inputs = [arrival(need, rank) for action, _ in pair for need in needs(action, last)]
+                if None in inputs:
+                    break
+                begin = max([player.streams.now, *(time for time in inputs if time is not None)])
+                idle[rank] += begin - player.streams.now
+                player.streams.now = begin
+                places[rank] += len(pair)
+                final = places[rank] == len(order)
+                run_in_turns([  # the backward of a pair begins
+                    player.turns(found, first=False, last=final, kind=action.kind)
+                    for action, found in reversed(pair)
+                ])  # fmt: skip
+                player.end_backward()
+                ended |= {action: player.streams.now for action, _ in pair}
+                moved = True
+        if not moved:
+            raise AssertionError("a schedule in which every rank waits for another")
+    together = max(player.streams.now for player in players)
+    for rank, player in enumerate(players):
+        idle[rank] += together - player.streams.now
+        player.streams.now = together
+        player.play(afterwards(parts[rank]), first=False, last=True)
+        player.end()
+    slowest = max(range(len(parts)), key=lambda rank: players[rank].streams.now)
+    streams = players[slowest].streams
+    return _PlayedStep(streams.now, streams.computed, idle[slowest], streams.waited, streams.intervals)
+
+
+def _memory(
+    plan: Plan, work: Work, cluster: Cluster, recompute: bool, bill: Cost, timeline: Timeline | None
+) -> Memory:
+    """Memory of the ranks of one pipeline stage."""
+    stage = bill.pipeline_stage
+    last = plan.mesh.pipeline * (1 if plan.policy.pipeline is None else plan.policy.pipeline.chunks) - 1
+    mine = pieces_of(plan, stage)
+    blocks = [work.blocks[unit.name] for unit in plan.units if unit.name and unit.stage in mine]
+    ends = [*([work.enter] if 0 in mine else []), *([work.leave] if last in mine else [])]
+    saved = sum(block.entering if recompute else block.saved for block in blocks)
+    saved += sum(end.saved for end in ends)
+    alive = 1 if timeline is None else timeline.most_alive[stage]
+    again = max((block.saved for block in blocks), default=0) if recompute else 0
+    # A forward under way is of one piece; `saved` is of all pieces of the rank.
+    activations = saved * alive // len(mine) + again
+    sizes = (
+        each.bytes
+        for unit in (*blocks, *ends)
+        for operations in (*unit.forward, *unit.backward)
+        for each in operations
+    )
+    largest = max(sizes, default=0) // 2  # half is read, half is written
+    reserve, room = int(cluster.reserve_gb * GIGA), int(cluster.device.memory_gb * GIGA)
+    return Memory(bill.peak.total, activations, largest, reserve, room)
+
+
+Plans = Callable[[Sequence[str]], Plan]  # overrides of config keys -> the plan with them
+MOST_REPLICA_COUNTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SweepChoice:
+    """One value of everything that a sweep varies."""
+
+    stage: int
+    wire: str
+    order: str
+    replicas: int
+    recompute: bool
+
+    def overrides(self, base: Plan) -> tuple[str, ...]:
+        """Config keys that make the choice; the other keys of `precision.reduce` stay as they are."""
+        demanded = {column: value for column, value, _ in base.policy.demands}
+        kept = (
+            f"{key}: {demanded[name]}" for key in ("sum", "when") if (name := f"reduce.{key}") in demanded
+        )
+        reduce = ", ".join([f"wire: {self.wire}", f"order: {self.order}", *kept])
+        return (
+            f"zero_optimization.stage={self.stage}",
+            f"precision.reduce={{{reduce}}}",
+            f"sharding.replicate={self.replicas}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    choice: SweepChoice
+    simulation: Simulation | None  # None if the choice is refused
+    refused: str = ""
+
+
+def sweep(
+    base: Plan, plans: Plans, timelines: Callable[[Plan], Timeline | None], work: Work, cluster: Cluster
+) -> tuple[list[SweepResult], list[SweepResult]]:
+    """Return the results that fit, the fastest first, and those that do not fit or are refused."""
+    fit: list[SweepResult] = []
+    others: list[SweepResult] = []
+    for first, choices in itertools.groupby(
+        _choices(base, cluster), lambda one: replace(one, recompute=False)
+    ):
+        try:
+            plan = plans(first.overrides(base))
+        except ZerodriftError as error:
+            others.append(SweepResult(first, None, first_line(error)))
+            continue
+        for choice in choices:
+            found = simulate(plan, work, cluster, recompute=choice.recompute, timeline=timelines(plan))
+            (fit if found.memory.fits else others).append(SweepResult(choice, found))
+    fit.sort(key=lambda one: one.simulation.seconds if one.simulation else 0.0)
+    others.sort(key=lambda one: one.simulation.memory.total if one.simulation else float("inf"))
+    return fit, others
+
+
+def _choices(base: Plan, cluster: Cluster) -> Iterator[SweepChoice]:
+    mode = base.policy.mode
+    wires = ("fp32", "bf16" if mode is Mode.FP32 else str(mode.dtype))
+    for stage, wire, order in itertools.product(range(4), wires, ("rank", "tree", "native")):
+        for replicas in _replica_counts(base.mesh.data, cluster) if stage else (1,):
+            for recompute in (False, True):
+                yield SweepChoice(stage, wire, order, replicas, recompute)
+
+
+def _replica_counts(data: int, cluster: Cluster) -> list[int]:
+    """One shard over all ranks, over a host, and sizes in between."""
+    counts, shard = [1], cluster.devices_per_host
+    while shard < data and len(counts) < MOST_REPLICA_COUNTS:
+        if data % shard == 0:
+            counts.append(data // shard)
+        shard *= 4
+    return counts

@@ -1,0 +1,313 @@
+"""Play the events of a step on the two streams of a rank: computation, and the link.
+
+Collectives travel one after the other, in the order in which the engine begins them. Computation goes on
+beside them until it needs what has not arrived. `plan/schedule.py` says the order and the dependencies. All
+ranks of one pipeline stage do the same, so one of them is played.
+
+Invariant: no time is counted twice. A step is computation, waiting for the link, waiting for other stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zerodrift.dtypes import BLOCK
+from zerodrift.inspect.simulate.cluster import (
+    MICRO,
+    Cluster,
+    CollectiveTime,
+    all_to_all_seconds,
+    axis_layout,
+    collective_time,
+)
+from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work
+from zerodrift.plan.cost import REDUCTIONS, block_bytes, moments, sums_bytes
+from zerodrift.plan.schedule import Collective, Computation, Event
+from zerodrift.plan.table import Plan, Segment
+from zerodrift.policy.nouns import Master
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A span of one stream."""
+
+    stream: Literal["compute", "link"]
+    what: str
+    """`forward`, `backward`, `recompute`, `update`, the purpose of a collective, or `exchange` of experts."""
+    unit: str
+    start: float
+    end: float
+    bytes: int = 0  # size of the whole buffer that travels
+
+
+@dataclass
+class Streams:
+    """The time of one rank, in seconds."""
+
+    cluster: Cluster
+    now: float = 0.0
+    free: float = 0.0  # when the link is free
+    computed: float = 0.0
+    waited: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(unit, purpose) -> seconds in which nothing was computed."""
+    intervals: list[Interval] = field(default_factory=list)
+    _busy: list[tuple[float, float]] = field(default_factory=list)
+
+    def compute(self, seconds: float, what: str, unit: str) -> None:
+        """Compute, slower while something travels."""
+        if seconds <= 0:
+            return
+        start, beside, left = self.now, self.cluster.compute_beside_link, seconds
+        for begins, ends in self._busy:
+            if ends <= self.now:
+                continue
+            alone = max(0.0, begins - self.now)
+            if left <= alone:
+                break
+            left -= alone
+            self.now = max(self.now, begins)
+            done = (ends - self.now) * beside
+            if left <= done:
+                self.now += left / beside
+                left = 0.0
+                break
+            left -= done
+            self.now = ends
+        self.now += left
+        self._busy = [span for span in self._busy if span[1] > self.now]
+        self.computed += self.now - start
+        self.intervals.append(Interval("compute", what, unit, start, self.now))
+
+    def send(self, seconds: float, what: str, unit: str, count: int = 0) -> float:
+        """Begin a transfer and return its end."""
+        start = max(self.now, self.free)
+        self.free = start + seconds
+        if seconds > 0:
+            self._busy.append((start, self.free))
+            self.intervals.append(Interval("link", what, unit, start, self.free, count))
+        return self.free
+
+    def wait(self, end: float, what: str, unit: str) -> None:
+        if end > self.now:
+            self.waited[unit, what] = self.waited.get((unit, what), 0.0) + end - self.now
+            self.now = end
+
+
+@dataclass(slots=True)
+class _Transfer:
+    call: Collective
+    time: CollectiveTime
+    end: float
+
+
+class RankPlayer:
+    """Plays one rank of a plan."""
+
+    def __init__(self, plan: Plan, part: Plan, work: Work, cluster: Cluster, recompute: bool) -> None:
+        """`part` is the rank's own part of the plan."""
+        self.streams = Streams(cluster)
+        self._plan, self._part, self._work, self._cluster = plan, part, work, cluster
+        self._recompute = recompute
+        self._pipelined = plan.policy.pipeline is not None
+        """A piece of a pipeline waits for all its gathers before it computes."""
+        self._gathers: dict[int, _Transfer] = {}
+        self._reductions: list[_Transfer] = []
+        self._last_gathers: list[_Transfer] = []
+        self._seconds: dict[int, tuple[Mapping[CountedOperation, int], float]] = {}
+
+    def play(self, events: Iterable[Event], *, first: bool, last: bool, kind: str = "B") -> None:
+        """Play the events of a micro-batch. `first` and `last` are its place in the step; `kind` is the part
+        of its backward: all (`B`), inputs (`I`) or weights (`W`)."""
+        for _ in self.turns(events, first=first, last=last, kind=kind):
+            pass
+
+    def turns(self, events: Iterable[Event], *, first: bool, last: bool, kind: str) -> Iterator[None]:
+        """Play, and yield whenever expert rows begin to travel, where the engine lets another part go on
+        (`experts/turns.py`)."""
+        for event in events:
+            if isinstance(event, Computation):
+                yield from self._compute(event, first, last, kind)
+            else:
+                self._issue(event, first)
+
+    def end_backward(self) -> None:
+        """Wait for all reductions."""
+        self._finish_reductions(0)
+
+    def end(self) -> None:
+        for transfer in self._last_gathers:
+            self.streams.wait(transfer.end, "update", self._unit(transfer.call))
+        self._last_gathers.clear()
+
+    def _compute(self, event: Computation, first: bool, last: bool, kind: str) -> Iterator[None]:
+        part = self._part
+        if event.work == "update":
+            self._memory_pass(sum(_update_bytes(part, segment) for segment in part.segments), "update", "")
+            return
+        unit = part.units[event.unit]
+        outer = self._work.enter if event.work == "enter" else self._work.leave
+        work = self._work.blocks[unit.name] if unit.name else outer
+        for number in list(self._gathers) if self._pipelined else unit.segments:
+            if (transfer := self._gathers.pop(number, None)) is not None:
+                purpose = transfer.call.purpose
+                self.streams.wait(transfer.end, purpose, self._unit(transfer.call))
+                self._memory_pass(_cast_bytes(part.segments[number]), purpose, unit.name)
+        if not event.back:
+            yield from self._run(work, "forward", unit.name)
+            return
+        if self._recompute and unit.name and kind != "W":
+            yield from self._run(work, "recompute", unit.name)
+        yield from self._run(work, "backward", unit.name, kind)
+        if event.work == "leave" and not self._pipelined:
+            return  # its gradients are accumulated with the whole root's
+        for segment in (part.segments[number] for number in unit.segments):
+            if first:
+                seconds = self._cluster.seconds_of_new(_new_bytes(part, segment))
+                self.streams.compute(seconds, "backward", unit.name)
+            update = segment.columns.update
+            divided = update is not None and part.slices(segment) > 1
+            if not (divided and update is not None and (last or update.reduce.when == "every")):
+                adds = not first or self._pipelined
+                self._memory_pass(_accumulate_bytes(segment, adds=adds), "backward", unit.name)
+
+    def _run(self, work: UnitWork, what: str, unit: str, kind: str = "B") -> Iterator[None]:
+        """Compute a unit part by part, with the expert rows that travel between the parts."""
+        parts, sizes = work.forward, (work.dispatched, work.combined)
+        if what == "backward":
+            parts, sizes = work.backward, (work.combined, work.dispatched)
+        layout = axis_layout(self._plan.mesh, "expert")
+        travels = layout.ranks > 1 and kind != "W"
+        for part, size in itertools.zip_longest(parts, sizes if travels else (), fillvalue=None):
+            if part is not None:
+                self.streams.compute(self._seconds_of(part) * (1.0 if kind == "B" else 0.5), what, unit)
+            if size:
+                seconds = all_to_all_seconds(size, layout, self._cluster)
+                end = self.streams.send(seconds, "exchange", unit, size)
+                yield
+                self.streams.wait(end, "exchange", unit)
+
+    def _seconds_of(self, operations: Mapping[CountedOperation, int]) -> float:
+        known = self._seconds.get(id(operations))
+        if known is None:
+            cluster, least = self._cluster, self._cluster.device.operation_us * MICRO
+            seconds = 0.0
+            for one, count in operations.items():
+                products = cluster.seconds_of_products(one.flops, one.dtype) if one.flops else 0.0
+                seconds += count * max(least, cluster.seconds_of_bytes(one.bytes), products)
+            known = self._seconds[id(operations)] = operations, seconds
+        return known[1]
+
+    def _memory_pass(self, count: int, what: str, unit: str) -> None:
+        if count:
+            self.streams.compute(self._cluster.seconds_of_bytes(count), what, unit)
+
+    def _issue(self, call: Collective, first: bool) -> None:
+        if call.purpose == "reduce" and call.op == "reduce_scatter":
+            unit, segment = self._unit(call), self._part.segments[call.segment]
+            update = segment.columns.update
+            self._finish_reductions(REDUCTIONS - 1)
+            if not self._pipelined:
+                adds = not first and update is not None and not update.accumulate.axis
+                self._memory_pass(_accumulate_bytes(segment, adds=adds), "backward", unit)
+            self._memory_pass(_wire_bytes(self._part, segment), "reduce", unit)
+            self._reductions.append(self._send(call))
+        elif call.purpose in ("forward", "backward"):
+            self._gathers[call.segment] = self._send(call)
+        else:
+            self._finish_reductions(0)
+            transfer = self._send(call)
+            if call.purpose == "update" and call.sum is None:
+                update = self._part.segments[call.segment].columns.update
+                if update is not None and update.axis:  # storage, which the next step needs first
+                    self._last_gathers.append(transfer)
+                    return
+            self._end(transfer)
+
+    def _send(self, call: Collective) -> _Transfer:
+        time = collective_time(call, self._part, self._cluster)
+        size = call.numel * call.dtype.size
+        return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
+
+    def _finish_reductions(self, leave: int) -> None:
+        while len(self._reductions) > leave:
+            self._end(self._reductions.pop(0))
+
+    def _end(self, transfer: _Transfer) -> None:
+        unit, purpose = self._unit(transfer.call), transfer.call.purpose
+        self.streams.wait(transfer.end, purpose, unit)
+        self._memory_pass(transfer.time.added, purpose, unit)
+
+    def _unit(self, call: Collective) -> str:
+        return "" if call.segment < 0 else self._part.units[self._part.segments[call.segment].unit].name
+
+
+def run_in_turns(computations: Iterable[Iterator[None]]) -> None:
+    """Run each until its expert rows travel, then the next."""
+    left = deque(computations)
+    while left:
+        computation = left.popleft()
+        for _ in itertools.islice(computation, 1):
+            left.append(computation)
+
+
+def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Yield the events of each micro-batch, then what follows the last."""
+    found: list[Event] = []
+    ended = False
+    for event in events:
+        if ended and (isinstance(event, Computation) or event.purpose != "reduce"):
+            yield found
+            found, ended = [], False
+        found.append(event)
+        ended = ended or (isinstance(event, Computation) and event.work == "enter" and event.back)
+    yield found
+
+
+def _cast_bytes(segment: Segment) -> int:
+    """Cast after a gather, where compute is another dtype."""
+    gather, compute = segment.columns.gather, segment.columns.compute
+    return 0 if compute is gather else segment.padded * (gather.size + compute.size)
+
+
+def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
+    """From autograd's gradient to the accumulator; `adds` where earlier micro-batches may be in it."""
+    update = segment.columns.update
+    if update is None:
+        return 0
+    size = update.accumulate.dtype.size
+    cast = 0 if update.grad is update.accumulate.dtype else update.grad.size + size
+    return segment.numel * (cast + (3 if adds else 2) * size)
+
+
+def _new_bytes(plan: Plan, segment: Segment) -> int:
+    """Memory of accumulators that the step before has freed."""
+    if segment.columns.update is None or not plan.policy.sharding.free_accumulator:
+        return 0
+    return sums_bytes(plan, segment, plan.policy.batch.accumulation)
+
+
+def _wire_bytes(plan: Plan, segment: Segment) -> int:
+    """Before a reduction: a division, and a cast to the wire's dtype."""
+    update = segment.columns.update
+    if update is None:
+        return 0
+    size, wire = update.accumulate.dtype.size, update.reduce.wire
+    divided = 2 * size if plan.policy.averaging.before != 1.0 else 0
+    return segment.padded * (divided + (0 if wire is update.accumulate.dtype else size + wire.size))
+
+
+def _update_bytes(plan: Plan, segment: Segment) -> int:
+    """The norm, and the update of the rank's own slice."""
+    columns, update = segment.columns, segment.columns.update
+    if update is None:
+        return 0
+    owned = segment.padded // (plan.slices(segment) if update.axis else 1)
+    master = {Master.FP32: 2 * 4 + columns.storage.dtype.size, Master.SPLIT: 2 * 2 + 2 * 2}
+    values = master.get(update.master, 2 * columns.storage.dtype.size)
+    count = moments(plan.policy.optimizer, update.optimizer)
+    state = owned // BLOCK * block_bytes(update.state) * count * 2
+    return owned * (2 * update.accumulate.dtype.size + values) + state

@@ -1,0 +1,164 @@
+"""A simulation as text of 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from zerodrift.errors import several
+from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
+from zerodrift.inspect.simulate.work import Work
+from zerodrift.inspect.table import table
+from zerodrift.plan.table import Plan
+from zerodrift.record import encode
+from zerodrift.report.figures import percent, significant, size
+from zerodrift.report.frame import grid, pairs, printed, section, title
+
+WIDTH = 80
+SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
+UNITS = 6  # lines of exposed communication
+
+
+def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation, *, color: bool) -> str:
+    step, memory = simulation.seconds, simulation.memory
+    recompute = "activations computed again" if simulation.recompute else "activations kept"
+    ranks = several(plan.mesh.data, "data rank")
+    facts = [
+        ("model", plan.source),
+        ("mesh", str(plan.mesh)),
+        ("cluster", cluster),
+        ("batch", f"{simulation.micro_batches} x {work.inputs} on each of {ranks}, {recompute}"),
+    ]
+
+    def part(name: str, seconds: float) -> tuple[str, str, str]:
+        return f"  {name}", _seconds(seconds), percent(seconds / step)
+
+    times = [
+        ("a step", _seconds(step), ""),
+        part("computing", simulation.computed),
+        part("waiting for the link", simulation.exposed),
+        *([part("waiting for stages", simulation.idle)] if simulation.idle else []),
+        ("sent by a rank", size(simulation.wire), ""),
+        ("tokens/s", f"{simulation.tokens_per_second:,.0f}", "on all ranks"),
+        ("MFU", percent(simulation.mfu), "of the products that the device is stated to have"),
+    ]
+    shown, rest = simulation.waited[:UNITS], simulation.waited[UNITS:]
+    waited = [(w.unit or "(root)", w.what, _seconds(w.seconds), percent(w.seconds / step)) for w in shown]
+    if rest:
+        total = sum(line.seconds for line in rest)
+        waited.append((f"{len(rest)} more", "", _seconds(total), percent(total / step)))
+    uses = [
+        ("the plan's peak", size(memory.plan), "what `zerodrift plan` counts"),
+        ("activations", size(memory.activations), "what autograd keeps"),
+        ("one operation", size(memory.workspace), "the result of the largest"),
+        ("reserved", size(memory.reserve), "`reserve_gb` of the cluster"),
+        ("in all", size(memory.total), f"of {size(memory.room)}: it {_fits(memory.fits)}"),
+    ]
+    lines: list[RenderableType] = [
+        title("plan --simulate", plan.digest, WIDTH),
+        pairs(facts, width=WIDTH),
+        section("step", "simulated, not measured"),
+        grid(times, (24, 12), ("", "bold"), WIDTH),
+        section("waited for", "what nothing hides, by unit" if simulation.waited else "nothing"),
+        grid(waited, (24, 12, 12), ("", "bold", ""), WIDTH),
+        section("memory", "of the fullest rank, at the worst moment of a step"),
+        grid(uses, (24, 12), ("", "bold"), WIDTH),
+    ]
+    return printed(lines, color, WIDTH)
+
+
+def _fits(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{significant(seconds)} s"
+    return f"{significant(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{significant(seconds * 1e6)} us"
+
+
+def sweep_text(
+    plan: Plan,
+    work: Work,
+    cluster: str,
+    fit: Sequence[SweepResult],
+    others: Sequence[SweepResult],
+    *,
+    color: bool,
+) -> str:
+    facts = [
+        ("model", plan.source),
+        ("mesh", f"{plan.mesh.world:,} ranks"),
+        ("cluster", cluster),
+        ("batch", f"{plan.policy.batch.accumulation} x {work.inputs} on each data-parallel rank"),
+    ]
+    lines: list[RenderableType] = [
+        title("plan --simulate --sweep", "", WIDTH),
+        pairs(facts, width=WIDTH),
+        section("fits", "simulated, not measured; the fastest first" if fit else "none"),
+        _results(fit),
+    ]
+    if any(one.simulation for one in others):
+        too_large = [one for one in others if one.simulation]
+        lines += [section("does not fit", "what needs least first"), _results(too_large)]
+    reasons = {one.refused: one.choice for one in others if not one.simulation}
+    if reasons:
+        lines.append(section("refused"))
+    for why, one in reasons.items():
+        choice = f"stage {one.stage}, wire {one.wire}, order {one.order}, {one.replicas} replicas"
+        lines.append(Text(f"{choice}: {why}"))
+    return printed(lines, color, WIDTH)
+
+
+_HEAD = ("stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory")
+_WIDTHS = (5, 4, 6, 8, 9, 7, 8, 5, 5, 9)
+
+
+def _results(results: Sequence[SweepResult]) -> RenderableType:
+    rows: list[Sequence[str]] = []
+    for result in results[:SHOWN]:
+        choice, found = result.choice, result.simulation
+        if found is not None:
+            rows.append((
+                *(str(choice.stage), choice.wire, choice.order, f"{choice.replicas:,}"),
+                *("yes" if choice.recompute else "no", _seconds(found.seconds)),
+                *(_count(found.tokens_per_second), f"{found.mfu:.0%}"),
+                *(f"{found.exposed / found.seconds:.0%}", f"{found.memory.total / 2**30:.0f} GiB"),
+            ))  # fmt: skip
+    if not rows:
+        return Text()
+    text = table([_HEAD, *rows], _WIDTHS, range(5), " ")
+    return text.append(f"\nand {len(results) - SHOWN} more") if len(results) > SHOWN else text
+
+
+def _count(value: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{significant(value / limit)}{suffix}"
+    return significant(value)
+
+
+def simulation_json(plan: Plan, work: Work, cluster: str, simulation: Simulation) -> str:
+    document = {"digest": plan.digest, "source": plan.source, "cluster": cluster, "inputs": work.inputs}
+    return json.dumps(document | _values(simulation), indent=1)
+
+
+def sweep_json(cluster: str, fit: Sequence[SweepResult], others: Sequence[SweepResult]) -> str:
+    def values(one: SweepResult) -> dict[str, Any]:
+        found = {"refused": one.refused} if one.simulation is None else _values(one.simulation)
+        return encode(one.choice) | found
+
+    document = {"cluster": cluster, "fit": list(map(values, fit)), "others": list(map(values, others))}
+    return json.dumps(document, indent=1)
+
+
+def _values(simulation: Simulation) -> dict[str, Any]:
+    values: dict[str, Any] = encode(simulation)
+    del values["intervals"]
+    memory = values["memory"] | {"total": simulation.memory.total, "fits": simulation.memory.fits}
+    more = {"exposed": simulation.exposed, "tokens_per_second": simulation.tokens_per_second}
+    return values | more | {"memory": memory}

@@ -1,0 +1,286 @@
+"""Count what a model computes in a micro-batch, unit by unit: products, bytes through memory, activations
+that autograd keeps.
+
+One forward and backward runs without values (`observer/trace.py`), so casts, attention and losses are counted
+as they are called. An operation takes as long as its products or its bytes, whichever is longer.
+
+Invariant: nothing here depends on a cluster, a stage or a number of ranks, except for the experts that ranks
+divide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zerodrift.dtypes import DType, parse
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError
+from zerodrift.model.inputs import Inputs, inputs_for
+from zerodrift.plan.table import Plan
+from zerodrift.plan.traced import Trace, TracedOperation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class CountedOperation:
+    """Equal operations."""
+
+    flops: int
+    dtype: DType  # dtype of the products; fp32 without any
+    bytes: int  # bytes that are read and written
+
+
+OperationCounts = Mapping[CountedOperation, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Work of one unit in a micro-batch; the root's is split into what runs before and after its blocks."""
+
+    forward: tuple[OperationCounts, ...]
+    """One part, or three where ranks divide the experts: before, in, and after the experts."""
+    backward: tuple[OperationCounts, ...]  # the same parts, the last of the forward first
+    saved: int  # bytes that autograd keeps, without parameters
+    entering: int  # bytes of the input activations, which recomputation keeps
+    dispatched: int  # bytes of the rows that travel to the experts, where ranks divide them
+    combined: int  # bytes of the rows that travel back
+
+    @property
+    def flops(self) -> int:
+        """Products of the forward."""
+        return sum(operation.flops * count for part in self.forward for operation, count in part.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of a whole model, for one micro-batch of one rank."""
+
+    blocks: Mapping[str, UnitWork]
+    enter: UnitWork
+    leave: UnitWork
+    tokens: int
+    inputs: str  # description of the micro-batch
+    products: DType  # dtype of most products
+
+    @property
+    def flops(self) -> int:
+        """Products of a forward."""
+        return sum(unit.flops for unit in (self.enter, *self.blocks.values(), self.leave))
+
+
+MOST_TOKENS = 1 << 26  # tokens of a micro-batch; more is a mistake, and takes memory to make
+
+
+def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
+    """Count the work of a micro-batch. The model cannot be used afterwards."""
+    import torch
+
+    from zerodrift.inspect.trace.dry_run import trace
+
+    saved = _SavedTensors(plan, model)
+    handles = list(saved.attach())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            traced = trace(plan, model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if traced.refused is not None or not traced.loss:
+        got = "an operation that torch refuses"
+        if traced.refused is None:
+            got = "no loss, nothing that it returns has a gradient"
+        must, do = "must have a step that runs", "See `zerodrift plan --trace`."
+        raise ModelError("--simulate", must, got=got, do=do)
+    return _work(plan, traced, saved, _token_count(inputs))
+
+
+def sized_inputs(model: nn.Module, samples: int, length: int) -> Inputs:
+    """Example inputs of `samples` samples of `length` tokens."""
+    import torch
+
+    if samples * length > MOST_TOKENS:
+        do = "Lower `train_micro_batch_size_per_gpu` or `--tokens`."
+        got = f"{samples:,} samples of {length:,}"
+        raise ConfigError("--simulate", f"must be of at most {MOST_TOKENS:,} tokens at once", got=got, do=do)
+    example = inputs_for(model)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < length:
+        raise ConfigError("--tokens", f"must be at most {limit:,}, the model's longest sample", got=length)
+    made: dict[str, Any] = {}
+    for name, value in example.kwargs.items():
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.int64 or value.dim() != 2:
+            must = "must be called with tokens alone, to be given some"
+            do = "Give `--inputs package.module:function`, which returns a micro-batch."
+            raise UnsupportedError(type(model).__name__, must, got=f"`{name}`", do=do)
+        repeated = value.reshape(-1).repeat(-(-samples * length // value.numel()))
+        made[name] = repeated[: samples * length].view(samples, length)
+    return Inputs((), made, f"{samples} x {length:,} tokens")
+
+
+class _SavedTensors:
+    """Hooks that count what autograd saves and what units are called with."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self._model = model
+        self._names = [unit.name for unit in plan.units if unit.name]
+        self._running: list[str] = []
+        self._block_ran = False
+        self._parameters: set[int] | None = None
+        self._seen: set[int] = set()
+        self._held: list[Any] = []
+        self.saved: Counter[str] = Counter()
+        self.entering: Counter[str] = Counter()
+
+    def attach(self) -> Iterator[Any]:
+        modules = dict(self._model.named_modules())
+        for name in self._names:
+            module = modules.get(name)
+            if module is None:
+                must, do = "must be a module of the model, as planned", "Leave adapters (`model.lora`) out."
+                raise ModelError(name, must, got="no such module", do=do)
+            yield module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+            yield module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._block_ran = True
+            self._running.append(name)
+            grown = (tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad)
+            self.entering[name] += sum(tensor.numel() * tensor.itemsize for tensor in grown)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._parameters is None:
+            self._parameters = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
+        storage: Any = tensor.untyped_storage()
+        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._held.append(storage)  # so that its address is not used again
+            place = self._running[-1] if self._running else ("leave" if self._block_ran else "enter")
+            self.saved[place] += storage.nbytes()
+        return tensor
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    from zerodrift.engine.nested import tensors_in
+
+    return iter(tensors_in(values))
+
+
+def _token_count(inputs: Inputs) -> int:
+    """Elements of the first integer tensor, or samples if there is none."""
+    tensors = list(_tensors((inputs.args, dict(inputs.kwargs))))
+    whole = [tensor.numel() for tensor in tensors if not tensor.is_floating_point()]
+    return next(iter(whole), tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
+
+
+def _work(plan: Plan, traced: Trace, saved: _SavedTensors, tokens: int) -> Work:
+    names = [unit.name for unit in plan.units if unit.name]
+    parts = {row.name: row.parts for row in plan.rows if row.parts > 1}
+    divided = {memory: parts[name] for memory, name in traced.parameters.items() if name in parts}
+    operations: dict[tuple[str, bool], list[TracedOperation]] = defaultdict(list)
+    products: Counter[DType] = Counter()
+    for place, operation in _places(names, traced.operations):
+        operations[place, operation.backward].append(operation)
+        if operation.flops:
+            products[_dtype(operation)] += operation.flops
+
+    def unit(place: str) -> UnitWork:
+        forward = operations[place, False]
+        experts = [each for each in forward if _uses_experts(each, divided)]
+        rows = [
+            tensor.bytes for each in experts[:1] for tensor in each.inputs if tensor.memory not in divided
+        ]
+        return UnitWork(
+            _split_at_experts(forward, divided),
+            _split_at_experts(operations[place, True], divided),
+            saved.saved[place],
+            saved.entering[place],
+            max(rows, default=0),
+            max((tensor.bytes for each in experts[-1:] for tensor in each.outputs), default=0),
+        )
+
+    most = products.most_common(1)[0][0] if products else DType.FP32
+    blocks = {name: unit(name) for name in names}
+    return Work(blocks, unit("enter"), unit("leave"), tokens, traced.inputs, most)
+
+
+def _places(
+    names: Sequence[str], operations: Sequence[TracedOperation]
+) -> Iterator[tuple[str, TracedOperation]]:
+    """Yield each operation with its block, or with `enter` or `leave` for the root's own.
+
+    A backward of the root is where the forwards of its module are. Where they are on both sides, it is
+    `leave` until the backward of a block has run.
+    """
+    known: dict[str, str] = {}
+    units = set(names)
+
+    def block(path: str) -> str:
+        if path not in known:
+            parts = path.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            known[path] = next((prefix for prefix in prefixes if prefix in units), "")
+        return known[path]
+
+    before: set[str] = set()
+    after: set[str] = set()
+    block_ran = False
+    for operation in operations:
+        block_ran = block_ran or bool(block(operation.module))
+        if not operation.backward and not block(operation.module):
+            (after if block_ran else before).add(operation.module)
+    block_ran = back = False
+    for operation in operations:
+        module, name = operation.module, block(operation.module)
+        block_ran = block_ran or bool(name)
+        back = back or bool(name and operation.backward)
+        if name:
+            yield name, operation
+        elif not operation.backward:
+            yield "leave" if block_ran else "enter", operation
+        elif (module in before) != (module in after):
+            yield "enter" if module in before else "leave", operation
+        else:
+            yield "enter" if back else "leave", operation
+
+
+def _counted(operation: TracedOperation, divided: Mapping[int, int]) -> CountedOperation:
+    moved = sum(tensor.bytes // divided.get(tensor.memory, 1) for tensor in operation.inputs)
+    for tensor in operation.outputs:
+        # The gradient of a stack of experts is as large as the stack.
+        stacked = operation.backward and operation.name == "_grouped_mm" and tensor.dims == 3
+        moved += tensor.bytes // (max(divided.values(), default=1) if stacked else 1)
+    return CountedOperation(operation.flops, _dtype(operation), moved)
+
+
+def _dtype(operation: TracedOperation) -> DType:
+    known = (tensor.dtype for tensor in operation.inputs if tensor.dtype in ("fp32", "bf16", "fp16"))
+    return parse(next(known, "fp32")) if operation.flops else DType.FP32
+
+
+def _split_at_experts(
+    operations: Sequence[TracedOperation], divided: Mapping[int, int]
+) -> tuple[OperationCounts, ...]:
+    """Operations before the divided experts, in them, and after them."""
+    own = [place for place, operation in enumerate(operations) if _uses_experts(operation, divided)]
+    bounds = (0, *((own[0], own[-1] + 1) if own else ()), len(operations))
+    return tuple(
+        Counter(_counted(operation, divided) for operation in operations[start:stop])
+        for start, stop in itertools.pairwise(bounds)
+    )
+
+
+def _uses_experts(operation: TracedOperation, divided: Mapping[int, int]) -> bool:
+    return bool(operation.flops) and any(tensor.memory in divided for tensor in operation.inputs)
