@@ -10,10 +10,10 @@ import pytest
 
 from tests.e2e.jobs import ROOT, job
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.hub import advice, cache, path_of
-from zerodrift.train.read import read_job
-from zerodrift.train.start import train
+from zerodrift.train.data.hub import advice, cache, path_of
+from zerodrift.train.loop.job_file import read_job
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
 
 pytest.importorskip("transformers")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.jobs import ROOT, job
 from zerodrift.cli import app
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.merge import MergeOptions, merge
-from zerodrift.train.sample import SamplingOptions, TextGenerator
-from zerodrift.train.start import train
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.merge import MergeOptions, merge
+from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 

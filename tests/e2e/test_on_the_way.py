@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import ROOT, job, kinds, losses
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.best import BestEvaluation
-from zerodrift.train.sample import TextGenerator
-from zerodrift.train.start import train
+from zerodrift.train.loop.best import BestEvaluation
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.sample import TextGenerator
 
 
 @pytest.fixture(autouse=True)

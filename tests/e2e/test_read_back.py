@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import job, losses
 from zerodrift.errors import ConfigError, ZerodriftError
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.sample import SamplingOptions, TextGenerator, choose
-from zerodrift.train.start import train
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.sample import SamplingOptions, TextGenerator, choose
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from tests.e2e.jobs import ROOT, job, kinds, losses
 from tests.e2e.small_models import llama
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.smoothing import smoothed
-from zerodrift.train.start import run_here, train
+from zerodrift.train.loop.smoothing import smoothed
+from zerodrift.train.loop.start import run_here, train
 
 transformers = pytest.importorskip("transformers")
 SHARE, STEPS, LR = 0.15, 3, 0.5
@@ -68,8 +68,8 @@ def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1) -> 
 
 def plain(folder: Path) -> tuple[list[float], float]:
     """Losses of a plain loop over all learned tokens of a step at once, and of the labels after the last."""
-    from zerodrift.train.blocks import open_blocks
-    from zerodrift.train.sampler import BlockSampler
+    from zerodrift.train.data.blocks import open_blocks
+    from zerodrift.train.data.sampling import BlockSampler
 
     (cache,) = (path.parent for path in (folder / "cache").glob("*/train.tokens"))
     blocks, found = open_blocks(cache, "train"), []

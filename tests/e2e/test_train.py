@@ -15,10 +15,10 @@ from tests.ranks.harness import run_ranks
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.table import Plan
-from zerodrift.train import model as models
-from zerodrift.train.chat import conversation
-from zerodrift.train.documents import Document
-from zerodrift.train.start import dry_run, run_here, train
+from zerodrift.train.data.conversation import conversation
+from zerodrift.train.data.documents import Document
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop.start import dry_run, run_here, train
 
 
 @pytest.fixture(autouse=True)

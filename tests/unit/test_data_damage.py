@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from zerodrift.errors import ConfigError
-from zerodrift.train import formats
-from zerodrift.train.formats import ARRAY, CSV
+from zerodrift.train.data import formats
+from zerodrift.train.data.formats import ARRAY, CSV
 
 ROWS = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()

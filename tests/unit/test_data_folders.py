@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.test_train_data import data, jsonl, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer
 
 LETTERS = ByteTokenizer()
 

@@ -13,11 +13,11 @@ import torch
 
 from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.blocks import IGNORED
-from zerodrift.train.feed import BatchLayout, Feed
-from zerodrift.train.mixture import Mixture, MixtureSampler, shares
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.mixture import Mixture, MixtureSampler, shares
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer
 
 WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
 
@@ -189,8 +189,8 @@ class Deaf(torch.nn.Linear):
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
     import zerodrift as zd
-    from zerodrift.train.apart import require_apart
-    from zerodrift.train.drivers import Driver
+    from zerodrift.train.loop.document_mask import require_apart
+    from zerodrift.train.loop.drivers import Driver
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
     for model, told in (

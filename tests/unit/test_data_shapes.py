@@ -17,10 +17,10 @@ import pytest
 
 from tests.unit.test_train_data import data, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train import rendering
-from zerodrift.train.blocks import IGNORED
-from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import ByteTokenizer, TransformersTokenizer
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.prepare import Prepared, prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
 BLOCK = 512

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.test_train_data import data, stream
 from zerodrift.errors import ConfigError
-from zerodrift.train import formats, long_texts
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer, TransformersTokenizer
+from zerodrift.train.data import formats, long_texts
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 PROSE = "".join(path.read_text() for path in sorted(Path(__file__, "../../../docs").resolve().glob("t*.md")))
 ODD = "äöü😀日本語 " * 30 + " " * 200 + "\n" * 90 + "a" * 300 + "0123456789" * 20 + "\n \n\t"

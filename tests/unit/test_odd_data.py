@@ -16,11 +16,11 @@ import pytest
 
 from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.train import noted
-from zerodrift.train.blocks import Maps
-from zerodrift.train.model import check_positions
-from zerodrift.train.pack import Prepared
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data import warnings as noted
+from zerodrift.train.data.blocks import Maps
+from zerodrift.train.data.prepare import Prepared
+from zerodrift.train.data.tokenizer import ByteTokenizer
+from zerodrift.train.loop.model import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW = json.dumps({"text": TEXT}) + "\n"
@@ -403,7 +403,7 @@ def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
 def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     folder = byte_tokenizer(tmp_path)
     plain = TransformersTokenizer(folder)
@@ -422,8 +422,9 @@ def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> Non
 def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train import chat, rendering
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data import chat_template as rendering
+    from zerodrift.train.data import conversation as chat
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template

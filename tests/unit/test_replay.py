@@ -10,7 +10,7 @@ from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.plan.table import Plan
-from zerodrift.train.replay import Found, OtherBits, _apart, _compared, told
+from zerodrift.train.tools.replay import Found, OtherBits, _apart, _compared, told
 
 
 def line(**changed: Any) -> dict[str, Any]:

@@ -12,12 +12,14 @@ import pytest
 
 from zerodrift import files
 from zerodrift.errors import ConfigError
-from zerodrift.train import chat, pack, rendering
-from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.documents import Document
-from zerodrift.train.job import Data
-from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data import conversation as chat
+from zerodrift.train.data import prepare as pack
+from zerodrift.train.data.blocks import IGNORED, Blocks
+from zerodrift.train.data.documents import Document
+from zerodrift.train.data.prepare import Prepared, prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer
+from zerodrift.train.loop.job import Data
 
 TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
 
@@ -194,7 +196,7 @@ def test_only_what_the_assistant_says_is_learned() -> None:
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     tokens, learned = rendering.written(chat.talk(TALK), letters, learn_all=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.train import launch
-from zerodrift.train.launch import (
+from zerodrift.train.loop import launcher as launch
+from zerodrift.train.loop.launcher import (
     Asked,
     Failure,
     RankArguments,
@@ -20,7 +20,7 @@ from zerodrift.train.launch import (
     slurm,
     write_failure,
 )
-from zerodrift.train.stopping import IN_ORDER, exit_code, listening
+from zerodrift.train.loop.signals import IN_ORDER, exit_code, listening
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -129,7 +129,7 @@ def test_before_the_first_step_a_signal_ends_it(
 def test_the_second_signal_does_not_ask() -> None:
     code = (
         "import signal\n"
-        "from zerodrift.train.stopping import listening\n"
+        "from zerodrift.train.loop.signals import listening\n"
         "with listening() as stop:\n"
         "    stop.doing = 'finishing'\n"
         "    signal.raise_signal(signal.SIGINT)\n"

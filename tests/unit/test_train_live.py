@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zerodrift.train.lines import StepMetrics
-from zerodrift.train.live import DROPPED, Shown, line
+from zerodrift.train.report.lines import StepMetrics
+from zerodrift.train.report.live import DROPPED, Shown, line
 
 STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
 FULL = Shown(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)

@@ -19,7 +19,9 @@ import torch
 from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
-from zerodrift.train.curves import (
+from zerodrift.train.loop.job import Job, Run
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.report.curves import (
     Chart,
     Series,
     binary_ticks,
@@ -29,13 +31,11 @@ from zerodrift.train.curves import (
     smoothed,
     stretches,
 )
-from zerodrift.train.display import LineDisplay, Pace, clock
-from zerodrift.train.flops import ForwardFlops, peak, readable
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.job import Job, Run
-from zerodrift.train.lines import RunLines, StepMetrics
-from zerodrift.train.metrics import Metrics, read
-from zerodrift.train.page import run_page
+from zerodrift.train.report.display import LineDisplay, Pace, clock
+from zerodrift.train.report.lines import RunLines, StepMetrics
+from zerodrift.train.report.metrics import Metrics, read
+from zerodrift.train.report.page import run_page
+from zerodrift.train.tools.flops import ForwardFlops, peak, readable
 
 
 def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from zerodrift.train.blocks import Blocks, Rows
-from zerodrift.train.feed import BatchLayout, Feed, validation_batches
-from zerodrift.train.sampler import BlockSampler, blocks_of, permuted
+from zerodrift.train.data.batches import BatchLayout, Feed, validation_batches
+from zerodrift.train.data.blocks import Blocks, Rows
+from zerodrift.train.data.sampling import BlockSampler, blocks_of, permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])

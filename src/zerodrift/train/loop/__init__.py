@@ -1,0 +1,1 @@
+"""Job, model, training loop, resume, launch and evaluation."""

@@ -1,0 +1,182 @@
+"""Adapters of `peft` around a base model: made, written, and read back.
+
+What is trained with `model.lora` is adapters alone, so an export holds them and not the model that they
+belong to. Which model that is, is kept as a digest of its values, beside the path where it lay.
+
+Invariant: adapters are never put on another base than they were trained on, where the digest is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.io.atomic import new_folder
+from zerodrift.io.checkpoint.descriptions import verified
+from zerodrift.io.checkpoint.items import CheckpointReader
+from zerodrift.io.checkpoint.manifest import read_entries
+from zerodrift.model.meta import attempt
+from zerodrift.train.loop.job import Lora
+
+CONFIG = "adapter_config.json"
+"""What makes a folder one of adapters."""
+BASE = "base.json"
+"""What they were trained on: `digest` and `source`."""
+VALUES = 256
+"""Of each parameter, in the digest of a base."""
+
+
+def require_peft(where: str) -> None:
+    if importlib.util.find_spec("peft") is None:
+        must, todo = "needs `peft`, which reads and makes adapters", "Run `pip install 'zerodrift[peft]'`."
+        raise ModelError(where, must, got="no such package", do=todo)
+
+
+def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    """A model that is frozen, with adapters that are trained."""
+    require_peft("model.lora")
+    if not hasattr(model, "config"):
+        raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
+    from peft import LoraConfig, get_peft_model
+
+    wanted = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with _unwarned():
+        return attempt(lambda: get_peft_model(model, wanted), "model.lora", "must fit the model")
+
+
+def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
+    """Write what was trained, and nothing of the base, of which `source` is the path. Every rank calls it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for row in engine.plan.rows:
+        if row.trained:
+            tensors[row.name] = engine.parameter(row.name).master.to("cpu", row.columns.export.torch)
+    module: Any = engine.module
+    with raise_on_all_ranks(engine.comm):
+        if engine.mesh.rank() == 0:
+            path = Path(source).expanduser()
+            where = str(path.absolute()) if path.exists() else source
+            for config in module.peft_config.values():
+                config.base_model_name_or_path = where
+            with new_folder(folder, overwrite=True) as new:
+                module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)
+                base = {"source": where, "digest": digest}
+                (new.path / BASE).write_text(json.dumps(base, indent=1) + "\n", encoding="utf-8")
+                new.publish()
+
+
+def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """A base in `dtype`, its own by default, with the adapters of a folder."""
+    require_peft(str(folder))
+    from peft import PeftModel
+
+    require_base(base, saved_base(folder).get("digest"), str(folder))
+    base.to(dtype)
+    with _unwarned():
+        return attempt(
+            lambda: PeftModel.from_pretrained(base, str(folder)),
+            str(folder),
+            "must hold adapters of its base",
+        )
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """`peft` reads what `transformers` will remove, which is theirs to settle."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def read_from_checkpoint(
+    base: nn.Module, lora: Lora, place: Path, digest: str | None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The same with the adapters of a checkpoint, which are in fp32; `digest` is that of their base."""
+    require_base(base, digest, str(place))
+    base.to(dtype)
+    verified(place)
+    reader, table = CheckpointReader(place), read_entries(place)
+    for entry in table:
+        reader.check(entry)
+    entries = {name: entry for entry in table for name in entry.names}
+    model = with_adapters(base, lora)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    require_all(place, trained, {name: entry.shape for name, entry in entries.items()})
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(reader.weight(entries[name]))
+    return model
+
+
+def require_all(place: Path, wanted: dict[str, nn.Parameter], there: dict[str, tuple[int, ...]]) -> None:
+    missing = [name for name, value in wanted.items() if there.get(name) != tuple(value.shape)]
+    if missing:
+        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        must = "must hold the adapters of the model, in their shapes"
+        raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
+
+
+# --- which base -------------------------------------------------------------------------------------------
+
+
+def saved_base(folder: Path) -> dict[str, str]:
+    """What is known of the base of a folder of adapters; of one that others wrote, where its config says it
+    lies."""
+    try:
+        if (folder / BASE).is_file():
+            found = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            return {key: str(found[key]) for key in ("source", "digest")}
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return {"source": str(config.get("base_model_name_or_path") or "")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        must, todo = f"must hold a `{CONFIG}` that can be read", "Export it again."
+        raise ModelError(str(folder), must, got="a damaged one, or none", do=todo) from None
+
+
+def base_digest(model: nn.Module) -> str:
+    """Of a model's values without its adapters, whatever their dtype: of some of each parameter, evenly
+    spread."""
+    digest = hashlib.blake2b(digest_size=12)
+    for name, values in sorted(_without_adapters(model.named_parameters())):
+        flat = values.detach().reshape(-1)
+        at = np.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).astype(np.int64)
+        digest.update(f"{name} {list(values.shape)} ".encode())
+        digest.update(flat[torch.from_numpy(at).to(flat.device)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _without_adapters(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> Iterable[tuple[str, nn.Parameter]]:
+    for name, values in named:
+        if ".lora_" not in name:
+            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), values
+
+
+def require_base(model: nn.Module, digest: str | None, where: str) -> None:
+    """That a model is the one that adapters were trained on; None where nobody wrote its digest down."""
+    if digest and base_digest(model) != digest:
+        raise ModelError(
+            where,
+            "must go with the base that its adapters were trained on",
+            got="a base with other values",
+            do="Name that one: its path is in `base.json` of an export, and in `model.source` of the job.",
+        )

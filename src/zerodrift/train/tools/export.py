@@ -1,0 +1,99 @@
+"""The trained model as a folder that others load, and back.
+
+A whole model is written by `io/safetensors/export.py`, and adapters by `adapters.py`; here is what a trainer
+adds: its tokenizer, and the way back from a folder or a checkpoint into a model to sample from.
+
+Invariant: every rank calls `export`; a folder that is there is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError
+from zerodrift.io.checkpoint import state as states
+from zerodrift.io.checkpoint.descriptions import verified
+from zerodrift.io.checkpoint.items import CheckpointReader
+from zerodrift.io.checkpoint.manifest import SHARED, read_entries
+from zerodrift.io.safetensors.export import export as export_model
+from zerodrift.model.factory import make
+from zerodrift.model.huggingface import CONFIG
+from zerodrift.model.meta import attempt
+from zerodrift.train.data.tokenizer import FILES, MODELS, Tokenizer, TransformersTokenizer
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop.job import Job
+from zerodrift.train.tools import adapters
+
+BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer, base: str) -> None:
+    """Write the model as it is now, in the dtypes of the `export` column; of adapters with the digest of
+    their `base`."""
+    if job.model.lora is None:
+        export_model(engine, folder, overwrite=True)
+    else:
+        adapters.write(engine, folder, job.model.source, base)
+    if engine.mesh.rank() == 0 and isinstance(tokenizer, TransformersTokenizer):
+        copy_tokenizer(Path(tokenizer.name), folder)
+    engine.comm.barrier()
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The files of a tokenizer, where there are some, beside a model."""
+    for file in source.iterdir():
+        if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
+            shutil.copyfile(file, folder / file.name)
+
+
+def read(folder: Path, job: Job | None) -> nn.Module:
+    """An exported model, in fp32, which holds every dtype that was exported; `job` is what it was trained by,
+    without which the folder must say what it is."""
+    if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
+        return models.loaded(folder, torch.float32)
+    if job is None:
+        must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
+        raise ConfigError(str(folder), must, got="neither")
+    source = models.source_of(job.model)
+    if job.model.lora is not None:
+        return adapters.read(models.whole_model(job.model, source), folder, torch.float32)
+    from safetensors.torch import load_file
+
+    model, tensors = make(source.text), dict[str, torch.Tensor]()
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
+    keys = attempt(lambda: model.load_state_dict(tensors, strict=False), str(folder), _HOLD)
+    here = model.state_dict(keep_vars=True)
+    filled = {id(here[name]) for name in tensors if name in here}
+    missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
+    models.require_whole(folder, missing, keys.unexpected_keys)
+    return model
+
+
+_HOLD = "must hold the tensors of the model of this run"
+
+
+def read_checkpoint(model: nn.Module, place: Path) -> None:
+    """The weights and buffers of a checkpoint into a model that has memory for them."""
+    verified(place)
+    reader, table = CheckpointReader(place), read_entries(place)
+    for entry in table:
+        reader.check(entry)
+    entries = {name: entry for entry in table for name in entry.names}
+    parameters = dict(model.named_parameters())
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in entries or entries[name].shape != tuple(parameter.shape)
+    ]
+    models.require_whole(place, missing, ())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(reader.weight(entries[name]))
+        states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

@@ -1,0 +1,147 @@
+"""Text from a trained model: to see that it learned.
+
+Reads the exported model of a run, or, where there is none yet, its newest checkpoint, into a model on this
+machine's device, and lets it go on from a prompt, token by token. For looking, not for serving.
+
+Invariant: equal seed, prompt and settings give equal text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerodrift.errors import ConfigError, NonFiniteError
+from zerodrift.model.factory import importable
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data.tokenizer import Tokenizer, holds, tokenizer
+from zerodrift.train.loop import model as models
+from zerodrift.train.tools import adapters, export
+from zerodrift.train.tools.artifacts import FoundModel, base_of, model_at
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    tokens: int
+    """At most so many."""
+    temperature: float
+    """0 takes the likeliest."""
+    top: int
+    """Of so many of the likeliest; 0 is of all."""
+    seed: int
+
+
+class TextGenerator:
+    """A trained model and its tokenizer."""
+
+    def __init__(self, path: Path, device: str | None = None) -> None:
+        """`path` is a run, its export, or a checkpoint of it; from whatever working folder."""
+        found = model_at(path)
+        self._letters: Tokenizer = _tokenizer(found)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        with importable(found.started_in):
+            self._model = load(found).to(self._device).eval()
+        self._cached = hasattr(self._model, "generate")
+
+    def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
+        """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
+        ends = {self._letters.end}
+        if as_chat:
+            ends = rendering.ends(self._letters)
+            given = rendering.prompt([{"role": "user", "content": prompt}], self._letters)
+        else:
+            given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
+        tokens = [int(token) for token in given] or [self._letters.end]
+        room = models.positions(self._model)
+        if room is not None and len(tokens) >= room:
+            must = f"must leave room in the model's {room:,} positions"
+            raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
+        if room is not None:
+            options = replace(options, tokens=min(options.tokens, room - len(tokens)))
+        return self._pieces(tokens, options, ends)
+
+    def _pieces(self, tokens: list[int], options: SamplingOptions, ends: Collection[int]) -> Iterator[str]:
+        generator = torch.Generator().manual_seed(options.seed)
+        said: list[int] = []
+        shown = ""
+        for token in self._tokens(tokens, options, generator):
+            if token in ends:
+                break
+            said.append(token)
+            text = self._letters.decode(said)
+            # The end of a text that is cut inside a character is not to be shown yet.
+            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(complete) > len(shown):
+                yield complete[len(shown) :]
+                shown = complete
+
+    @torch.no_grad()
+    def _tokens(
+        self, given: list[int], options: SamplingOptions, generator: torch.Generator
+    ) -> Iterator[int]:
+        cache: Any = None
+        tokens = torch.tensor([given], device=self._device)
+        ahead = tokens
+        for _ in range(options.tokens):
+            if self._cached:
+                out = self._model(input_ids=ahead, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+            else:
+                out = self._model(input_ids=tokens)
+            logits = getattr(out, "logits", out)
+            token = choose(logits[0, -1].float().cpu(), options, generator)
+            yield token
+            ahead = torch.tensor([[token]], device=self._device)
+            tokens = torch.cat([tokens, ahead], dim=1)
+
+
+def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+    """The next token, of `[vocabulary]`."""
+    if not logits.max().isfinite() or logits.isnan().any():
+        raise NonFiniteError(
+            "logits",
+            "must be finite",
+            got="NaN or infinity",
+            do="The model has diverged: sample an earlier one.",
+        )
+    if options.temperature <= 0:
+        return int(logits.argmax())
+    logits = logits / options.temperature
+    if options.top:
+        least = logits.topk(min(options.top, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def _tokenizer(found: FoundModel) -> Tokenizer:
+    """The one beside the weights, else the job's, else bytes."""
+    job, beside = found.job, found.export
+    if beside is not None and holds(beside) and (job is None or job.data.tokenizer != "bytes"):
+        return tokenizer("auto", str(beside))
+    if job is None:
+        return tokenizer("bytes", "")
+    return tokenizer(job.data.tokenizer, job.model.source)
+
+
+def load(found: FoundModel) -> nn.Module:
+    """The model as it was exported, or as a checkpoint has it."""
+    if found.export is not None:
+        return export.read(found.export, found.job)
+    job, checkpoint = found.job, found.checkpoint
+    if job is None or checkpoint is None:
+        must = "must carry the job that it was trained by, or lie in its run"
+        raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
+    model = models.whole_model(job.model, models.source_of(job.model))
+    if job.model.lora is not None:
+        lora, base = job.model.lora, base_of(checkpoint)
+        return adapters.read_from_checkpoint(model, lora, checkpoint, base, torch.float32)
+    export.read_checkpoint(model, checkpoint)
+    return model
