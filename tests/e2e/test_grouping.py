@@ -15,8 +15,7 @@ from tests.e2e.jobs import ROOT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.data.batches import BatchLayout, Feed
-from zerodrift.train.data.grouping import WINDOW, GroupedSampler, lengths_of, window
-from zerodrift.train.data.sampling import BlockSampler
+from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
 from zerodrift.train.loop.start import run_here, train
 
 

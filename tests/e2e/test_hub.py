@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.jobs import ROOT, job
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.data.hub import advice, cache, path_of
+from zerodrift.train.data.hub import advice, hub_cache, path_of
 from zerodrift.train.loop.job_file import read_job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
@@ -29,7 +29,7 @@ def _a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") -> Path:
     """A snapshot as `huggingface_hub` lays it out: links to blobs."""
-    folder = cache() / f"{kind}s--{name.replace('/', '--')}"
+    folder = hub_cache() / f"{kind}s--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
     for place in (snapshot, folder / "blobs", folder / "refs"):
         place.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.mixture import Mixture, MixtureSampler, shares
 from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.sampling import Mixture, MixtureSampler, shares
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
 WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
@@ -73,7 +73,7 @@ def test_what_is_held_out_is_of_every_set_and_what_is_read_of_each_is_told(tmp_p
     assert prepared.validation is not None
     first = {chr(int(row[0])) for row in parts_of(prepared.validation, *range(len(prepared.validation)))[0]}
     assert first == {"a", "b"}
-    told = [fact for _, fact in prepared.told()]
+    told = [fact for _, fact in prepared.facts()]
     assert "text, 25.0% of training" in told and "text, 75.0% of training" in told
     other = mixed(tmp_path, a=1, b=2)
     assert made(tmp_path, other).key != made(tmp_path, mixed(tmp_path, a=1, b=3)).key
@@ -157,7 +157,7 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
 
 
 def test_the_order_in_a_file_of_a_mixture_is_told_by_json(tmp_path: Path) -> None:
-    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].reading
+    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].counts
     assert json.loads(json.dumps(reading.to_json()))["train"]["documents"] == 3
 
 

@@ -178,8 +178,6 @@ FILES: dict[str, Callable[[], File]] = {
     "gzip": lambda: File("a.jsonl.gz", gzip.compress(ROW), TALK),
     "gzip of no name": lambda: File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
     "zstd": lambda: File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
-    "xz": lambda: File("a.jsonl.xz", lzma.compress(ROW), TALK),
-    "bzip2": lambda: File("a.csv.bz2", bz2.compress(b"prompt,completion\nHi,Yo\n"), [HI, YO]),
     "parquet": lambda: File(
         "a.parquet", parquet({"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}), CALLED, TOOLS
     ),
@@ -311,10 +309,12 @@ REFUSED: dict[str, tuple[File, str]] = {
     ),
     "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
     "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got a text"),
-    "half of xz": (File("a.jsonl.xz", lzma.compress(ROW)[:-5], []), "xz file that ends early"),
+    "xz": (File("a.jsonl.xz", lzma.compress(ROW), []), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
+    "bzip2": (File("a.csv.bz2", bz2.compress(ROW), []), r"got a bzip2 file\. Run `bunzip2 "),
+    "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}', []), r"after the end. Run `jq -c \."),
     "a second part that is none": (
-        File("a.jsonl.bz2", bz2.compress(ROW) + b"BZx", []),
-        "a damaged bzip2 file",
+        File("a.jsonl.gz", gzip.compress(ROW) + b"\x1f\x8bx", []),
+        "gzip file that ends early|a damaged gzip file",
     ),
 }
 

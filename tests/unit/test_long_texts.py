@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.test_train_data import data, stream
 from zerodrift.errors import ConfigError
-from zerodrift.train.data import formats, long_texts
+from zerodrift.train.data import formats
+from zerodrift.train.data import tokenizer as letters_of
 from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
@@ -60,10 +61,10 @@ def test_windows_have_the_tokens_of_the_whole(
     letters = tokenizer(tmp_path, kind)
     whole = letters.encode(TEXT)
     for window, overlap in ((2048, 512), (5000, 700)):
-        monkeypatch.setattr(long_texts, "WINDOW", window)
-        monkeypatch.setattr(long_texts, "OVERLAP", overlap)
+        monkeypatch.setattr(letters_of, "WINDOW", window)
+        monkeypatch.setattr(letters_of, "OVERLAP", overlap)
         pieces = [TEXT[at : at + 501] for at in range(0, len(TEXT), 501)]
-        found = list(long_texts.encoded(pieces, letters))
+        found = list(letters_of.encode_pieces(pieces, letters))
         assert len(found) > 3 and np.array_equal(np.concatenate(found), whole)
     assert letters.start == ((letters.inner.convert_tokens_to_ids("<s>"),) if kind == "spaces" else ())
 

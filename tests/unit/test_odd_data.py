@@ -16,8 +16,8 @@ import pytest
 
 from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.train.data import warnings as noted
-from zerodrift.train.data.blocks import Maps
+from zerodrift.train.data import report
+from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import Prepared
 from zerodrift.train.data.tokenizer import ByteTokenizer
 from zerodrift.train.loop.model import check_positions
@@ -135,12 +135,12 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    reading = made(tmp_path, data(file, pack=False)).sets[0].reading
+    reading = made(tmp_path, data(file, pack=False)).sets[0].counts
     lost = sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS)
     assert (reading.cut, reading.cut_tokens) == (2, lost)
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
-    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32)).sets[0].reading
+    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32)).sets[0].counts
     assert reading.reasons() == [
         "1 conversation cut at the end of a block, by 41 tokens in all",
         "1 conversation without a turn of the assistant to learn",
@@ -164,7 +164,7 @@ def test_keys_that_name_columns_name_those_of_the_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"b\.jsonl:2.*must have a text in `completion`; got `prompt`"):
         made(tmp_path, data(half, format="text"))
     both = jsonl(tmp_path / "c.jsonl", [{"messages": TALK, "text": "Hi", "n": None}])
-    reading = made(tmp_path, data(both, block=64)).sets[0].reading
+    reading = made(tmp_path, data(both, block=64)).sets[0].counts
     assert (reading.kind, reading.unread) == ("chat", ("text",)), "what is empty is not missed"
     prose = tmp_path / "a.txt"
     prose.write_text("hi" * 500)
@@ -178,12 +178,12 @@ def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
     once = jsonl(tmp_path / "held.jsonl", [{"messages": turns} for turns in (TALK, TALK[:3])])
     found = made(tmp_path, data(chats, block=64, validation=str(once)))
     plain = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
-    assert found.sets[0].reading.notes()[-1] == "1 conversation like another one"
-    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].reading.notes()
-    assert found.sets[1].reading.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
-    trained, held = (text for _, text in found.in_short())
+    assert found.sets[0].counts.notes()[-1] == "1 conversation like another one"
+    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].counts.notes()
+    assert found.sets[1].counts.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
+    trained, held = (text for _, text in found.lines())
     assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
-    (tmp_path / "cache" / found.sets[1].key / noted.FILE).write_bytes(b"1234")
+    (tmp_path / "cache" / found.sets[1].key / report.DIGESTS).write_bytes(b"1234")
     with pytest.raises(ConfigError, match="must hold the blocks that were written"):
         made(tmp_path, data(chats, block=64, validation=str(once)))
 
@@ -193,7 +193,7 @@ def test_one_file_is_read_once_by_whatever_path(tmp_path: Path) -> None:
     file.write_text(TEXT)
     (tmp_path / "b.txt").symlink_to(file)
     found = made(tmp_path, data(Path("unused"), train=[str(file), f"{tmp_path}/../{tmp_path.name}/b.txt"]))
-    (reading,) = (each.reading for each in found.sets)
+    (reading,) = (each.counts for each in found.sets)
     assert reading.files == 1 and "a.txt, which is " in reading.beside[0]
 
 
@@ -318,9 +318,9 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     assert names == {
         "blocks.json",
         *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums")),
-        noted.FILE,
+        report.DIGESTS,
     }
-    names.remove(noted.FILE)  # which says nothing of blocks
+    names.remove(report.DIGESTS)  # which says nothing of blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):
@@ -334,7 +334,7 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
             file.write_bytes(content)
             caught += _is_caught(tmp_path, written, whole)
         file.unlink()
-        if name != Maps.INDEX:  # without that it is not there, and made anew
+        if name != INDEX:  # without that it is not there, and made anew
             assert _is_caught(tmp_path, written, whole)
         file.write_bytes(before)
     assert caught > 200

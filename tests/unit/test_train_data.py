@@ -220,7 +220,7 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
 def test_every_form_of_a_row_is_a_conversation(row: dict[str, Any], tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [row])
     parts = made(tmp_path, data(file, block=64))
-    assert parts.sets[0].reading.kind == "chat"
+    assert parts.sets[0].counts.kind == "chat"
     tokens, labels = parts_of(parts.train, 0)
     text = bytes(token for token in tokens[0] if token < 256).decode()
     assert text == "<|user|>\nHi<|assistant|>\nYo"
@@ -242,7 +242,7 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"tokens.{kind}"
     np.save(file, flat) if kind == "npy" else flat.tofile(file)
     parts = made(tmp_path, data(file, validation=0.25))
-    assert parts.sets[0].reading.kind == "tokens" and parts.validation is not None
+    assert parts.sets[0].counts.kind == "tokens" and parts.validation is not None
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()
@@ -276,16 +276,16 @@ def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
 ) -> None:
     monkeypatch.setattr(files, "fcntl", None)
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    make, asked = pack._make, data(file)
+    make, asked = pack._make_blocks, data(file)
     first: list[np.ndarray] = []
 
     def slowly(*arguments: Any) -> None:
         """Another begins and ends while this one is about to."""
-        monkeypatch.setattr(pack, "_make", make)
+        monkeypatch.setattr(pack, "_make_blocks", make)
         first.append(stream(made(tmp_path, asked).train))
         make(*arguments)
 
-    monkeypatch.setattr(pack, "_make", slowly)
+    monkeypatch.setattr(pack, "_make_blocks", slowly)
     assert np.array_equal(stream(made(tmp_path, asked).train), first[0])
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 

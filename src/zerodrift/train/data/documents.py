@@ -1,11 +1,9 @@
-"""Documents out of files: a text, a row with a text, a row with a conversation.
+"""Read documents from files: whole texts, texts of rows, and conversations of rows.
 
-Which files there are is `find.py`'s affair, what is in one is `formats.py`'s, and tokens are `pack.py`'s.
-Order is that of the files and their rows; which documents are held out is decided by what is in them, so it
-is the same whatever else is there.
+`files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
+order of files and rows. Their content alone decides which are held out, whatever else is there.
 
-Invariant: every row of every file is a document, is counted with the reason for which it is none, or is
-refused by its place.
+Every row is a document, is counted with the reason why it is left out, or is refused by its place.
 """
 
 from __future__ import annotations
@@ -17,24 +15,24 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import conversation as chat
-from zerodrift.train.data import formats, texts
-from zerodrift.train.data.conversation import Conversation
-from zerodrift.train.data.files import MAPS
-from zerodrift.train.data.json_rows import Row
+from zerodrift.train.data import formats
+from zerodrift.train.data.conversation import Conversation, names
+from zerodrift.train.data.files import TOKEN_SUFFIXES
+from zerodrift.train.data.rows import Row, rows
 from zerodrift.train.loop.job import Data
 
-COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
-"""What a column of texts is called where it is not `text`."""
+TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
+"""Usual names of a column of texts, beside `text`."""
+CONTINUED = ("prompt", "completion")
+"""Columns of a text to continue, and of its continuation."""
 PIECE = 1 << 16
-"""Characters of a text at a time."""
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
-"""Why a document is left out."""
+"""Reasons why a document is left out."""
 SILENT = "with an answer of nothing, which is not learned"
-"""What is noted of a document."""
+"""A warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +42,29 @@ class Document:
     text: str = ""
     talk: Conversation | None = None
     given: int = 0
-    """Characters at the start of the text that are there to be continued, and not learned."""
+    """Number of characters at the start of the text that are a prompt and not learned."""
     where: str = ""
-    """Its file, and row."""
+    """File, and row."""
     file: Path | None = None
-    """Of a text file, which may be larger than memory: its text is read where it is needed."""
+    """The file of a text that may be larger than memory: the text is read where it is needed."""
 
     def share(self, seed: int) -> float:
-        """A number in [0, 1) that depends on what is in it and on the seed."""
+        """Return a number in [0, 1) that depends on the content and the seed."""
         return self.number(seed) / 2**64
 
     def number(self, seed: int) -> int:
-        """The same as 64 bits: documents of one number say the same."""
+        """Return a 64-bit digest of the content and the seed."""
         digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
         for piece in self.pieces():
             digest.update(piece.encode())
         digest.update(b"\0")
-        for part in (_part(turn[key]) for turn in self._turns for key in turn):
+        for value in (value for turn in (self.talk.messages if self.talk else ()) for value in turn.values()):
+            part = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
             digest.update(part.encode() + b"\0")
         return int.from_bytes(digest.digest(), "little")
 
     def pieces(self) -> Iterator[str]:
-        """Its text, a part of it at a time."""
+        """Yield the text in pieces."""
         if self.file is not None:
             yield from formats.text(self.file)
         for at in range(0, len(self.text), PIECE):
@@ -73,62 +72,60 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it but spaces."""
+        """True if the document is nothing but white space."""
         return self.talk is None and not any(piece.strip() for piece in self.pieces())
-
-    @property
-    def _turns(self) -> Sequence[Mapping[str, Any]]:
-        return self.talk.messages if self.talk is not None else ()
-
-
-def _part(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 @dataclass
-class Seen:
-    """What was met in the files of one part."""
+class DocumentCounts:
+    """Counts of what the files of a set hold."""
 
     documents: int = 0
     forms: Counter[str] = field(default_factory=Counter)
-    """What documents were made of, in words, with how many."""
+    """Source of documents, in words -> how many."""
     left: Counter[str] = field(default_factory=Counter)
-    """Reasons for which documents were left out, with how many."""
+    """Reason why documents are left out -> how many."""
     noted: Counter[str] = field(default_factory=Counter)
-    """What may not be as it was meant, with how many documents."""
+    """Warning -> how many documents."""
     unread: dict[str, None] = field(default_factory=dict)
     """Columns of rows that are not read, and not empty."""
 
-    def leave_unread(self, row: Row, read: Collection[str]) -> None:
+    def add_unread(self, row: Row, read: Collection[str]) -> None:
         self.unread |= dict.fromkeys(key for key in row if key not in read and chat.says(row[key]))
+
+    def counted(self, document: Document, form: str) -> Iterator[Document]:
+        """Yield a document unless it is empty."""
+        self.documents += 1
+        self.forms[form] += 1
+        if document.is_empty:
+            self.left[EMPTY] += 1
+        else:
+            yield document
 
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
-    """What `data.format: auto` means: `text`, `chat` or `tokens`, by the files and the first row."""
+    """Return `text`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first row."""
     if data.format != "auto":
         return "text" if data.format == "files" else data.format
-    maps = [file.suffix.lower() in MAPS for file in files]
-    if all(maps):
-        return "tokens"
-    if any(maps):
-        mixed = files[maps.index(True)]
+    token_files = [file for file in files if file.suffix.lower() in TOKEN_SUFFIXES]
+    if token_files and len(token_files) < len(files):
         must, todo = "must not mix token maps with other files", "Name one kind, or set `data.format`."
-        raise ConfigError("data.train", must, got=str(mixed), do=todo)
+        raise ConfigError("data.train", must, got=str(token_files[0]), do=todo)
+    if len(token_files) == len(files):
+        return "tokens"
     for file in files:
-        kind = formats.format_of(file)
-        if kind == formats.TEXT:
+        if (holds := formats.format_of(file)) == formats.TEXT:
             continue
-        with contextlib.closing(formats.rows(file, kind)) as rows:
-            number, row = next(rows, (0, None))
+        with contextlib.closing(rows(file, holds)) as found:
+            number, row = next(found, (0, None))
         if row is not None:
             return _kind_of_row(row, data, f"{file}:{number}")
     return "text"
 
 
 def _kind_of_row(row: Row, data: Data, where: str) -> str:
-    if data.field and (data.field in row or len(data.sets()) == 1):
-        return "text"
-    if not chat.is_conversation(row, data.messages):
+    is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
+    if is_named_text or not chat.is_conversation(row, data.messages):
         return "text"
     pair = chat.pair_columns(row)
     if "text" in row and chat.turns_column(row, data.messages) is None:
@@ -139,8 +136,8 @@ def _kind_of_row(row: Row, data: Data, where: str) -> str:
     return "chat"
 
 
-def documents(files: Sequence[Path], data: Data, kind: str, seen: Seen) -> Iterator[Document]:
-    """Every document, in order. What they are is added to `seen`."""
+def documents(files: Sequence[Path], data: Data, kind: str, counts: DocumentCounts) -> Iterator[Document]:
+    """Yield every document in order, and count what they are."""
     if kind == "chat" and data.field and len(data.sets()) == 1:
         must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
         raise ConfigError("data.field", must, got=repr(data.field), do=todo)
@@ -151,83 +148,67 @@ def documents(files: Sequence[Path], data: Data, kind: str, seen: Seen) -> Itera
             if kind == "chat":
                 must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
                 raise ConfigError(str(file), must, got="a text")
-            found = Document(where=str(file), file=file)
-            yield from _counted(found, "a text per file", seen)
+            yield from counts.counted(Document(where=str(file), file=file), "a text per file")
             continue
-        for number, row in formats.rows(file, holds):
+        for number, row in rows(file, holds):
             where = f"{file}:{number}"
             if kind == "chat":
-                yield from _conversation(row, data, where, seen)
-                continue
-            columns = columns or _columns(row, data.field, where)
-            yield from _of_text(row, columns, where, seen)
+                yield from _conversation(row, data, where, counts)
+            else:
+                columns = columns or _text_columns(row, data.field, where)
+                yield from _text(row, columns, where, counts)
 
 
-def _counted(document: Document, form: str, seen: Seen) -> Iterator[Document]:
-    seen.documents += 1
-    seen.forms[form] += 1
-    if document.is_empty:
-        seen.left[EMPTY] += 1
-    else:
-        yield document
-
-
-def _conversation(row: Row, data: Data, where: str, seen: Seen) -> Iterator[Document]:
+def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> Iterator[Document]:
     talk = chat.conversation(row, data.messages, where)
     _require_no_label(row, talk.columns, where)
-    seen.leave_unread(row, talk.columns)
+    counts.add_unread(row, talk.columns)
     if talk.silent:
-        seen.noted[SILENT] += 1
+        counts.noted[SILENT] += 1
     if data.loss_on == "answers" and not talk.answers:
-        seen.documents += 1
-        seen.left[NO_ANSWER] += 1
-        return
-    yield from _counted(Document(talk=talk, where=where), talk.form, seen)
+        counts.documents += 1
+        counts.left[NO_ANSWER] += 1
+    else:
+        yield from counts.counted(Document(talk=talk, where=where), talk.form)
 
 
 # --- texts of rows --------------------------------------------------------------------------------------
 
-CONTINUED = ("prompt", "completion")
-"""Columns of a text to be continued, and of its continuation."""
 
-
-def _columns(row: Row, field: str, where: str) -> tuple[str, ...]:
-    """The columns of rows that have the text: the one that is named, `text`, a text and its continuation, or
-    the only one."""
-    if field:
-        return (field,)
-    if "text" in row:
-        return ("text",)
+def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
+    """Return the text columns: the named one, `text`, a prompt and its completion, or the only one of
+    texts."""
+    if field or "text" in row:
+        return (field or "text",)
     if row.keys() >= set(CONTINUED):
         _require_no_label(row, CONTINUED, where)
         return CONTINUED
     if row.keys() >= {"chosen", "rejected"}:
         raise _preferences("`chosen` and `rejected`", where)
-    texts = [key for key, held in row.items() if isinstance(held, str)]
-    known = texts if len(texts) == 1 else [key for key in COLUMNS if key in texts]
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
     if len(known) != 1 or known[0] in chat.ASKED:
-        got = ", ".join(f"`{key}`" for key in row) or "nothing"
-        raise ConfigError(where, "must have a text in `text`, or in one column", got=got, do=_way_out(row))
+        must = "must have a text in `text`, or in one column"
+        raise ConfigError(where, must, got=names(row) or "nothing", do=_way_out(row))
     return (known[0],)
 
 
-def _of_text(row: Row, columns: tuple[str, ...], where: str, seen: Seen) -> Iterator[Document]:
+def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts) -> Iterator[Document]:
     for column in columns:
         if not isinstance(row.get(column), str):
-            there = column in row
-            got = texts.kind(row[column]) if there else ", ".join(f"`{key}`" for key in row) or "nothing"
+            got = formats.kind(row[column]) if column in row else names(row) or "nothing"
             raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_way_out(row))
-    seen.leave_unread(row, columns)
+    counts.add_unread(row, columns)
     parts = [chat.text_of(row, column, where) for column in columns]
     given = len(parts[0]) if len(parts) > 1 else 0
     form = "`prompt` continued by `completion`" if given else f"`{columns[-1]}` of rows"
-    yield from _counted(Document("".join(parts), given=given, where=where), form, seen)
+    yield from counts.counted(Document("".join(parts), given=given, where=where), form)
 
 
 def _way_out(row: Row) -> str:
-    """What can be done about a row without a text, by what it has instead."""
-    for key, held in row.items():
-        first = held[0] if isinstance(held, list) and held else None
+    """Say what to do about a row without a text, by what it has instead."""
+    for key, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, Mapping) and first.keys() & {"role", "from"}:
             return f"If its conversation is in `{key}`, set `data.messages: {key}`."
         if isinstance(first, Mapping):
@@ -240,7 +221,7 @@ def _way_out(row: Row) -> str:
 
 
 def _require_no_label(row: Row, read: Collection[str], where: str) -> None:
-    """That a completion is not one of those that are marked as good or bad, as KTO's are."""
+    """Refuse completions with a label of good or bad, as KTO has them."""
     label = row.get("label")
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
         raise _preferences("`completion` with a `label` of true or false", where)

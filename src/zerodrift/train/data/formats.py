@@ -1,30 +1,24 @@
-"""What a file is, by what is in it, and the rows or the text that it holds.
+"""Detect what a file holds by its first bytes, and read text and gzip or zstd streams.
 
-JSON, JSON lines and CSV are read here and not by `datasets`, which changes values in silence: `NA` in a CSV
-becomes None and `007` a 7, a text that looks like a time a `datetime`, a 1 beside a 1.0 a float, and a key
-that a row lacks a None. Parquet and Arrow are read with `pyarrow`, as `datasets` does.
-
-Invariant: every value is the one in the file, in the file's order, or the file is refused by name and row.
-Of a file of rows no more is in memory than some rows.
+`data.rows` reads the rows. A file that is neither text nor rows is refused by name, with the way to convert
+it.
 """
 
 from __future__ import annotations
 
 import codecs
-import csv
+import gzip
 import importlib.util
 import io
-import itertools
 import json
-from collections.abc import Generator, Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from zerodrift.errors import ConfigError, first_line, several
-from zerodrift.train.data import json_rows
-from zerodrift.train.data.json_rows import Row
-from zerodrift.train.data.texts import not_text, readable, without_zeros
-from zerodrift.train.data.unpacked import SUFFIXES, packed, unpacked
+from zerodrift.errors import ConfigError, said
+from zerodrift.files import opened
 
 TEXT, LINES, JSON, ARRAY = "text", "JSON lines", "JSON", "a JSON array"
 CSV, PARQUET, ARROW = "CSV", "parquet", "Arrow"
@@ -32,67 +26,100 @@ CSV, PARQUET, ARROW = "CSV", "parquet", "Arrow"
 OF_ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".csv", ".tsv")
 """Suffixes of files that hold rows, whatever lies beside them."""
 _COLUMNS = {".parquet": PARQUET, ".pq": PARQUET, ".arrow": ARROW, ".feather": ARROW}
-_TABLES = (".csv", ".tsv")
-_LINES = (".jsonl", ".ndjson")
+_TABLES, _LINES = (".csv", ".tsv"), (".jsonl", ".ndjson")
 _JSON = (*_LINES, ".json")
 _ANY = (".txt", ".text", "")
-"""Suffixes that say nothing of what is in a file."""
-
-_END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Of an Arrow stream."""
+"""Suffixes that say nothing about the content."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _HEAD = _PIECE = 1 << 16
-_FIELD = 1 << 30
-"""Characters of a CSV field at most; Python's default is shorter than a document."""
+
+_REFUSED = (
+    (b"version https://git-lfs", "a pointer of Git LFS", "Run `git lfs pull` where it was cloned."),
+    (b"BZh", "a bzip2 file", "Run `bunzip2 {}`, or convert it to gzip or zstd."),
+    (b"\xfd7zXZ\0", "an xz file", "Run `unxz {}`, or convert it to gzip or zstd."),
+    (_GZIP, "a gzip file, packed once more", "Unpack it first."),
+    (_ZSTD, "a zstd file, packed once more", "Unpack it first."),
+    (b"PK\x03\x04", "a ZIP archive, as DOCX, XLSX and EPUB are", "Unpack it first."),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
+    (b"Rar!\x1a", "a RAR archive", "Unpack it first."),
+    (b"\x04\x22\x4d\x18", "an LZ4 file", "Run `unlz4 {}`, or convert it to gzip or zstd."),
+    (codecs.BOM_UTF32_LE, "UTF-32", "Save it as UTF-8."),
+    (codecs.BOM_UTF32_BE, "UTF-32", "Save it as UTF-8."),
+    (codecs.BOM_UTF16_LE, "UTF-16", "Save it as UTF-8."),
+    (codecs.BOM_UTF16_BE, "UTF-16", "Save it as UTF-8."),
+    *(
+        (magic, name, "Leave it out, or extract its text.")
+        for magic, name in (
+            *((b"%PDF-", "a PDF"), (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image")),
+            *(
+                (b"GIF87a", "a GIF image"),
+                (b"GIF89a", "a GIF image"),
+                (b"II*\0", "a TIFF image"),
+                (b"MM\0*", "a TIFF image"),
+            ),
+            *((b"{\\rtf", "an RTF document"), (b"\xd0\xcf\x11\xe0", "an Office document")),
+            *((b"SQLite format 3\0", "an SQLite database"), (b"FEA1", "a Feather file of version 1")),
+            *((b"ORC", "an ORC file"), (b"Obj\x01", "an Avro file"), (b"\x89HDF", "an HDF5 file")),
+            *((b"\x93NUMPY", "a NumPy array"), (b"\x80\x02", "a pickle"), (b"\x80\x03", "a pickle")),
+            *((b"\x80\x04", "a pickle"), (b"\x80\x05", "a pickle"), (b"\x7fELF", "a program")),
+            *((b"OggS", "an Ogg file"), (b"fLaC", "a FLAC file")),
+        )
+    ),
+)
+"""First bytes, name, and the way out; `{}` is the file."""
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix that says what is in it, in small letters: `.jsonl` of `a.jsonl.gz`."""
-    inner = Path(file.stem) if file.suffix.lower() in SUFFIXES else file
+    """Return the lower-case suffix that names the content: `.jsonl` for `a.jsonl.gz`."""
+    inner = Path(file.stem) if file.suffix.lower() in _COMPRESSED else file
     return inner.suffix.lower()
 
 
 def format_of(file: Path) -> str:
-    """What a file is. One that can be neither text nor rows is refused by name."""
-    with readable(file), unpacked(file) as stream:
+    """Return the format of a file, or refuse one that is neither text nor rows."""
+    with stream_of(file) as stream:
         head = stream.read(_HEAD)
-    return _format(file, suffix_of(file), head)
-
-
-def _format(file: Path, suffix: str, head: bytes) -> str:
+    suffix = suffix_of(file)
     if head.startswith(b"PAR1"):
         return PARQUET
     wanted = _COLUMNS.get(suffix)
     if head.startswith(b"ARROW1") or (head.startswith(b"\xff" * 4) and (wanted == ARROW or not suffix)):
         return ARROW
-    other = _other(head)
+    other, todo = _refusal(head, file)
     if wanted is not None:
-        raise ConfigError(str(file), f"must be {wanted}", got=other or _looks(head))
+        start = f"a file that begins with {head[:16]!r}" if head else "nothing"
+        page = "a page of HTML or XML" if head.lstrip()[:1] == b"<" else ""
+        raise ConfigError(str(file), f"must be {wanted}", got=other or page or start, do=todo)
     if other:
-        raise ConfigError(str(file), "must be text or rows of data", got=other, do=_do(other))
-    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if suffix in (*_JSON, *_TABLES) and start[:1] == b"<":
+        raise ConfigError(str(file), "must be text or rows of data", got=other, do=todo)
+    start_of_text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if suffix in (*_JSON, *_TABLES) and start_of_text[:1] == b"<":
         got, todo = "a page of HTML or XML", "It may be an error that a server sent: fetch the file again."
         raise ConfigError(str(file), "must be rows of data", got=got, do=todo)
-    if suffix in _TABLES:
-        return CSV
-    if suffix in _JSON or (suffix in _ANY and _is_rows(start)):
-        if start[:1] == b"[" and not (suffix in _LINES and _is_one_line(start, list)):
-            return ARRAY
-        return LINES if suffix in _LINES or _is_one_line(start) else JSON
-    return TEXT
+    return CSV if suffix in _TABLES else _json_or_text(suffix, start_of_text)
+
+
+def _json_or_text(suffix: str, start: bytes) -> str:
+    if suffix not in _JSON and not (suffix in _ANY and _is_rows(start)):
+        return TEXT
+    if start[:1] == b"[" and not (suffix in _LINES and _is_one_line(start, list)):
+        return ARRAY
+    return LINES if suffix in _LINES or _is_one_line(start) else JSON
 
 
 def _is_rows(start: bytes) -> bool:
-    """Whether a file of any name begins with a JSON object, by itself or as the first of an array."""
-    if start[:1] == b"[":
-        start = start[1:].lstrip()
-        return start[:1] == b"{" and start[1:].lstrip()[:1] == b'"'
-    return start[:1] == b"{" and start[1:].lstrip()[:1] == b'"' and _is_one_line(start)
+    """Return True if a file of any name begins with a JSON object, alone or as the first of an array."""
+    inner = start[1:].lstrip() if start[:1] == b"[" else start
+    is_object = inner[:1] == b"{" and inner[1:].lstrip()[:1] == b'"'
+    return is_object and (start[:1] == b"[" or _is_one_line(start))
 
 
 def _is_one_line(start: bytes, kind: type = dict) -> bool:
-    """Whether the first line is an object by itself, or an array that another line follows; an object that
-    is longer than what is looked at may be."""
+    """Return True if the first line is a whole object, or an array that another line follows.
+
+    An object longer than the part that is read counts as one line.
+    """
     line, end, rest = start.partition(b"\n")
     if kind is dict and not end and len(start) > _HEAD // 2:
         return True
@@ -102,220 +129,101 @@ def _is_one_line(start: bytes, kind: type = dict) -> bool:
         return False
 
 
-_OTHERS = (
-    (b"version https://git-lfs", "a pointer of Git LFS"),
-    (b"%PDF-", "a PDF"),
-    (b"\x89PNG", "a PNG image"),
-    (b"\xff\xd8\xff", "a JPEG image"),
-    (b"GIF87a", "a GIF image"),
-    (b"GIF89a", "a GIF image"),
-    (b"II*\0", "a TIFF image"),
-    (b"MM\0*", "a TIFF image"),
-    (b"PK\x03\x04", "a ZIP archive, as DOCX, XLSX and EPUB are"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
-    (b"Rar!\x1a", "a RAR archive"),
-    (b"\x04\x22\x4d\x18", "an LZ4 file"),
-    (b"{\\rtf", "an RTF document"),
-    (b"\xd0\xcf\x11\xe0", "an Office document"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"FEA1", "a Feather file of version 1"),
-    (b"ORC", "an ORC file"),
-    (b"Obj\x01", "an Avro file"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a NumPy array"),
-    (b"\x80\x02", "a pickle"),
-    (b"\x80\x03", "a pickle"),
-    (b"\x80\x04", "a pickle"),
-    (b"\x80\x05", "a pickle"),
-    (b"\x7fELF", "a program"),
-    (b"OggS", "an Ogg file"),
-    (b"fLaC", "a FLAC file"),
-)
-
-
-def _other(head: bytes) -> str:
-    """What a file is that is no text; `""` where it may be."""
-    if name := next((name for magic, name in _OTHERS if head.startswith(magic)), ""):
-        return name
-    if inside := packed(head):
-        return f"a {inside} file, packed once more"
-    if head.startswith(b"RIFF") and head[8:12] in (b"WEBP", b"WAVE", b"AVI "):
-        return f"a {head[8:12].decode().strip()} file"
+def _refusal(head: bytes, file: Path) -> tuple[str, str]:
+    """Return the name of a format that is not read and the way out; empty for a possible text."""
+    for magic, name, todo in _REFUSED:
+        if head.startswith(magic):
+            return name, todo.format(file)
     if head[257:262] == b"ustar":
-        return "a TAR archive"
-    if head[4:8] == b"ftyp":
-        return "an MP4 file"
-    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "UTF-32"
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    return ""
+        return "a TAR archive", "Unpack it first."
+    if head.startswith(b"RIFF") and head[8:12] in (b"WEBP", b"WAVE", b"AVI "):
+        return f"a {head[8:12].decode().strip()} file", "Leave it out, or extract its text."
+    return ("an MP4 file", "Leave it out, or extract its text.") if head[4:8] == b"ftyp" else ("", "")
 
 
-def _do(other: str) -> str:
-    if other.startswith("a pointer"):
-        return "Run `git lfs pull` where it was cloned."
-    if other.startswith("UTF"):
-        return "Save it as UTF-8."
-    if any(word in other for word in ("archive", "packed", "LZ4")):
-        return "Unpack it first."
-    return "Leave it out, or take its text out of it."
+# --- streams --------------------------------------------------------------------------------------------
 
 
-def _looks(head: bytes) -> str:
-    if not head:
-        return "nothing"
-    if head.lstrip()[:1] == b"<":
-        return "a page of HTML or XML"
-    return f"a file that begins with {head[:16]!r}"
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn errors of the system and of decompression into one that names the file."""
+    try:
+        yield
+    except EOFError:
+        raise ConfigError(str(file), "must be readable", got="a gzip file that ends early") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ConfigError(str(file), "must be readable", got=f"a damaged gzip file ({error})") from None
+    except OSError as error:
+        raise ConfigError(str(file), "must be readable", got=error.strerror or said(error)) from None
 
 
-# --- text -----------------------------------------------------------------------------------------------
+@contextmanager
+def stream_of(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed if it is gzip or zstd."""
+    with readable(file), opened(file) as stream:
+        first = stream.read(4)
+        stream.seek(0)
+        if first.startswith(_GZIP):
+            with gzip.GzipFile(fileobj=stream) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        elif first == _ZSTD:
+            require_pyarrow(file, "zstd")
+            from pyarrow import CompressedInputStream
+
+            with io.BufferedReader(CompressedInputStream(stream, "zstd")) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        else:
+            yield stream
+
+
+def require_pyarrow(file: Path, what: str) -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        must, todo = f"`pyarrow` must be installed to read {what}", "Run `pip install 'zerodrift[hf]'`."
+        raise ConfigError(str(file), must, got="no such package", do=todo)
 
 
 def text(file: Path) -> Iterator[str]:
-    """A text file, piece by piece; the ends of its lines become those of Unix."""
+    """Yield a text file piece by piece, with Unix line ends and without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    ends = io.IncrementalNewlineDecoder(None, translate=True)
-    read = told = 0
-    """Bytes and characters."""
-    with readable(file), unpacked(file) as stream:
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    bytes_read = characters = 0
+    with stream_of(file) as stream:
         while True:
             piece = stream.read(_PIECE)
-            waiting = len(decoder.getstate()[0])
-            start = read - waiting
-            read += len(piece)
+            start = bytes_read - len(decoder.getstate()[0])
+            bytes_read += len(piece)
             try:
-                made = decoder.decode(piece, final=not piece)
+                decoded = decoder.decode(piece, final=not piece)
             except UnicodeDecodeError as error:
-                raise not_text(error, str(file), start) from None
-            if not told:
-                made = made.removeprefix("\ufeff")
-            yield ends.decode(without_zeros(made, str(file), told), final=not piece)
-            told += len(made)
+                raise not_utf8(error, str(file), start) from None
+            if not characters:
+                decoded = decoded.removeprefix("\ufeff")
+            yield newlines.decode(without_zeros(decoded, str(file), characters), final=not piece)
+            characters += len(decoded)
             if not piece:
                 return
 
 
-# --- rows -----------------------------------------------------------------------------------------------
+def not_utf8(error: UnicodeDecodeError, where: str, before: int = 0) -> ConfigError:
+    """Return the refusal of bytes that are not UTF-8; `before` counts the bytes in front of them."""
+    got = f"byte 0x{error.object[error.start]:02x} at offset {before + error.start:,}"
+    return ConfigError(where, "must be UTF-8 text", got=got, do="Leave it out, or save it as UTF-8.")
 
 
-def rows(file: Path, kind: str) -> Generator[tuple[int, Row]]:
-    """Rows with the number that a person would look for: of a line, or of a row where lines say nothing."""
-    if kind in (PARQUET, ARROW):
-        yield from enumerate(_columns(file, kind), 1)
-        return
-    with readable(file), unpacked(file) as stream:
-        if kind == LINES:
-            yield from json_rows.lines(stream, file)
-        elif kind == CSV:
-            yield from _table(stream, file)
-        else:
-            yield from json_rows.values(stream, file, array=kind == ARRAY)
+def without_zeros(text: str, where: str, before: int = 0) -> str:
+    """Return the text, or refuse it for a zero character, which binary files are full of."""
+    if "\0" in text:
+        got = f"a zero at character {before + text.index(chr(0)):,}"
+        todo = "It is binary, or UTF-16: leave it out, or save it as UTF-8."
+        raise ConfigError(where, "must be text", got=got, do=todo)
+    return text
 
 
-def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(_FIELD)
-    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    try:
-        first = lines.readline()
-        mark = _between(first, suffix_of(file))
-        reader = csv.reader(itertools.chain([first], lines), delimiter=mark, strict=True)
-        names = next(reader, None)
-        _require_names(names, file)
-        for cells in reader:
-            if not cells:
-                continue
-            where = f"{file}:{reader.line_num}"
-            if len(cells) != len(names or ()):
-                must = f"must have {several(len(names or ()), 'cell')}, as the first line has"
-                raise ConfigError(where, must, got=len(cells))
-            yield (
-                reader.line_num,
-                {name: without_zeros(cell, where) for name, cell in zip(names or (), cells, strict=True)},
-            )
-    except UnicodeDecodeError as error:
-        raise not_text(error, str(file)) from None
-    except csv.Error as error:
-        where = f"{file}:{reader.line_num}"
-        raise ConfigError(where, "must be CSV", got=first_line(error), do=_QUOTES) from None
-    finally:
-        lines.detach()
-
-
-_QUOTES = "A cell stands in quotes if it holds one, which is doubled, a line's end, or what is between cells."
-
-
-def _between(first: str, suffix: str) -> str:
-    """What stands between the cells of a line, as its names show where they are not in quotes."""
-    plain = "".join(first.split('"')[::2])
-    if suffix == ".tsv" and "\t" in plain:
-        return "\t"
-    return next((mark for mark in (",", "\t", ";", "|") if mark in plain), ",")
-
-
-def _require_names(names: list[str] | None, file: Path) -> None:
-    """That the first line can be names of columns."""
-    if not names or not any(name.strip() for name in names):
-        raise ConfigError(str(file), "must begin with a line of column names", got="nothing")
-    _require_once(names, f"{file}:1")
-
-
-def _require_once(names: list[str], where: str) -> None:
-    """That a row has each column once: the last would hide the others."""
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        got = ", ".join(f"`{name}`" for name in twice) + " twice"
-        raise ConfigError(where, "must name each column once", got=got)
-
-
-def _columns(file: Path, kind: str) -> Iterator[Row]:
-    if importlib.util.find_spec("pyarrow") is None:
-        must = f"`pyarrow` must be installed to read {kind}"
-        todo = "Run `pip install 'zerodrift[hf]'`."
-        raise ConfigError(str(file), must, got="no such package", do=todo)
-    from pyarrow import ArrowException, ipc, parquet
-
-    try:
-        with readable(file), unpacked(file) as stream:
-            if kind == PARQUET:
-                # A file that is compressed as a whole has no places to go to.
-                whole = stream if stream.seekable() else io.BytesIO(stream.read())
-                with parquet.ParquetFile(whole, page_checksum_verification=True) as read:
-                    _require_once(read.schema_arrow.names, str(file))
-                    for batch in read.iter_batches(batch_size=1024):
-                        yield from map(_without_nothing, batch.to_pylist())
-            else:
-                for batch in _record_batches(ipc, stream):
-                    _require_once(batch.schema.names, str(file))
-                    for start in range(0, batch.num_rows, 1024):
-                        yield from map(_without_nothing, batch.slice(start, 1024).to_pylist())
-    except (ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), f"must be {kind}", got=first_line(error)) from None
-
-
-def _record_batches(ipc: Any, stream: BinaryIO) -> Iterator[Any]:
-    if not stream.seekable():
-        stream = io.BytesIO(stream.read())
-    if stream.read(6) == b"ARROW1":
-        with ipc.open_file(stream) as read:
-            for number in range(read.num_record_batches):
-                yield read.get_batch(number)
-        return
-    stream.seek(-len(_END), io.SEEK_END)
-    if stream.read() != _END:  # the reader takes whatever ends with a batch
-        raise OSError("an Arrow file that ends early")
-    stream.seek(0)
-    with ipc.open_stream(stream) as read:
-        yield from read
-
-
-def _without_nothing(row: Row) -> Row:
-    """A row whose inner blocks have no keys of nothing: a column of blocks has the keys of all rows, and what
-    a row does not have is null there."""
-    return {key: _pruned(value) for key, value in row.items()}
-
-
-def _pruned(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
-    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+def kind(value: Any) -> str:
+    """Name the type of a value in the words of files, not of Python."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    if value is None:
+        return "null"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return "a block of keys" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)

@@ -1,8 +1,8 @@
-"""Documents to blocks of equal length: one after the other and cut, each in a block of its own, or whole ones
-together in a block.
+"""Fill blocks of equal length with documents: cut out of one stream, one in each, or several whole ones in
+each.
 
-Invariant: every token of every document is in one block, is counted as cut, or is in a block that is counted
-as left out because nothing in it is learned.
+Every token of every document is in one block, is counted as cut, or is in a block without a learned token,
+which is counted as left out.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from zerodrift.train.data.blocks import LEARNED, STARTS, Maps
-from zerodrift.train.data.report import PartRead
+from zerodrift.train.data.blocks import LEARNED, STARTS, BlockWriter
+from zerodrift.train.data.report import PartCounts
 from zerodrift.train.data.tokenizer import Tokens
 
 OPEN = 64
 """Blocks that wait for documents that fit, where documents are kept whole."""
 
-Way = Literal["stream", "alone", "whole"]
-"""How documents come into blocks: cut out of one stream, one in each, or several whole ones in each."""
+Packing = Literal["stream", "alone", "whole"]
 
 
 @dataclass
 class MarkedTokens:
-    """Tokens for the start of a block, or all of it."""
+    """Tokens with their `LEARNED` and `STARTS` marks."""
 
     tokens: Tokens
     marks: np.ndarray
-    """`LEARNED` and `STARTS` of each."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __getitem__(self, part: slice) -> MarkedTokens:
+        return MarkedTokens(self.tokens[part], self.marks[part])
+
     @staticmethod
     def joined(pieces: Sequence[MarkedTokens]) -> MarkedTokens:
-        """One after the other."""
         tokens, marks = [piece.tokens for piece in pieces], [piece.marks for piece in pieces]
         return MarkedTokens(np.concatenate(tokens), np.concatenate(marks))
 
@@ -52,48 +52,45 @@ def _marked(pieces: Iterable[tuple[Tokens, np.ndarray]]) -> Iterator[MarkedToken
 
 
 class Packer(Protocol):
-    """A way to fill blocks."""
+    """One way to fill blocks. A document comes in pieces."""
 
-    def add(self, document: Iterable[MarkedTokens]) -> None:
-        """A document, in pieces."""
-
+    def add(self, document: Iterable[MarkedTokens]) -> None: ...
     def close(self) -> None: ...
 
 
 @dataclass
 class PartWriter:
-    """Writes one part of the maps, and counts what became of its documents."""
+    """Writes the documents of one part (`train`, `validation`), and counts what becomes of them."""
 
-    maps: Maps
+    blocks: BlockWriter
     part: str
-    way: Way
+    packing: Packing
     end: int
-    """The token that fills up."""
+    """The token that pads."""
     documents: int = 0
     cut: int = 0
     cut_tokens: int = 0
     empty_blocks: int = 0
-    _read: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    _counts: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
     _packer: Packer = field(init=False)
 
     def __post_init__(self) -> None:
-        ways: dict[Way, Callable[[PartWriter], Packer]]
-        ways = {"stream": _Stream, "alone": _Alone, "whole": _Together}
-        self._packer = ways[self.way](self)
+        packers: dict[Packing, Callable[[PartWriter], Packer]]
+        packers = {"stream": _StreamPacker, "alone": _SinglePacker, "whole": _WholePacker}
+        self._packer = packers[self.packing](self)
 
     def add(self, pieces: Iterable[tuple[Tokens, np.ndarray]]) -> None:
-        """A document: its tokens, and which of them are learned."""
+        """Add a document: its tokens, and which of them are learned."""
         self.documents += 1
         self._packer.add(_marked(pieces))
 
-    def close(self) -> PartRead:
+    def close(self) -> PartCounts:
         self._packer.close()
-        tokens, learned, blocks, padding = self._read
-        return PartRead(self.documents, tokens, learned, blocks, padding)
+        return PartCounts(self.documents, *map(int, self._counts))
 
     def shortened(self, document: Iterable[MarkedTokens]) -> MarkedTokens:
-        """What of a document a block has room for."""
-        length, count = self.maps.length, 0
+        """Return as much of a document as fits a block."""
+        length, count = self.blocks.length, 0
         kept: list[MarkedTokens] = []
         for piece in document:
             if count < length:
@@ -101,70 +98,58 @@ class PartWriter:
             count += len(piece)
         self.cut += count > length
         self.cut_tokens += max(0, count - length)
-        whole = MarkedTokens.joined(kept)
-        return MarkedTokens(whole.tokens[:length], whole.marks[:length])
+        return MarkedTokens.joined(kept)[:length]
 
     def write(self, pieces: list[MarkedTokens]) -> None:
-        """Blocks of which each is whole or is filled up."""
+        """Write a block for each piece, padded to its length."""
         if not pieces:
             return
-        length = self.maps.length
-        rooms = [length - len(piece) for piece in pieces]
-        tokens = np.stack(
-            [np.append(p.tokens, np.full(room, self.end)) for p, room in zip(pieces, rooms, strict=True)]
-        )
-        marks = np.stack(
-            [np.append(p.marks, np.zeros(room, np.uint8)) for p, room in zip(pieces, rooms, strict=True)]
-        )
-        kept = self.maps.write(self.part, tokens, marks)
+        length = self.blocks.length
+        lengths = np.array([len(piece) for piece in pieces])
+        tokens = np.full((len(pieces), length), self.end, np.int64)
+        marks = np.zeros((len(pieces), length), np.uint8)
+        for row, piece in enumerate(pieces):
+            tokens[row, : len(piece)], marks[row, : len(piece)] = piece.tokens, piece.marks
+        kept = self.blocks.write(self.part, tokens, marks)
         self.empty_blocks += int((~kept).sum())
-        padding = int(np.array(rooms)[kept].sum())
-        whole = int(kept.sum())
-        learned = int((marks[kept] & LEARNED).astype(bool).sum())
-        for at, count in enumerate((whole * length - padding, learned, whole, padding)):
-            self._read[at] += count
+        used, whole = lengths[kept].sum(), kept.sum()
+        learned = (marks[kept] & LEARNED).astype(bool).sum()
+        self._counts += np.array([used, learned, whole, whole * length - used])
 
 
-class _Stream:
-    """One document after the other, cut where a block is full."""
+class _StreamPacker:
+    """Documents one after the other, cut where a block is full."""
 
     def __init__(self, writer: PartWriter) -> None:
         self._writer = writer
         self._pieces: list[MarkedTokens] = []
-        self._held = 0
+        self._count = 0
 
     def add(self, document: Iterable[MarkedTokens]) -> None:
         for piece in document:
             self._pieces.append(piece)
-            self._held += len(piece)
-            if self._held >= OPEN * self._writer.maps.length:
+            self._count += len(piece)
+            if self._count >= OPEN * self._writer.blocks.length:
                 self._flush()
 
     def _flush(self) -> None:
-        """Write what is whole; the rest waits for more."""
-        length = self._writer.maps.length
-        whole = MarkedTokens.joined(self._pieces)
-        tokens, marks = whole.tokens, whole.marks
-        count = len(tokens) // length * length
+        """Write whole blocks; the rest waits for more."""
+        length, whole = self._writer.blocks.length, MarkedTokens.joined(self._pieces)
+        count = len(whole) // length * length
         for first in range(0, count, OPEN * length):
             last = min(first + OPEN * length, count)
-            self._writer.write(
-                [
-                    MarkedTokens(tokens[at : at + length], marks[at : at + length])
-                    for at in range(first, last, length)
-                ]
-            )
-        self._pieces = [MarkedTokens(tokens[count:], marks[count:])] if count < len(tokens) else []
-        self._held = len(tokens) - count
+            self._writer.write([whole[at : at + length] for at in range(first, last, length)])
+        self._pieces = [whole[count:]] if count < len(whole) else []
+        self._count = len(whole) - count
 
     def close(self) -> None:
-        if self._held:
+        if self._count:
             self._flush()
         self._writer.write(self._pieces)
 
 
-class _Alone:
-    """A block for each."""
+class _SinglePacker:
+    """A block for each document."""
 
     def __init__(self, writer: PartWriter) -> None:
         self._writer = writer
@@ -176,8 +161,8 @@ class _Alone:
         pass
 
 
-class _Together:
-    """Each goes where it leaves the least room, among blocks that wait."""
+class _WholePacker:
+    """Best fit: a document goes into the waiting block that it leaves the least room in."""
 
     def __init__(self, writer: PartWriter) -> None:
         self._writer = writer
@@ -193,16 +178,15 @@ class _Together:
             self._rooms[at] -= len(piece)
         else:
             self._waiting.append([piece])
-            self._rooms.append(self._writer.maps.length - len(piece))
+            self._rooms.append(self._writer.blocks.length - len(piece))
         fullest = self._rooms.index(min(self._rooms))
         if not self._rooms[fullest] or len(self._rooms) > OPEN:
-            self._take(fullest)
+            self._write(fullest)
 
-    def _take(self, at: int) -> None:
-        pieces = self._waiting.pop(at)
+    def _write(self, at: int) -> None:
         self._rooms.pop(at)
-        self._writer.write([MarkedTokens.joined(pieces)])
+        self._writer.write([MarkedTokens.joined(self._waiting.pop(at))])
 
     def close(self) -> None:
         while self._waiting:
-            self._take(0)
+            self._write(0)

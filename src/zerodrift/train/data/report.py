@@ -1,59 +1,77 @@
-"""What was read: how much, from what, and what was left out and why.
+"""Report what was read: how much, from which files, what was left out and why, and what deserves a look.
 
-It is counted where blocks are made, kept beside them, and told in a few lines, on the page of a run and by
-`zerodrift data`.
-
-Invariant: what was read is in blocks, was cut, or was left out, and each is counted once.
+The counts are made while documents become blocks, and are kept beside the blocks. Whatever is read is in
+blocks, was cut, or was left out, and is counted once. Warnings change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from zerodrift.errors import first_line, several
+from zerodrift.train.data.blocks import damaged
+from zerodrift.train.data.documents import Document
+from zerodrift.train.data.tokenizer import Tokenizer, Tokens
+
 LONG, NOTHING = "cut at the end of a block", "with nothing to learn"
+TRAINED_ON, TWICE = "trained on as well", "like another one"
+SPELLED = "with `{}` in the text, which becomes the mark that it spells"
+UNTEMPLATED = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
+
+DIGESTS = "documents"
+"""File with the digest of each training document."""
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PartRead:
-    """Of what is trained on, or of what is held out."""
+class PartCounts:
+    """Counts of one part: training or validation."""
 
     documents: int = 0
     tokens: int = 0
-    """In blocks, without padding."""
+    """Tokens in blocks, without padding."""
     learned: int = 0
     blocks: int = 0
     padding: int = 0
-    """Tokens that only fill blocks up."""
+
+    def __sub__(self, other: PartCounts) -> PartCounts:
+        kept = {name: value - getattr(other, name) for name, value in asdict(self).items()}
+        return replace(self, **{**kept, "documents": self.documents})
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Of a job's data."""
+class DataCounts:
+    """Counts of one set of data. The field names are those of the index of blocks."""
 
     kind: str
     """`text`, `chat` or `tokens`."""
     files: int
     block: int
-    train: PartRead
-    held: PartRead = PartRead()
+    train: PartCounts
+    held: PartCounts = PartCounts()
     forms: Mapping[str, int] = field(default_factory=dict)
-    """What documents were made of, with how many."""
+    """Source of documents -> how many."""
     left: Mapping[str, int] = field(default_factory=dict)
-    """Documents that were left out, by reason."""
+    """Reason why documents were left out -> how many."""
     cut: int = 0
-    """Documents that were longer than a block."""
+    """Documents longer than a block."""
     cut_tokens: int = 0
-    """That were behind the end of a block."""
     noted: Mapping[str, int] = field(default_factory=dict)
-    """What may not be as it was meant, with how many documents."""
+    """Warning -> how many documents."""
     empty_blocks: int = 0
-    """Blocks that were left out because nothing in them is learned."""
+    """Blocks left out because nothing in them is learned."""
     unread: tuple[str, ...] = ()
-    """Columns of rows that are not read, and not empty."""
+    """Columns that are not read, and not empty."""
     beside: tuple[str, ...] = ()
-    """What lies in folders beside the files that were read."""
+    """What folders hold beside the files that were read."""
 
     @property
     def noun(self) -> str:
@@ -63,100 +81,139 @@ class Reading:
         return asdict(self)
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> Reading:
-        """What `to_json` made."""
-        parts = {name: PartRead(**values[name]) for name in ("train", "held")}
+    def from_json(values: Mapping[str, Any]) -> DataCounts:
+        parts = {name: PartCounts(**values[name]) for name in ("train", "held")}
         lists = {name: tuple(values[name]) for name in ("unread", "beside")}
-        return Reading(**{**values, **parts, **lists})
+        return DataCounts(**{**values, **parts, **lists})
 
     def reasons(self) -> list[str]:
-        """What was cut, and what was left out of files that were read."""
-        cut = [f"{_several(self.cut, self.noun)} {LONG}, by {self.cut_tokens:,} tokens in all"] * bool(
-            self.cut
-        )
-        left = [f"{_several(count, self.noun)} {why}" for why, count in self.left.items()]
-        empty = [f"{_several(self.empty_blocks, 'block')} {NOTHING}"] * bool(self.empty_blocks)
-        return [*cut, *left, *empty]
+        """Say what was cut and left out of the files that were read."""
+        cut = f"{several(self.cut, self.noun)} {LONG}, by {self.cut_tokens:,} tokens in all"
+        empty = f"{several(self.empty_blocks, 'block')} {NOTHING}"
+        left = [f"{several(count, self.noun)} {why}" for why, count in self.left.items()]
+        return [*([cut] if self.cut else []), *left, *([empty] if self.empty_blocks else [])]
 
     def notes(self) -> list[str]:
-        """What somebody should look at."""
-        return [f"{_several(count, self.noun)} {what}" for what, count in self.noted.items()]
+        """Return the warnings with their counts."""
+        return [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
 
-    def with_last_blocks_held(self, held: PartRead) -> Reading:
-        """Where blocks are held out, and not documents."""
-        kept = replace(
-            self.train,
-            tokens=self.train.tokens - held.tokens,
-            learned=self.train.learned - held.learned,
-            blocks=self.train.blocks - held.blocks,
-            padding=self.train.padding - held.padding,
-        )
-        return replace(self, train=kept, held=held)
+    def with_last_blocks_held(self, held: PartCounts) -> DataCounts:
+        """Move the last blocks to validation, where no whole document is held out."""
+        return replace(self, train=self.train - held, held=held)
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Return labelled facts; the first is a summary of all."""
+        facts = [("data", self._summary())]
+        is_plain = all(form.startswith(("a text", "`text`")) for form in self.forms)
+        if self.forms and (self.kind == "chat" or len(self.forms) > 1 or not is_plain):
+            forms = ", ".join(f"{form} ({count:,})" for form, count in self.forms.items())
+            facts.append(("made of", forms))
+        facts.append(("blocks", self._blocks()))
+        if self.held.blocks:
+            facts.append(("held out", self._held()))
+        if reasons := [*self.reasons(), *self.beside]:
+            facts.append(("left out", "; ".join(reasons)))
+        if notes := self.notes():
+            facts.append(("look at", "; ".join(notes)))
+        if self.unread:
+            more = f" and {len(self.unread) - 6} more" if len(self.unread) > 6 else ""
+            facts.append(("not read", f"columns {', '.join(f'`{name}`' for name in self.unread[:6])}{more}"))
+        return facts
 
-def lines(reading: Reading) -> list[tuple[str, str]]:
-    """What was read, as facts with their names; the first is all of it in one line."""
-    told = [("data", _whole(reading))]
-    if reading.forms and (reading.kind == "chat" or len(reading.forms) > 1 or _named(reading)):
-        told.append(("made of", ", ".join(f"{form} ({count:,})" for form, count in reading.forms.items())))
-    told.append(("blocks", _blocks(reading)))
-    if reading.held.blocks:
-        told.append(("held out", _held(reading)))
-    if reasons := [*reading.reasons(), *reading.beside]:
-        told.append(("left out", "; ".join(reasons)))
-    if notes := reading.notes():
-        told.append(("look at", "; ".join(notes)))
-    if reading.unread:
-        told.append(("not read", "columns " + _few([f"`{name}`" for name in reading.unread])))
-    return told
+    def line(self) -> str:
+        """Return the facts in one line, without the rarely needed ones."""
+        facts = [self._summary(), self._blocks()]
+        if self.held.blocks:
+            facts.append(f"held out {self._held()}")
+        if reasons := [*self.reasons(), *self.beside]:
+            facts.append(f"left out {', '.join(reasons)}")
+        if notes := self.notes():
+            facts.append(f"look at {', '.join(notes)}")
+        return "; ".join(facts)
 
+    def _summary(self) -> str:
+        parts = [several(self.files, "file")]
+        if self.kind != "tokens":
+            documents = self.train.documents + self.held.documents + sum(self.left.values())
+            parts.append(several(documents, self.noun))
+        parts.append(f"{self.train.tokens + self.held.tokens:,} tokens")
+        if self.kind == "chat":
+            parts.append(f"{self.train.learned + self.held.learned:,} of them learned")
+        return ", ".join(parts)
 
-def line(reading: Reading) -> str:
-    """The same in one line, without what nobody misses."""
-    facts = [_whole(reading), f"{_blocks(reading)}"]
-    if reading.held.blocks:
-        facts.append(f"held out {_held(reading)}")
-    if reasons := [*reading.reasons(), *reading.beside]:
-        facts.append(f"left out {', '.join(reasons)}")
-    if notes := reading.notes():
-        facts.append(f"look at {', '.join(notes)}")
-    return "; ".join(facts)
+    def _blocks(self) -> str:
+        train = self.train
+        share = f", {train.padding / (train.blocks * self.block):.1%} of it padding" if train.padding else ""
+        return f"{several(train.blocks, 'block')} of {self.block:,} tokens{share}"
 
-
-def _named(reading: Reading) -> bool:
-    return any(not form.startswith(("a text", "`text`")) for form in reading.forms)
-
-
-def _whole(reading: Reading) -> str:
-    documents = reading.train.documents + reading.held.documents + sum(reading.left.values())
-    tokens = reading.train.tokens + reading.held.tokens
-    parts = [_several(reading.files, "file")]
-    if reading.kind != "tokens":
-        parts.append(_several(documents, reading.noun))
-    parts.append(f"{tokens:,} tokens")
-    learned = reading.train.learned + reading.held.learned
-    if reading.kind == "chat":
-        parts.append(f"{learned:,} of them learned")
-    return ", ".join(parts)
+    def _held(self) -> str:
+        held, tokens = self.held, self.train.tokens + self.held.tokens
+        documents = several(held.documents, self.noun) if held.documents else "the last blocks"
+        share = f" ({held.tokens / tokens:.1%})" if tokens else ""
+        return f"{documents}, {held.tokens:,} tokens{share} in {several(held.blocks, 'block')}"
 
 
-def _blocks(reading: Reading) -> str:
-    train = reading.train
-    full = train.blocks * reading.block
-    padding = f", {train.padding / full:.1%} of it padding" if train.padding else ""
-    return f"{_several(train.blocks, 'block')} of {reading.block:,} tokens{padding}"
+# --- warnings -------------------------------------------------------------------------------------------
 
 
-def _held(reading: Reading) -> str:
-    held, all_tokens = reading.held, reading.train.tokens + reading.held.tokens
-    documents = f"{_several(held.documents, reading.noun)}, " if held.documents else "the last blocks, "
-    share = f" ({held.tokens / all_tokens:.1%})" if all_tokens else ""
-    return f"{documents}{held.tokens:,} tokens{share} in {_several(held.blocks, 'block')}"
+class DocumentWatch:
+    """Counts warnings while documents become blocks."""
+
+    def __init__(self, tokenizer: Tokenizer, noted: Counter[str]) -> None:
+        self._noted = noted
+        self._marks = tokenizer.marks
+        self._numbers = np.array(sorted(self._marks.values()), np.int64)
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)))
+        self._has_template = tokenizer.has_template
+        self._digests = array("Q")
+
+    def add_trained(self, number: int) -> None:
+        """Record the `Document.number` of a training document."""
+        self._digests.append(number)
+
+    def watched(
+        self, document: Document, pieces: Iterable[tuple[Tokens, Tokens]]
+    ) -> Iterator[tuple[Tokens, Tokens]]:
+        """Pass on a document's tokens."""
+        mark = ""
+        if document.talk is not None:
+            self._noted[UNTEMPLATED] += not self._has_template
+            contents = (turn["content"] or "" for turn in document.talk.messages) if self._marks else ()
+            mark = next((match[0] for text in contents if (match := self._spelled.search(text))), "")
+        for tokens, learned in pieces:
+            # One token alone is the start or the end, which is not in the text.
+            if document.talk is None and not mark and len(tokens) > 1:
+                there = np.intersect1d(tokens, self._numbers)
+                mark = next((name for name, number in self._marks.items() if number in there), "")
+            yield tokens, learned
+        if mark:
+            self._noted[SPELLED.format(mark)] += 1
+
+    def close(self, folder: Path) -> None:
+        """Write the digests of training documents, and count the documents that are there twice."""
+        (folder / DIGESTS).write_bytes(self._digests.tobytes())
+        self._noted[TWICE] += len(self._digests) - len(np.unique(self._digests))
+        for warning in [warning for warning, count in self._noted.items() if not count]:
+            del self._noted[warning]
 
 
-def _several(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:
+    """Count the documents of a folder that others have too; each folder with its number of documents."""
+    digests = np.sort(_digests(*held))
+    found = np.zeros(len(digests), dtype=bool)
+    for folder, count in trained:
+        others = _digests(folder, count)
+        for first in range(0, len(others), _AT_ONCE):
+            found |= np.isin(digests, others[first : first + _AT_ONCE])
+    return int(found.sum())
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def _digests(folder: Path, count: int) -> np.ndarray:
+    try:
+        digests = np.memmap(folder / DIGESTS, np.uint64, "r")
+    except (OSError, ValueError) as error:
+        raise damaged(folder, first_line(error)) from None
+    if len(digests) != count:
+        raise damaged(folder, f"numbers of {len(digests):,} documents for {count:,}")
+    return digests

@@ -26,13 +26,13 @@ class Driver:
     def step(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, StepResult]:
         """Train on the micro-batches of a step; their losses, not weighted, in fp32."""
         weights = [batch.weight for batch in batches]
-        result = self.engine.train_batch([inputs(batch) for batch in batches], weights)
+        result = self.engine.train_batch([batch.inputs() for batch in batches], weights)
         return torch.tensor(result.losses, device=self.engine.mesh.device), result.step
 
     def losses(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Without gradients, and without what only training does; in fp64."""
         self.engine.eval()
-        losses = self.engine.losses([inputs(batch) for batch in batches])
+        losses = self.engine.losses([batch.inputs() for batch in batches])
         self.engine.train()
         return torch.tensor(losses, dtype=torch.float64, device=self.engine.mesh.device)
 
@@ -40,16 +40,11 @@ class Driver:
         """Whether a micro-batch by itself leaves a finite gradient of a parameter. Nothing else changes."""
         policy = self.engine.plan.policy
         if policy.pipeline is None and not policy.tree:
-            loss = loss_in(self.engine(**inputs(batch)))
+            loss = loss_in(self.engine(**batch.inputs()))
             self.engine.backward(loss * batch.weight)
         else:  # a schedule runs as many micro-batches as a step has, and a tree is complete with all of them
             count = self.engine.accumulation
-            self.engine.accumulate([inputs(batch)] * count, [batch.weight] * count)
+            self.engine.accumulate([batch.inputs()] * count, [batch.weight] * count)
         finite = bool(torch.isfinite(self.engine.parameter(name).gradient).all())
         self.engine.zero_grad()
         return finite
-
-
-def inputs(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    given = {"input_ids": batch.tokens, "labels": batch.labels}
-    return given if batch.positions is None else {**given, "position_ids": batch.positions}

@@ -34,9 +34,9 @@ from zerodrift.policy.pipelining import SPLIT
 from zerodrift.policy.resolve import mesh_for, resolve
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import Blocks
-from zerodrift.train.data.hub import told
-from zerodrift.train.data.mixture import Mixture
+from zerodrift.train.data.hub import cached_names
 from zerodrift.train.data.prepare import Prepared, prepare, require_validation
+from zerodrift.train.data.sampling import Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.document_mask import require_apart
@@ -248,7 +248,7 @@ class Outline:
 def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     """Read the data and build the model; everything that is wrong with either is found here."""
     check_boards(job.run)
-    for text in told(job):
+    for text in cached_names(job):
         display.say(legible(text))
     folder = RunFolder(Path(job.run.folder).expanduser())
     cache = folder.cache(job.data.cache)
@@ -295,7 +295,7 @@ def assemble(job: Job, config: Config, display: Display, asked: Asked = NOTHING)
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
         feed = Feed(prepared.train, job.data.seed, _seat(engine), job.data.group_by_length)
-        if prepared.train.apart:
+        if prepared.train.separate_documents:
             require_apart(driver, feed.seat, job.data.block, letters.vocabulary)
         checkpoints = Checkpoints(
             engine,

@@ -29,7 +29,6 @@ from zerodrift.train.data.batches import Feed, MicroBatch
 from zerodrift.train.loop import nonfinite
 from zerodrift.train.loop.best import BestEvaluation
 from zerodrift.train.loop.digests import DigestsOfStep
-from zerodrift.train.loop.drivers import inputs
 from zerodrift.train.loop.evaluation import evaluated
 from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.signals import END, STEP, Stop, shown
@@ -226,7 +225,7 @@ class Loop:
         if self._leads:
             self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
         if step + 1 in self._session.job.audit.at:
-            seen = look(self._engine, [inputs(batch) for batch in taken.batches])
+            seen = look(self._engine, [batch.inputs() for batch in taken.batches])
             self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from zerodrift import legible
 from zerodrift.report.frame import grid, printed
-from zerodrift.train.data.blocks import IGNORED, Read
-from zerodrift.train.data.mixture import sampler_of
+from zerodrift.train.data.blocks import IGNORED, BlockValues
 from zerodrift.train.data.prepare import prepare, require_validation
+from zerodrift.train.data.sampling import sampler_of
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.job import Job
@@ -41,7 +41,7 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     _check_model(job, letters)
     prepared = prepare(job.data, letters, RunFolder(Path(job.run.folder).expanduser()).cache(job.data.cache))
     width = max(LEAST, min(width, MOST))
-    facts = [*prepared.told(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
+    facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
     parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]
     indices = sampler_of(prepared.train, job.data.seed).step(0, min(SAMPLES, len(prepared.train)))
     for index in indices:
@@ -67,7 +67,7 @@ def _check_model(job: Job, letters: Tokenizer) -> None:
     models.check_positions(built, job.data.block)
 
 
-def _text(read: Read, letters: Tokenizer) -> Text:
+def _text(read: BlockValues, letters: Tokenizer) -> Text:
     """A block with its learned parts marked."""
     tokens, learned = read.tokens[0], read.labels[0] != IGNORED
     used = len(tokens) - _padding(tokens, learned, letters.end)

@@ -14,9 +14,8 @@ from zerodrift.report.brief import brief_text
 from zerodrift.report.frame import grid, printed
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
-from zerodrift.train.data.grouping import WINDOW, GroupedSampler, lengths_of, padding
-from zerodrift.train.data.mixture import sampler_of
 from zerodrift.train.data.prepare import Prepared
+from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding, sampler_of
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.loop.job import Job, Run
 from zerodrift.train.report.display import Display
@@ -39,7 +38,7 @@ def data_facts(
     whole = " in whole blocks" if job.data.group_by_length else ""
     run = f"{steps * samples * train.length:,} tokens{whole}, {steps * samples / len(train):.2f} epochs"
     filled = _padding(job, prepared, steps, plan)
-    return (*prepared.told(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
+    return (*prepared.facts(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
 
 
 def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
@@ -50,7 +49,7 @@ def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Dis
     training = f"{steps:,} steps of {samples} blocks, {epochs:.2f} epochs"
     if job.run.steps is not None and job.run.epochs != Run().epochs:
         training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
-    told = [*prepared.in_short(), ("training", training)]
+    told = [*prepared.lines(), ("training", training)]
     if job.data.group_by_length:
         told.append(("padding", _padding(job, prepared, steps, plan)))
     below = [(label.ljust(len("optimizer")), text) for label, text in told]  # the lines of the plan
@@ -61,7 +60,7 @@ def _padding(job: Job, prepared: Prepared, steps: int, plan: Plan) -> str:
     """The share of what is computed that only fills micro-batches up."""
     train, batch = prepared.train, plan.policy.batch
     if not job.data.group_by_length:
-        trained = [(each.weight or 1.0, each.reading.train) for each in prepared.sets if len(each.train)]
+        trained = [(each.weight or 1.0, each.counts.train) for each in prepared.sets if len(each.train)]
         shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
         return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
     micro = max(1, batch.micro)

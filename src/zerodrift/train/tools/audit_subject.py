@@ -22,7 +22,6 @@ from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.tokenizer import tokenizer
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.drivers import inputs
 from zerodrift.train.loop.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import length_of, numbers_of
@@ -54,4 +53,4 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     taken = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
     subject = Subject(make, models.streamed(job.model, source))
-    return JobToAudit(plan, subject, [inputs(each) for each in taken])
+    return JobToAudit(plan, subject, [each.inputs() for each in taken])

@@ -29,7 +29,7 @@ from zerodrift.io.safetensors.files import SHARD_SIZE, size_in_bytes
 from zerodrift.model.factory import importable
 from zerodrift.model.meta import attempt
 from zerodrift.train.data.hub import advice, path_of
-from zerodrift.train.data.tokenizer import holds
+from zerodrift.train.data.tokenizer import has_tokenizer
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.job import Model
 from zerodrift.train.tools import adapters
@@ -68,7 +68,7 @@ def merge(source: Path, target: Path, asked: MergeOptions | None = None) -> Conv
         with models.quiet():
             merged.save_pretrained(str(new.path), max_shard_size=size)
         for place in (found.export, Path(written.source).expanduser()):
-            if place is not None and holds(place):
+            if place is not None and has_tokenizer(place):
                 copy_tokenizer(place, new.path)
                 break
         new.publish()

@@ -20,7 +20,7 @@ from torch import nn
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.factory import importable
 from zerodrift.train.data import chat_template as rendering
-from zerodrift.train.data.tokenizer import Tokenizer, holds, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
 from zerodrift.train.loop import model as models
 from zerodrift.train.tools import adapters, export
 from zerodrift.train.tools.artifacts import FoundModel, base_of, model_at
@@ -124,7 +124,7 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
 def _tokenizer(found: FoundModel) -> Tokenizer:
     """The one beside the weights, else the job's, else bytes."""
     job, beside = found.job, found.export
-    if beside is not None and holds(beside) and (job is None or job.data.tokenizer != "bytes"):
+    if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
         return tokenizer("auto", str(beside))
     if job is None:
         return tokenizer("bytes", "")
