@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, flags
 
 from zerodrift.engine.unit import loss_in
-from zerodrift.train.loop.job_file import read_job
+from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.session import Session, assemble
 from zerodrift.train.loop.signals import Stop
 from zerodrift.train.loop.training import Loop, _Clock

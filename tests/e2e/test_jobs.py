@@ -11,7 +11,7 @@ import yaml
 
 from tests.ranks.harness import run_ranks
 from zerodrift.cli import app
-from zerodrift.train.loop.job_file import read_job
+from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.start import run_here, train
 from zerodrift.train.report.metrics import read
 

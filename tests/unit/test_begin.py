@@ -11,7 +11,7 @@ import pytest
 
 from zerodrift.cli import app, machine
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.loop.job_file import read_job
+from zerodrift.train.job_file import read_job
 from zerodrift.train.tools import doctor
 
 ROOT = Path(__file__).parents[2]

@@ -189,8 +189,7 @@ class Deaf(torch.nn.Linear):
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
     import zerodrift as zd
-    from zerodrift.train.loop.document_mask import require_apart
-    from zerodrift.train.loop.drivers import Driver
+    from zerodrift.train.loop.model_checks import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
     for model, told in (
@@ -200,11 +199,11 @@ def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: s
         engine = zd.initialize(model, config=config, quiet=True)
         try:
             if not told:
-                require_apart(Driver(engine), seat(2), 32, 257)
+                require_document_mask(engine, seat(2), 32, 257)
                 continue
             with pytest.raises(
                 ConfigError, match=rf"data\.attend.*must be `block` for this model; got {told}"
             ):
-                require_apart(Driver(engine), seat(2), 32, 257)
+                require_document_mask(engine, seat(2), 32, 257)
         finally:
             engine.destroy()

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from tests.unit.test_train_data import jsonl
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.train.loop.job_file import read_job
+from zerodrift.train.job_file import read_job
 from zerodrift.train.report.preview import preview
 
 ROWS: list[dict[str, Any]] = [

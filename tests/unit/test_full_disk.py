@@ -29,7 +29,7 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.io.convert import convert
-from zerodrift.train.loop.job import Run
+from zerodrift.train.job import Run
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import Metrics

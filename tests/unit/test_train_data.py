@@ -19,7 +19,7 @@ from zerodrift.train.data.blocks import IGNORED, Blocks
 from zerodrift.train.data.documents import Document
 from zerodrift.train.data.prepare import Prepared, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer
-from zerodrift.train.loop.job import Data
+from zerodrift.train.job import Data
 
 TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.loop.job import Job, Lora
-from zerodrift.train.loop.job_file import every_path, read_job
+from zerodrift.train.job import Job, Lora
+from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
-from zerodrift.train.loop.wording import for_a_job, worded_for_a_job
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def test_an_evaluation_wants_data(key: str) -> None:
 def test_an_encoder_is_no_language_model() -> None:
     transformers = pytest.importorskip("transformers")
     from zerodrift.api import empty
-    from zerodrift.train.loop.model import check_causal
+    from zerodrift.train.loop.model_checks import check_causal
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     for kind, more, fine in (

@@ -12,13 +12,12 @@ import pytest
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop import launcher as launch
 from zerodrift.train.loop.launcher import (
-    Asked,
     Failure,
+    LaunchRequest,
     RankArguments,
     RankFailedError,
     first_host,
     slurm,
-    write_failure,
 )
 from zerodrift.train.loop.signals import IN_ORDER, exit_code, listening
 
@@ -64,7 +63,9 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
 
 
 def test_what_a_rank_is_told_survives_its_command_line() -> None:
-    work = RankArguments("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, Asked("zerodrift train", True))
+    work = RankArguments(
+        "job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, LaunchRequest("zerodrift train", True)
+    )
     assert RankArguments.from_json(work.to_json()) == work
 
 
@@ -75,7 +76,7 @@ def ended(tmp_path: Path, number: int, code: int, failure: Failure | None) -> la
     process.wait()
     place = tmp_path / f"{number}.failure"
     if failure is not None:
-        write_failure(str(place), failure)
+        failure.write(str(place))
     return launch._Rank(number, process, place, tmp_path / f"{number}.txt")
 
 

@@ -19,9 +19,9 @@ import torch
 from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
-from zerodrift.train.loop.job import Job, Run
+from zerodrift.train.job import Job, Run
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.curves import (
+from zerodrift.train.report.charts import (
     Chart,
     Series,
     binary_ticks,
@@ -32,8 +32,7 @@ from zerodrift.train.report.curves import (
     stretches,
 )
 from zerodrift.train.report.display import LineDisplay, Pace, clock
-from zerodrift.train.report.lines import RunLines, StepMetrics
-from zerodrift.train.report.metrics import Metrics, read
+from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import run_page
 from zerodrift.train.tools.flops import ForwardFlops, peak, readable
 

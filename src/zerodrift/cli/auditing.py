@@ -115,8 +115,8 @@ def _named(model: str | None) -> str:
 def _of_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
-    from zerodrift.train.loop.job_file import read_job
-    from zerodrift.train.tools.audit_subject import job_to_audit
+    from zerodrift.train.job_file import read_job
+    from zerodrift.train.tools.outline import job_to_audit
 
     if any(option is not None for option in others):
         raise ConfigError(

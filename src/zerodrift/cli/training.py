@@ -53,7 +53,7 @@ def evaluate(
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
     """Show what a job is trained on: what was read, and samples with what is learned marked."""
     with streams.errors(debug):
-        from zerodrift.train.loop.job_file import read_job
+        from zerodrift.train.job_file import read_job
         from zerodrift.train.report.preview import preview
 
         with streams.progress(f"reading the data of {job}"):

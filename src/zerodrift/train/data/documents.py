@@ -22,7 +22,7 @@ from zerodrift.train.data import formats
 from zerodrift.train.data.conversation import Conversation, names
 from zerodrift.train.data.files import TOKEN_SUFFIXES
 from zerodrift.train.data.rows import Row, rows
-from zerodrift.train.loop.job import Data
+from zerodrift.train.job import Data
 
 TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
 """Usual names of a column of texts, beside `text`."""

@@ -27,7 +27,7 @@ from zerodrift.errors import ConfigError, Problems, first_line, several
 from zerodrift.files import kind, opened
 from zerodrift.train.data.formats import OF_ROWS, readable, suffix_of
 from zerodrift.train.data.hub import advice
-from zerodrift.train.loop.job import Data
+from zerodrift.train.job import Data
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 TEXTS = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from zerodrift.train.loop.job import DataSet, Job
+from zerodrift.train.job import DataSet, Job
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")

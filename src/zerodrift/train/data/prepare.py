@@ -30,7 +30,7 @@ from zerodrift.train.data.packing import Packing, PartWriter
 from zerodrift.train.data.report import DataCounts, PartCounts
 from zerodrift.train.data.sampling import Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens, encode_pieces
-from zerodrift.train.loop.job import Data, Job
+from zerodrift.train.job import Data, Job
 
 VERSION = 4
 """Version of the folders of blocks. Another number finds none of this one's."""

@@ -1,47 +1,53 @@
-"""The loss on what is held out: while a run goes, and of one of its checkpoints by itself.
+"""Evaluate on held-out data and continue prompts, during a run and of one checkpoint alone.
 
-Invariant: `zerodrift evaluate` comes to the number that training wrote down at the same checkpoint.
+`zerodrift evaluate` gives the number that training wrote at the same checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
 from zerodrift.legible import legible
 from zerodrift.train.data.batches import validation_batches
-from zerodrift.train.loop.job import Job
-from zerodrift.train.loop.resume import beginning
+from zerodrift.train.data.tokenizer import Tokenizer
+from zerodrift.train.job import Job
+from zerodrift.train.loop.model_checks import positions
+from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import Session
-from zerodrift.train.loop.writing import continuation
+from zerodrift.train.loop.step import losses_of
 from zerodrift.train.report.display import Display
+
+LONGEST = 64
+"""Tokens of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Of the held-out blocks."""
+    """The mean loss over the labels of the held-out blocks."""
 
     loss: float
-    """Mean over their labels."""
     labels: int
 
 
-def evaluated(session: Session) -> Evaluation | None:
-    """Every rank calls it; None where nothing is held out."""
+def evaluate(session: Session) -> Evaluation | None:
+    """Evaluate the held-out blocks; None if there are none. Collective."""
     if session.validation is None:
         return None
     seat, most = session.seat, session.job.run.evaluate_blocks
     held = list(validation_batches(session.validation, seat, most))
-    losses = session.driver.losses([batch.batch for batch in held])
+    losses = losses_of(session.engine, [batch.batch for batch in held])
     counts = torch.tensor([batch.labels for batch in held], device=losses.device)
-    # By the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their number.
+    # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
+    # number.
     places = losses.new_zeros(len(held), seat.ranks, 2)
     places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
     places[:, seat.rank, 1] = counts.double()
@@ -50,16 +56,77 @@ def evaluated(session: Session) -> Evaluation | None:
     return Evaluation(sum(total for total, _ in every) / labels, int(labels))
 
 
-# --- by itself --------------------------------------------------------------------------------------------
+class BestEvaluation:
+    """The lowest validation loss so far, and the number of evaluations after it.
+
+    It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
+    """
+
+    def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
+        """`patience` is how many evaluations may follow the best; 0 for any number."""
+        self._patience = patience
+        self._loss, self._since = math.inf, 0
+        for loss in losses:
+            self.add(math.nan if loss is None else loss)
+
+    def add(self, loss: float) -> bool:
+        """Return True if a loss is the best so far; NaN never is."""
+        is_better = loss < self._loss
+        self._loss, self._since = (loss, 0) if is_better else (self._loss, self._since + 1)
+        return is_better
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        return 0 < self._patience <= self._since
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends early; empty while it goes on."""
+        times = f"{self._since} evaluation" + ("s" if self._since > 1 else "")
+        reason = f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
+        return reason if self.is_out_of_patience else ""
 
 
-def apart(job: Job, overrides: Sequence[str]) -> list[str]:
-    """Overrides by which a job is evaluated, and its run's folder left as it is."""
+# --- samples ----------------------------------------------------------------------------------------------
+
+
+def continuation(engine: Engine, letters: Tokenizer, prompt: str) -> str:
+    """Continue a prompt greedily with the engine's own forward, for the page of the run. Collective.
+
+    All ranks run each forward, so a model that fits no single rank writes too. It has no cache, and suits a
+    few dozen tokens. It ends at the end token, at the model's positions, or after `LONGEST` tokens.
+    """
+    given = [*letters.start, *map(int, letters.encode(prompt))] or [letters.end]
+    room = positions(engine.module)
+    written: list[int] = []
+    engine.eval()
+    try:
+        while len(written) < LONGEST and (room is None or len(given) + len(written) < room):
+            token = engine.comm.broadcast_object(_likeliest(engine, [*given, *written]), 0)
+            if token == letters.end:
+                break
+            written.append(token)
+    finally:
+        engine.train()
+    return letters.decode(written)
+
+
+@torch.no_grad()
+def _likeliest(engine: Engine, tokens: list[int]) -> int:
+    out = engine(input_ids=torch.tensor([tokens], device=engine.mesh.device))
+    return int(getattr(out, "logits", out)[0, -1].argmax())
+
+
+# --- a checkpoint alone -----------------------------------------------------------------------------------
+
+
+def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
+    """Return overrides with which an evaluation leaves the folder of its run alone."""
     if not job.data.validation:
         must = "must say what to evaluate on: a share of the documents, or files"
         raise ConfigError("data.validation", must, got=job.data.validation)
-    folder = RunFolder(Path(job.run.folder).expanduser())
-    start = None if job.run.resume == "never" else beginning(job.run.resume, folder)
+    folder = RunFolder.of(job)
+    start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, folder)
     values = {
         "run.folder": str(folder.evaluation),
         "run.resume": "never" if start is None else str(start),
@@ -71,9 +138,9 @@ def apart(job: Job, overrides: Sequence[str]) -> list[str]:
 
 
 def evaluate_here(job: Job, session: Session, show: Display) -> None:
-    """One rank of an evaluation, which says what it found."""
+    """Evaluate one checkpoint on this rank, and print the result."""
     own = None if job.run.resume == "never" else Path(job.run.resume)
-    # A run that is under way may have saved another between two ranks' looks.
+    # A run that is going on may save another checkpoint between two ranks' looks.
     path = session.engine.comm.broadcast_object(own, 0)
     if path is None:
         show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))
@@ -81,10 +148,11 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
         resumed, _ = session.load(path)
         show.say(legible(f"after step {resumed.step}, from {path}"))
         for change in resumed.changes:
-            if change.what.startswith(_TOLD) and change.what != "data.cache":
+            matters = change.what.startswith(("data.", "model.", "config.precision"))
+            if matters and change.what != "data.cache":
                 show.say(legible(f"  {change.what}: was {change.was}, is {change.now}"))
     with show.doing("evaluating"):
-        found = evaluated(session)
+        found = evaluate(session)
     assert found is not None
     perplexity = math.exp(min(found.loss, 700.0))
     show.say(f"validation loss {found.loss:.6f}  perplexity {perplexity:.4g}  {found.labels:,} labels")
@@ -92,7 +160,3 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
         with show.doing("writing samples"):
             text = continuation(session.engine, session.tokenizer, prompt)
         show.say(legible(f"{prompt}{text}"))
-
-
-_TOLD = ("data.", "model.", "config.precision")
-"""Keys that an evaluation depends on."""

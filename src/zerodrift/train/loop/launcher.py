@@ -1,11 +1,8 @@
-"""Processes for ranks: one here, several here, or one of many that somebody else started.
+"""Launch the ranks of a run: one here, several here, or one of many that another launcher started.
 
-Where a launcher's variables are (torchrun's, or those of a SLURM step) this process is a rank and joins.
-Else there is a process per device of this machine, and this one watches over them: it passes signals on,
-shows what the first rank to fail said, once, and leaves no process behind.
-
-Invariant: when `launch` returns, none of its processes is alive; if this process dies, they end by
-themselves.
+With the variables of torchrun or of a SLURM step this process is a rank and joins. Otherwise it starts a
+process per device of this machine and watches over them: it passes signals on, prints the error of the first
+rank to fail once, and leaves no process behind. If it dies, its processes end by themselves.
 """
 
 from __future__ import annotations
@@ -27,27 +24,25 @@ from typing import IO, Any
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.io.paths import free
-from zerodrift.train.loop import signals as stopping
+from zerodrift.train.loop import signals
 from zerodrift.train.loop.signals import IN_ORDER, SIGNALS
 
 GRACE = 20.0
-"""Seconds that the others have to end by themselves after one has failed."""
+"""Seconds for the others to end by themselves after one rank has failed."""
 
 
 def join() -> bool:
-    """Whether somebody else started this process as a rank. torchrun's variables are what `comm/mesh.py`
-    reads; those of SLURM are translated into them here."""
+    """Return True if another launcher started this process as a rank, with SLURM's variables translated."""
     os.environ.update(slurm(os.environ) or {})
     return "RANK" in os.environ
 
 
 def joined_ranks() -> int:
-    """How many there are, where `join` says that there are some."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's variables for a task of a SLURM step; None outside of one."""
+    """Return torchrun's variables for a task of a SLURM step; None outside of one."""
     names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     if "RANK" in environment or any(name not in environment for name in names):
         return None
@@ -65,43 +60,40 @@ def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a SLURM node list: of `gpu[03-05,9]-ib,login` it is `gpu03-ib`."""
+    """Return the first host of a SLURM node list: `gpu[03-05,9]-ib,login` -> `gpu03-ib`."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     return "" if match is None else "".join(part or "" for part in match.groups())
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LaunchRequest:
     """What a person asked for beside the job."""
 
     command: str = ""
-    """As it was typed."""
+    """The command as it was typed."""
     whole_plan: bool = False
     """Print every parameter's dtypes before the first step."""
     launched: bool = False
-    """Whether a launcher of ours has started the rank, and tells of signals that come before it listens."""
+    """Whether our launcher started the rank, and announces signals before the first step."""
     evaluation: bool = False
     """Evaluate a checkpoint, and train nothing."""
 
 
-NOTHING = Asked()
-
-
 @dataclass(frozen=True, slots=True)
 class RankArguments:
-    """What a rank is told: on its command line, as JSON."""
+    """The command line of a rank, as JSON."""
 
     source: str
     """The job file."""
     overrides: tuple[str, ...]
     failure: str
-    """Where to write what went wrong."""
+    """The file for an error."""
     watch: int
     """A pipe that closes when the launcher ends."""
     debug: bool
-    asked: Asked
+    request: LaunchRequest
     replay: dict[str, Any] | None = None
-    """What is asked of a rank that replays steps; see `replay.py`."""
+    """The request of a replay; see `tools/replay.py`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -109,19 +101,24 @@ class RankArguments:
     @classmethod
     def from_json(cls, text: str) -> RankArguments:
         values = json.loads(text)
-        read = {"overrides": tuple(values["overrides"]), "asked": Asked(**values["asked"])}
-        return cls(**{**values, **read})
+        request = LaunchRequest(**values["request"])
+        return cls(**{**values, "overrides": tuple(values["overrides"]), "request": request})
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank says of its end."""
+    """The error of a rank."""
 
     when: float
-    """One clock for all ranks: the first failure is the cause of the others."""
+    """One clock for all ranks: the first failure causes the others."""
     message: str
     refused: bool
-    """Whether zerodrift said no, or the program has a defect."""
+    """Whether zerodrift refused something; False for a defect of the program."""
+
+    def write(self, path: str) -> None:
+        beside = Path(path).with_suffix(".writing")
+        beside.write_text(json.dumps(asdict(self)))
+        beside.replace(path)
 
 
 @dataclass
@@ -130,6 +127,16 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure: Path
     log: Path
+
+    @property
+    def failed_alone(self) -> bool:
+        """True if the rank ended otherwise than all ranks do in the end."""
+        code = self.process.poll()
+        return code not in (None, 0) and not _is_in_order(code)
+
+
+class RankFailedError(Exception):
+    """A rank ended with a defect of the program, whose traceback was printed."""
 
 
 class Launcher:
@@ -143,40 +150,31 @@ class Launcher:
         logs: Path,
         debug: bool,
         *,
-        asked: Asked = NOTHING,
+        request: LaunchRequest | None = None,
         threads: int | None = None,
         replay: dict[str, Any] | None = None,
     ) -> None:
-        """`threads` of each rank; by default what the environment says, else its share of the processors."""
-        self._logs = logs
+        """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
         self._count = count
         self._asked: list[int] = []
         """Signals that were passed on."""
         self._read, self._write = os.pipe()
-        port = str(_free_port())
         logs.mkdir(parents=True, exist_ok=True)
+        threads_of_rank = threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": str(threads_of_rank),
+        }
+        asked = replace(request or LaunchRequest(), launched=True)
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = RankArguments(
-                source,
-                tuple(overrides),
-                str(failure),
-                self._read,
-                debug,
-                replace(asked, launched=True),
-                replay,
-            )
-            environment = {
-                **os.environ,
-                "RANK": str(number),
-                "WORLD_SIZE": str(count),
-                "LOCAL_RANK": str(number),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)),
-            }
+            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, asked, replay)
+            environment = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
             with log.open("wb") as errors:
                 process = self._start(number, work, environment, errors)
             self._ranks.append(_Rank(number, process, failure, log))
@@ -197,9 +195,8 @@ class Launcher:
         )
 
     def wait(self) -> int:
-        """Until all have ended: 0, 128 and the number of a signal that ended it, or what the first failure
-        means."""
-        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Wait for all ranks; return 0, or 128 and the number of a signal; raise the first failure."""
+        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         try:
             return self._watch()
         finally:
@@ -214,7 +211,7 @@ class Launcher:
     def _watch(self) -> int:
         deadline: float | None = None
         while any(rank.process.poll() is None for rank in self._ranks):
-            if deadline is None and any(map(_ended_alone, self._ranks)):
+            if deadline is None and any(rank.failed_alone for rank in self._ranks):
                 deadline = time.monotonic() + GRACE
                 if not self._asked:
                     self._send(signal.SIGTERM)
@@ -226,18 +223,18 @@ class Launcher:
             return 0
         if len(self._asked) > 1:
             return 128 + self._asked[-1]
-        asked = [code - IN_ORDER for code in codes if _is_in_order(code)]
-        if len(asked) == len(codes):
-            return 128 + (max(asked) or signal.SIGINT)
+        in_order = [code - IN_ORDER for code in codes if _is_in_order(code)]
+        if len(in_order) == len(codes):
+            return 128 + (max(in_order) or signal.SIGINT)
         if self._asked and {*codes} <= {128 + self._asked[0], -self._asked[0]}:
-            stopping.tell(stopping.EARLY, self._asked[0])
+            signals.announce(signals.EARLY, self._asked[0])
             return 128 + self._asked[0]
         raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(number)
         if len(self._asked) == 2:
-            stopping.tell(stopping.SECOND, number)
+            signals.announce(signals.SECOND, number)
         self._send(signal.Signals(number) if len(self._asked) == 1 else signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -247,70 +244,46 @@ class Launcher:
                     rank.process.send_signal(number)
 
 
-def _ended_alone(rank: _Rank) -> bool:
-    """Whether a rank has ended otherwise than all do in the end."""
-    code = rank.process.poll()
-    return code not in (None, 0) and not _is_in_order(code)
-
-
 def _is_in_order(code: int | None) -> bool:
     return code is not None and code - IN_ORDER in (0, *SIGNALS)
 
 
-class RankFailedError(Exception):
-    """A rank ended with a defect of the program, whose traceback was printed."""
-
-
 def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
-    """The error of the rank that failed first. One that was killed says nothing, and comes before those
-    that only missed it."""
+    """Return the error of the rank that failed first.
+
+    A killed rank writes no error, and comes before those that only missed it.
+    """
+    failures = [
+        (Failure(**json.loads(rank.failure.read_text())), rank) for rank in failed if rank.failure.is_file()
+    ]
+    failures.sort(key=lambda pair: pair[0].when)
     silent = [rank for rank in failed if not rank.failure.is_file()]
     killed = [rank for rank in silent if rank.process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
-    failures = [(_failure(rank), rank) for rank in failed if rank.failure.is_file()]
-    failures.sort(key=lambda pair: pair[0].when)
     if killed and all(failure.refused for failure, _ in failures):
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
-        return ZerodriftError(
-            f"rank {rank.number}",
-            f"all {count} ranks must live to the end",
-            got=f"one that was ended by {name}",
-            do=f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}.",
-        )
+        todo = f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}."
+        must, got = f"all {count} ranks must live to the end", f"one that was ended by {name}"
+        return ZerodriftError(f"rank {rank.number}", must, got=got, do=todo)
     if failures:
         failure, rank = failures[0]
         if failure.refused:
-            behind = f"rank {rank.number}: " if count > 1 else ""
-            return ZerodriftError.relayed(f"{behind}{failure.message}")
+            prefix = f"rank {rank.number}: " if count > 1 else ""
+            return ZerodriftError.relayed(f"{prefix}{failure.message}")
         return RankFailedError(f"rank {rank.number} of {count}:\n{failure.message}")
-    # Those that were told to end because of another say nothing of why.
+    # Ranks that were ended because of another one have no error of their own.
     rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])
-    if rank.process.returncode == 2:  # it was refused something, and could not write what
-        return ZerodriftError(
-            rank.failure,
-            "must be written where a rank is refused something",
-            got=f"nothing of rank {rank.number}",
-            do=f"{free(rank.failure)}Make room, or look into {rank.log}.",
-        )
+    if rank.process.returncode == 2:  # something was refused, and the error could not be written
+        must, got = "must be written where a rank is refused something", f"nothing of rank {rank.number}"
+        todo = f"{free(rank.failure)}Make room, or look into {rank.log}."
+        return ZerodriftError(rank.failure, must, got=got, do=todo)
     tail = rank.log.read_text(errors="replace")[-4000:] if rank.log.is_file() else ""
     return RankFailedError(f"rank {rank.number} of {count} ended with {rank.process.returncode}:\n{tail}")
 
 
-def _failure(rank: _Rank) -> Failure:
-    return Failure(**json.loads(rank.failure.read_text()))
-
-
-def write_failure(path: str, failure: Failure) -> None:
-    """Called in the rank."""
-    values: dict[str, Any] = {"when": failure.when, "message": failure.message, "refused": failure.refused}
-    beside = Path(path).with_suffix(".writing")
-    beside.write_text(json.dumps(values))
-    beside.replace(path)
-
-
 def _threads(count: int) -> int:
-    """Of each rank, so that together they have as many as there are processors."""
+    """Return the threads of each rank: an equal share of the processors."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:

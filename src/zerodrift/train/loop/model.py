@@ -1,10 +1,10 @@
-"""The model of a job: built, made to recompute activations, compiled by block, given adapters.
+"""Build the model of a job: weights, adapters, frozen parameters, activation checkpointing, compilation,
+smoothed loss.
 
-A source is a folder with a `transformers` config and perhaps weights, a config file by itself, or a
-function. Which modules are blocks is the plan's way of finding units, so what is recomputed and compiled
-is what is gathered.
+A source is a folder with a `transformers` config and perhaps weights, a config file alone, or a function. The
+blocks that are recomputed and compiled are the units of the plan, which are also what is gathered.
 
-Invariant: equal on every rank. Random weights depend on the seed alone.
+The model is equal on every rank. Random weights depend on the seed alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,34 +20,37 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.errors import ModelError, Problems, did_you_mean
+from zerodrift.comm.collectives import Collectives
+from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
 from zerodrift.model.factory import call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.model.meta import attempt
 from zerodrift.pipeline.cut import Parts
+from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, download, name_in_cache
-from zerodrift.train.loop.job import Model
+from zerodrift.train.job import Model
 from zerodrift.train.tools.adapters import with_adapters
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a job names as its model."""
+    """The model that a job names."""
 
     text: str
     config: Path | None
     """The `config.json`; None for a function."""
     weights: Path | None
-    """The folder to read safetensors from; None for random weights."""
+    """The folder of safetensors; None for random weights."""
 
 
 def source_of(written: Model) -> ModelSource:
-    """What `model.source` and `model.weights` mean."""
+    """Resolve `model.source` and `model.weights`."""
     path = Path(written.source).expanduser()
     if is_factory(written.source) and not path.exists():
         if written.weights == "load":
@@ -73,10 +76,12 @@ def source_of(written: Model) -> ModelSource:
 
 
 def build(written: Model, source: ModelSource) -> nn.Module:
-    """The model, in training mode. One of `transformers` has no memory for its parameters yet: the engine
-    reads or draws each rank's own slices."""
-    # The seed that first values are drawn with, here or by the engine.
-    torch.manual_seed(written.seed)
+    """Return the model in training mode.
+
+    A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
+    slices.
+    """
+    torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
     elif written.lora is None:
@@ -90,7 +95,7 @@ def build(written: Model, source: ModelSource) -> nn.Module:
 
 
 def _freeze(model: nn.Module, written: Model) -> None:
-    """Stop training what the job says; a parameter with two names by either."""
+    """Freeze the parameters of `model.freeze`; a tied parameter matches by any of its names."""
     if not written.freeze:
         return
     problems = Problems()
@@ -110,18 +115,18 @@ def _freeze(model: nn.Module, written: Model) -> None:
 
 
 def whole_model(written: Model, source: ModelSource) -> nn.Module:
-    """The model with its weights in this process's own memory, without adapters."""
+    """Return the model with its weights in this process's memory, without adapters."""
     torch.manual_seed(written.seed)
     return make(source.text) if source.config is None else _from_config(source, source.weights)
 
 
 def streamed(written: Model, source: ModelSource) -> Path | None:
-    """The weights that the engine reads; adapters wrap modules, whose names are no longer those of files."""
+    """Return the weights for the engine to read; None with adapters, which rename modules."""
     return source.weights if written.lora is None else None
 
 
 def parts(written: Model) -> Parts | None:
-    """How a model is cut over a pipeline, where its owner says so."""
+    """Return how the owner of a model cuts it for a pipeline."""
     if not written.parts:
         return None
     parts_made = call(written.parts, "`zerodrift.Parts`")
@@ -132,14 +137,14 @@ def parts(written: Model) -> Parts | None:
 
 
 def prepare(model: nn.Module, blocks: list[str], written: Model) -> None:
-    """Make blocks recompute and compile; `blocks` are the paths of the plan's units."""
+    """Compile and recompute the blocks; `blocks` are the paths of the plan's units."""
     modules = [model.get_submodule(path) for path in blocks if path]
     if written.compile:
         for block in modules:
             block.forward = torch.compile(block.forward)
     if not written.activation_checkpointing:
         return
-    # The second is what `transformers` 4 calls it.
+    # `transformers` 4 uses the second name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
@@ -167,9 +172,15 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
         must, todo = "`transformers` must be installed to build a model", "Run `pip install 'zerodrift[hf]'`."
         raise ModelError(where, must, got="no such package", do=todo)
     with quiet():
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = attempt(lambda: _config(source), where, "must be a config that `transformers` can read")
+        read = functools.partial(AutoConfig.from_pretrained, str(source.config))
+        config = attempt(
+            lambda: read(trust_remote_code=False, local_files_only=True),
+            where,
+            "must be a config that `transformers` can read",
+        )
+        config.use_cache = False
         if weights is not None:
             return loaded(weights, "auto", config)
         if source.weights is None:
@@ -180,12 +191,11 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
 
 
 def loaded(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
-    """The model of a folder, with every weight out of it."""
+    """Return the model of a folder with all its weights."""
     with quiet():
         from transformers import AutoModelForCausalLM
 
-        given = {} if config is None else {"config": config}
-        # With what it says of the weights, its type is another.
+        # `output_loading_info` changes the type of the result.
         load: Any = functools.partial(
             AutoModelForCausalLM.from_pretrained,
             str(folder),
@@ -194,38 +204,28 @@ def loaded(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            **given,
+            **({} if config is None else {"config": config}),
         )
-        model, said = attempt(load, str(folder), "must hold the weights of its config")
-    other = [str(mismatch[0]) for mismatch in said.get("mismatched_keys") or ()]
-    require_whole(folder, [*said["missing_keys"], *other], said["unexpected_keys"])
+        model, report = attempt(load, str(folder), "must hold the weights of its config")
+    other = [str(mismatch[0]) for mismatch in report.get("mismatched_keys") or ()]
+    require_whole(folder, [*report["missing_keys"], *other], report["unexpected_keys"])
     return cast(nn.Module, model)
 
 
 def require_whole(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """What is not there is never left at first values, which nothing would show."""
+    """Refuse missing weights, which would silently stay at first values, and unknown ones."""
     problems = Problems()
-    for must, names in (
-        ("must hold every tensor of the model, in its shape", missing),
-        ("must hold no tensor that the model lacks", unexpected),
-    ):
-        if listed_names := sorted(names):
-            got = f"none of {listed(listed_names)}" if names is missing else listed(listed_names)
-            problems.add(str(folder), must, got=got)
+    if names := sorted(missing):
+        must = "must hold every tensor of the model, in its shape"
+        problems.add(str(folder), must, got=f"none of {listed(names)}")
+    if names := sorted(unexpected):
+        problems.add(str(folder), "must hold no tensor that the model lacks", got=listed(names))
     problems.raise_as(ModelError)
-
-
-def _config(source: ModelSource) -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(source.config), trust_remote_code=False, local_files_only=True)
-    config.use_cache = False
-    return config
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """`transformers` reports what it does while it does it; what matters is raised."""
+    """Silence the reports and progress bars of `transformers`: whatever matters is raised."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
@@ -240,70 +240,61 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def vocabulary(model: nn.Module) -> int | None:
-    """Tokens that the model knows; None where it does not say."""
-    embeddings = getattr(model, "get_input_embeddings", None)
-    try:
-        embedding = embeddings() if embeddings is not None else None
-    except (NotImplementedError, AttributeError):
-        embedding = None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+# --- label smoothing --------------------------------------------------------------------------------------
 
 
-def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:
-    """Refuse tokens that the model has no embedding for, before the first of them is looked up."""
-    known = vocabulary(model)
-    if known is not None and known < tokens:
-        raise ModelError(
-            "data.tokenizer",
-            f"must make tokens that the model knows, below {known}",
-            got=f"{name} with {tokens}",
-            do="Use the model's own tokenizer, or a config with a larger `vocab_size`.",
-        )
+class SmoothedLoss:
+    """The loss function of a causal language model, with labels smoothed where gradients are needed.
+
+    Models of `transformers` call a function that can be replaced, also in the last stage of a pipeline, and
+    add the losses of routers to it. Evaluations keep the plain loss, so that perplexity means the same in
+    every run. The smoothed loss is that of `transformers.trainer_pt_utils.LabelSmoother`.
+    """
+
+    def __init__(self, share: float, plain: Callable[..., torch.Tensor]) -> None:
+        self.was_called = False
+        self._share, self._plain = share, plain
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
+        self.was_called = True
+        if not torch.is_grad_enabled():
+            return self._plain(logits, labels, *args, **rest)
+        return smoothed_loss(logits, labels, self._share)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SmoothedLoss:
+        return self  # shared by the stages of a model, of which one calls it
 
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
-"""What configs call how long a text may be."""
+def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the mean over labels, which are not shifted; fp32."""
+    return F.cross_entropy(
+        logits[..., :-1, :].float().flatten(0, -2),
+        labels[..., 1:].flatten(),
+        ignore_index=IGNORED,
+        label_smoothing=share,
+    )
 
 
-def positions(model: nn.Module) -> int | None:
-    """How long a text the model was made for; None where it does not say."""
-    return _positions(model)[1]
+def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:
+    """Replace a model's loss by a smoothed one; return None if `share` is 0."""
+    if not share:
+        return None
+    inside: Any = model
+    if hasattr(inside, "get_base_model"):  # a model with adapters
+        inside = inside.get_base_model()
+    plain: Any = getattr(inside, "loss_function", None)
+    if getattr(plain, "__name__", "") != "ForCausalLMLoss":
+        raise _not_smoothed(type(inside).__name__)
+    loss = inside.loss_function = SmoothedLoss(share, plain)
+    return loss
 
 
-def _positions(model: nn.Module) -> tuple[str, int | None]:
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
-    values = text if isinstance(text, Mapping) else {name: getattr(text, name, None) for name in _POSITIONS}
-    known = ((name, values.get(name)) for name in _POSITIONS)
-    return next(((name, value) for name, value in known if type(value) is int and value > 0), ("", None))
+def require_smoothed(loss: SmoothedLoss | None, comm: Collectives, model: str) -> None:
+    """Require after the first step that the model of some rank has called its smoothed loss. Collective."""
+    if loss is not None and not any(comm.all_gather_object(loss.was_called)):
+        raise _not_smoothed(model)
 
 
-def check_causal(model: nn.Module, source: str) -> None:
-    """Refuse an encoder: its tokens see those that follow, which are what they are to predict."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return
-    text = getattr(config, "get_text_config", lambda: config)()
-    kind = getattr(text, "model_type", "")
-    sees = getattr(text, "is_causal", None) is False or getattr(text, "causal", None) is False
-    sees |= getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    if getattr(text, "is_decoder", None) is False and kind:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
-
-        sees |= kind in ENCODERS
-    if sees or kind in ("xlnet",):
-        must = "must be a causal language model, whose tokens see only what is before them"
-        todo = "Use a decoder, or set `is_decoder: true` in its config where it has that."
-        raise ModelError("model.source", must, got=f"{source!r}, an encoder ({kind})", do=todo)
-
-
-def check_positions(model: nn.Module, block: int) -> None:
-    """Refuse blocks that are longer than the model's positions: some models look them up, and others were
-    never trained beyond them."""
-    name, known = _positions(model)
-    if known is not None and known < block:
-        key = getattr(model.config, "attribute_map", {}).get(name, name)
-        must = f"must be at most the {known:,} positions of the model's config (`{key}`)"
-        todo = "Lower it, or raise that where the model can."
-        raise ModelError("data.block", must, got=f"{block:,}", do=todo)
+def _not_smoothed(model: str) -> UnsupportedError:
+    must = "must be 0 for a model whose loss is not the `loss_function` of `transformers`"
+    return UnsupportedError("data.label_smoothing", must, got=model, do="Smooth in the model's own loss.")

@@ -1,21 +1,19 @@
-"""The folder of a run: where everything lies.
+"""The folder of a run. Every path in it is spelled here.
 
-    runs/a/job.json         the job as it ran, defaults written out
-    runs/a/plan.json        every decision
-    runs/a/environment.json where it was started, with which command and versions
-    runs/a/metrics.jsonl    a line per step, evaluation and event
-    runs/a/report.html      what a person looks at
-    runs/a/checkpoints/     to go on from
-    runs/a/export/          the trained model
-    runs/a/exports/         it as it was on the way
-    runs/a/best/            it as it was at its best evaluation
-    runs/a/bad/             batches whose loss or gradient was not finite
-    runs/a/logs/            what ranks printed
-    runs/a/traces/          steps as torch's profiler recorded them
-    runs/a/replay/          what a replay of its steps left
-    runs/a/evaluation/      what an evaluation of a checkpoint left
-
-Invariant: a path of a run is spelled here and nowhere else.
+runs/a/job.json         the job as it ran, defaults written out
+runs/a/plan.json        every decision
+runs/a/environment.json where it was started, with which command and versions
+runs/a/metrics.jsonl    a line per step, evaluation and event
+runs/a/report.html      the page of the run
+runs/a/checkpoints/     to go on from
+runs/a/export/          the trained model
+runs/a/exports/         the model at earlier steps
+runs/a/best/            the model at its best evaluation
+runs/a/bad/             batches whose loss or gradient was not finite
+runs/a/logs/            what ranks printed
+runs/a/traces/          steps as torch's profiler recorded them
+runs/a/replay/          what a replay of its steps left
+runs/a/evaluation/      what an evaluation of a checkpoint left
 """
 
 from __future__ import annotations
@@ -23,114 +21,61 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from zerodrift.errors import ConfigError, said
 from zerodrift.io.paths import FULL, unwritable
 from zerodrift.plan.table import Plan
-from zerodrift.train.loop.job import Job
-from zerodrift.train.loop.job_file import read_back
-from zerodrift.train.report.provenance import FOLDER, found_from
+from zerodrift.train.job import Job
+from zerodrift.train.job_file import read_back
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of a run."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job, self.plan = path / "job.json", path / "plan.json"
+        self.environment, self.metrics = path / "environment.json", path / "metrics.jsonl"
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.export, self.best = path / "export", path / "best"
+        self.bad, self.logs, self.traces = path / "bad", path / "logs", path / "traces"
+        self.replay, self.evaluation = path / "replay", path / "evaluation"
+        self.events = path / "tensorboard"
+        self.wandb = path / "wandb-id"
 
-    @property
-    def job(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best"
+    @staticmethod
+    def of(job: Job) -> RunFolder:
+        return RunFolder(Path(job.run.folder).expanduser())
 
     def export_of(self, step: int) -> Path:
         return self.path / "exports" / f"step-{step:08}"
 
-    @property
-    def bad(self) -> Path:
-        return self.path / "bad"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def replay(self) -> Path:
-        return self.path / "replay"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation"
-
-    @property
-    def events(self) -> Path:
-        """TensorBoard's."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """What Weights & Biases calls this run."""
-        return self.path / "wandb-id"
-
     def cache(self, written: str) -> Path:
-        """Where packed blocks lie; `written` is `data.cache`."""
+        """Return the folder of prepared blocks; `written` is `data.cache`."""
         return Path(written).expanduser() if written else self.path.parent / "cache"
 
     def save_job(self, job: Job) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self.job.write_text(
-            json.dumps(job.model_dump(mode="json", by_alias=True), indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(job.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+        self.job.write_text(text, encoding="utf-8")
 
     def save_environment(self, values: Mapping[str, str]) -> None:
         self.environment.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
+    def save_plan(self, plan: Plan) -> None:
+        self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
+
     def started_in(self) -> str:
-        """The working folder of the run; empty where that is not known."""
+        """Return the working folder of the run; empty if unknown."""
         try:
             values = json.loads(self.environment.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return ""
-        return str(values.get(FOLDER, "")) if isinstance(values, dict) else ""
-
-    def save_plan(self, plan: Plan) -> None:
-        self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
+        return str(values.get("folder", "")) if isinstance(values, dict) else ""
 
     def load_plan(self) -> Plan:
-        """The plan of a run that was started."""
         try:
             return Plan.from_json(json.loads(self.plan.read_text(encoding="utf-8")))
         except (OSError, KeyError, TypeError, ValueError) as error:
@@ -138,7 +83,7 @@ class RunFolder:
             raise ConfigError(str(self.plan), must, got=said(error)) from error
 
     def load_job(self) -> Job:
-        """The job of a run that was started; its model and tokenizer are found from any working folder."""
+        """Return the job of the run, with model and tokenizer as they are found from any working folder."""
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
             raise ConfigError(str(self.path), must, got="none there")
@@ -146,7 +91,7 @@ class RunFolder:
 
 
 def require_writable(key: str, path: Path) -> None:
-    """Make a folder, or refuse it by the key that names it where it cannot be made or written."""
+    """Make a folder, or refuse it by its key if it cannot be made or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -154,15 +99,24 @@ def require_writable(key: str, path: Path) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise unwritable(path, error) from None
-        got = f"{str(path)!r}: {error.strerror or said(error)}"
-        if not path.is_absolute():
-            got += f" (in {Path.cwd()})"
-        must = "must be a folder that can be written"
+        here = "" if path.is_absolute() else f" (in {Path.cwd()})"
+        must, got = (
+            "must be a folder that can be written",
+            f"{str(path)!r}: {error.strerror or said(error)}{here}",
+        )
         raise ConfigError(key, must, got=got, do="Choose another folder.") from None
 
 
 def from_here(job: Job, folder: str) -> Job:
-    """A job that was started in `folder`, with its model and tokenizer as they are found from this one."""
-    model = job.model.model_copy(update={"source": found_from(job.model.source, folder)})
-    data = job.data.model_copy(update={"tokenizer": found_from(job.data.tokenizer, folder)})
+    """Return a job that was started in `folder` with the paths of its model and tokenizer from this
+    folder."""
+
+    def found(path: str) -> str:
+        if not path or not folder or Path(path).expanduser().exists():
+            return path
+        there = Path(folder) / Path(path).expanduser()
+        return str(there) if there.exists() else path
+
+    model = job.model.model_copy(update={"source": found(job.model.source)})
+    data = job.data.model_copy(update={"tokenizer": found(job.data.tokenizer)})
     return job.model_copy(update={"model": model, "data": data})

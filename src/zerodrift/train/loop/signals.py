@@ -1,10 +1,8 @@
-"""How a run is asked to stop: the first signal asks, the second does not ask.
+"""Stop a run by signals: the first one asks, the second one ends it at once.
 
-After SIGINT or SIGTERM the loop finishes its step, writes a checkpoint, and the command ends with 128 and
-the signal's number, 130 for Ctrl-C: the run has not come to its end. Before the first step there is nothing
-to finish, and it ends at once. Whoever sends a second signal wants to be out at once. Each says what it does.
-
-Invariant: signals mean what they meant before once the context is left.
+After SIGINT or SIGTERM the loop finishes its step and saves a checkpoint, and the command ends with 128 and
+the number of the signal, 130 for Ctrl-C. Before the first step there is nothing to finish, and it ends at
+once.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 IN_ORDER = 64
-"""A rank's exit code, with the number of its signal added, where it ended in order: that is the launcher's to
-tell. Without a number it was another rank that was asked."""
+"""Base of the exit codes of a rank that was stopped in order; the number of its signal is added.
+
+The code alone means that another rank was asked."""
 
 STEP = "finishing this step, then saving"
 END = "the run is ending: finishing what it writes"
@@ -30,57 +29,56 @@ EARLY = "{name}: stopped before the first step, with nothing to save"
 
 
 def exit_code(name: str) -> int:
-    """Of a run that a signal ended; that of Ctrl-C where it was asked on another machine."""
+    """Return the exit code of a run that a signal ended; that of Ctrl-C if another machine was asked."""
     return 128 + signal.Signals[name if name in signal.Signals.__members__ else "SIGINT"]
 
 
 def shown(name: str) -> str:
-    """A signal as a person knows it."""
+    """Return a signal's name as people know it."""
     return {"SIGINT": "Ctrl-C"}.get(name, name)
 
 
-def tell(text: str, number: int, what: str = STEP) -> None:
-    """Say it now, from a handler of signals, which may have interrupted a print: below the line that is
-    drawn over and over, on a line of its own."""
+def announce(text: str, number: int, what: str = STEP) -> None:
+    """Print from a signal handler, which may have interrupted a print, below the live line."""
     line = text.format(name=shown(signal.Signals(number).name), what=what)
     with contextlib.suppress(OSError):
         os.write(1, f"{os.linesep if os.isatty(1) else ''}{line}{os.linesep}".encode())
 
 
 class Stop:
-    """Whether somebody has asked."""
+    """The request to stop a run."""
 
-    def __init__(self, tells: bool = True, launched: bool = False) -> None:
-        """`tells` is of the process that a person looks at; one that was `launched` leaves what comes before
-        the first step to its launcher."""
+    def __init__(self, prints: bool = True, launched: bool = False) -> None:
+        """A `launched` rank leaves signals before the first step to its launcher."""
         self.asked = False
         self.by = ""
+        """Name of the signal."""
         self.doing = ""
-        """What is finished first; nothing before the first step."""
-        self._tells, self._launched = tells, launched
+        """What is finished first; empty before the first step."""
+        self._prints, self._launched = prints, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
         if not self.doing:
             if not self._launched:
-                self._tell(EARLY, number)
+                self._announce(EARLY, number)
             sys.exit(128 + number)
         if self.asked:
-            self._tell(SECOND, number)
-            # Threads of torch and of gloo would have to be waited for by a polite exit.
+            self._announce(SECOND, number)
+            # A normal exit would wait for threads of torch and gloo.
             os._exit(128 + number)
-        self._tell(FIRST, number)
+        self._announce(FIRST, number)
         self.asked = True
         self.by = signal.Signals(number).name
 
-    def _tell(self, text: str, number: int) -> None:
-        if self._tells:
-            tell(text, number, self.doing)
+    def _announce(self, text: str, number: int) -> None:
+        if self._prints:
+            announce(text, number, self.doing)
 
 
 @contextlib.contextmanager
-def listening(tells: bool = True, launched: bool = False) -> Iterator[Stop]:
-    """Signals go to the Stop that is yielded."""
-    stop = Stop(tells, launched)
+def listening(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
+    """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
+    stop = Stop(prints, launched)
     before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
     try:
         yield stop

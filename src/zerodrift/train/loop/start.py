@@ -1,6 +1,6 @@
-"""A run in this process: the one that `train` is, or a rank of several.
+"""Start a run: in this process, as a rank of another launcher, or in processes of our own.
 
-Invariant: whatever happens, the ranks have parted and the screen is in order when this returns.
+Whatever happens, the process group is destroyed and the screen is in order at the end.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.io.paths import full_disk_named
 from zerodrift.legible import legible
-from zerodrift.train.loop.job import Job
-from zerodrift.train.loop.job_file import read_job
-from zerodrift.train.loop.launcher import NOTHING, Asked, Launcher, RankFailedError, join, joined_ranks
+from zerodrift.train.job import Job
+from zerodrift.train.job_file import read_job, worded_for_a_job
+from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join, joined_ranks
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
 from zerodrift.train.loop.signals import exit_code, listening
-from zerodrift.train.loop.wording import worded_for_a_job
-from zerodrift.train.report.live import display
+from zerodrift.train.report.display import display
 
 MOST = 1024
-"""Processes that are started here: beyond any machine, and before it stands still."""
+"""Most processes of one machine."""
 
 
 def train(
@@ -34,26 +32,51 @@ def train(
     debug: bool = False,
     whole_plan: bool = False,
 ) -> int:
-    """Do a job, here, as one of the ranks that somebody started, or in processes of our own; returns the
-    exit code."""
+    """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
     job, _ = read_job(source, overrides)
-    asked = Asked(_command(source, overrides, nproc), whole_plan)
+    request = LaunchRequest(_command(source, overrides, nproc), whole_plan)
     if join():
         if nproc is not None or job.run.nproc is not None:
             print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
-        return run_here(source, overrides, asked)
+        return run_here(source, overrides, request)
     count = processes(job, nproc)
     if count == 1:
-        return run_here(source, overrides, asked)
-    return _launched(source, overrides, count, RunFolder(Path(job.run.folder).expanduser()), debug, asked)
+        return run_here(source, overrides, request)
+    return _launched(source, overrides, count, RunFolder.of(job), debug, request)
+
+
+def evaluate(
+    source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False
+) -> int:
+    """Evaluate the newest checkpoint, or the one that `run.resume` names; return the exit code.
+
+    Nothing is trained, and the run stays as it is.
+    """
+    from zerodrift.train.loop.evaluation import overrides_to_evaluate
+
+    job, _ = read_job(source, overrides)
+    request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
+    joined = join()
+    with refused_files(), worded_for_a_job():
+        overrides = overrides_to_evaluate(job, overrides)
+    count = 1 if joined else processes(job, nproc)
+    if joined or count == 1:
+        return run_here(source, overrides, request)
+    folder = RunFolder(RunFolder.of(job).evaluation)
+    return _launched(source, overrides, count, folder, debug, request)
 
 
 def _launched(
-    source: str, overrides: Sequence[str], count: int, folder: RunFolder, debug: bool, asked: Asked
+    source: str,
+    overrides: Sequence[str],
+    count: int,
+    folder: RunFolder,
+    debug: bool,
+    request: LaunchRequest,
 ) -> int:
     require_writable("run.folder", folder.path)
     with full_disk_named(folder.path):
-        launcher = Launcher(source, overrides, count, folder.logs, debug, asked=asked)
+        launcher = Launcher(source, overrides, count, folder.logs, debug, request=request)
     try:
         return launcher.wait()
     except RankFailedError as error:
@@ -61,38 +84,24 @@ def _launched(
         return 1
 
 
-def evaluate(
-    source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False
-) -> int:
-    """Say what training would of its newest checkpoint, or of the one that `run.resume` names; returns the
-    exit code. Nothing is trained, and the run is left as it is."""
-    from zerodrift.train.loop.evaluation import apart
-
-    job, _ = read_job(source, overrides)
-    asked = Asked(_command(source, overrides, nproc, "evaluate"), evaluation=True)
-    joined = join()
-    with system(), worded_for_a_job():
-        overrides = apart(job, overrides)
-    count = 1 if joined else processes(job, nproc)
-    if joined or count == 1:
-        return run_here(source, overrides, asked)
-    folder = RunFolder(Path(job.run.folder).expanduser()).evaluation
-    return _launched(source, overrides, count, RunFolder(folder), debug, asked)
-
-
 def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
-    """Say what `train` would, up to its first step."""
-    from zerodrift.train.tools.dry_run import dry_run as run
+    """Print what `train` would print before its first step."""
+    from zerodrift.train.tools.outline import dry_run as run
 
     job, _ = read_job(source, overrides)
     ranks = joined_ranks() if join() else processes(job, nproc)
-    with system(), worded_for_a_job():
+    with refused_files(), worded_for_a_job():
         run(source, overrides, ranks, whole_plan)
 
 
 def processes(job: Job, nproc: int | None) -> int:
-    """How many to start."""
-    count = nproc or job.run.nproc or _devices(job.run.device)
+    """Return how many processes to start."""
+    count = nproc or job.run.nproc
+    if count is None and job.run.device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count()
+    count = count or 1
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"
         raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
@@ -100,49 +109,40 @@ def processes(job: Job, nproc: int | None) -> int:
 
 
 def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str = "train") -> str:
-    """What a person types to start this again."""
+    """Return the command that starts this again."""
     sets = [word for text in overrides for word in ("--set", text)]
     count = ["--nproc", str(nproc)] if nproc else []
     return shlex.join(["zerodrift", verb, str(source), *sets, *count])
 
 
-def _devices(device: str) -> int:
-    if device == "cpu":
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> int:
-    """One rank, from the job file to the last word; returns the exit code."""
+def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
+    """Run one rank from the job file to the end; return the exit code."""
     from zerodrift.comm.mesh import started
     from zerodrift.train.loop import nonfinite
     from zerodrift.train.loop.evaluation import evaluate_here
     from zerodrift.train.loop.session import assemble
     from zerodrift.train.loop.training import Loop
 
+    request = request or LaunchRequest()
     job, config = read_job(source, overrides)
     rank, _ = started()
     show = display(rank, job.run.log_every)
-    folder = RunFolder(Path(job.run.folder).expanduser())
-    told = full_disk_named(folder.path)
-    with system(), worded_for_a_job(), told, listening(rank == 0, asked.launched) as stop:
+    full_disk = full_disk_named(RunFolder.of(job).path)
+    with refused_files(), worded_for_a_job(), full_disk, listening(rank == 0, request.launched) as stop:
         try:
-            session = assemble(job, config, show, asked)
+            session = assemble(job, config, show, request)
         except BaseException:
             show.stop()
             raise
         try:
-            if asked.evaluation:
+            if request.evaluation:
                 evaluate_here(job, session, show)
                 return 0
             outcome = Loop(session, show, stop).run()
         except Exception as error:
             if nonfinite.is_out_of_memory(error):
-                raise nonfinite.out_of_memory(
-                    session.engine.plan, session.seat.micro, job.model.activation_checkpointing
-                ) from error
+                plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
+                raise nonfinite.out_of_memory(plan, session.seat.micro, checkpointing) from error
             raise
         finally:
             show.stop()
@@ -154,12 +154,12 @@ def run_here(source: str, overrides: Sequence[str], asked: Asked = NOTHING) -> i
 
 
 @contextmanager
-def system() -> Iterator[None]:
-    """A file that cannot be used is refused by its name, and so is a stdout that nobody reads any more."""
+def refused_files() -> Iterator[None]:
+    """Turn errors of the system, and a closed stdout, into refusals by name."""
     try:
         yield
     except BrokenPipeError as error:
-        # Python flushes stdout once more at exit; let it have something to write to.
+        # Python flushes stdout once more at exit, which needs somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         must, todo = "must stay open while a run prints", "Start again to go on from the last checkpoint."
         raise ZerodriftError("stdout", must, got="nobody who reads it", do=todo) from error

@@ -1,11 +1,11 @@
-"""The loop: data in, steps, evaluations, checkpoints, and when to end.
+"""Train: run steps, evaluate, save checkpoints, and end.
 
-It decides which step comes next and what is written after it; the engine trains, `feed` has the data,
-`trouble` knows what went wrong, `display` shows it. A step is counted when it was tried, skipped ones too,
-so the count alone says where in the data a run is, and is all that a checkpoint needs to know of it.
+The engine trains, `data.batches` has the data, `nonfinite` finds the cause of skipped steps, `report.display`
+shows the run. A step counts when it was tried, skipped ones too, so the count alone gives the place in the
+data, and is all that a checkpoint needs.
 
-Invariant: with the same job, number of ranks and machine, a run that was stopped or killed and gone on with
-leaves the same losses, to the last digit, as one that was not.
+With the same job, number of ranks and machine, a run that was stopped and resumed has the same losses, to the
+last digit, as an unbroken one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from zerodrift.numerics.during import look, require_lookable
 from zerodrift.observer import compare
 from zerodrift.observer.observe import observe
 from zerodrift.observer.observed import merged
-from zerodrift.train.data.batches import Feed, MicroBatch
 from zerodrift.train.loop import nonfinite
-from zerodrift.train.loop.best import BestEvaluation
-from zerodrift.train.loop.digests import DigestsOfStep
-from zerodrift.train.loop.evaluation import evaluated
+from zerodrift.train.loop.evaluation import BestEvaluation, continuation, evaluate
+from zerodrift.train.loop.model import require_smoothed
 from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.signals import END, STEP, Stop, shown
-from zerodrift.train.loop.smoothing import require_called
-from zerodrift.train.loop.step import take_step
-from zerodrift.train.loop.writing import continuation
+from zerodrift.train.loop.step import StepDigests, StepRun, run_step
 from zerodrift.train.report.display import Display
-from zerodrift.train.report.lines import RunLines, StepMetrics
-from zerodrift.train.report.metrics import Metrics, kind_of, memory
+from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
 from zerodrift.train.tools.flops import TRAINING, ForwardFlops
 from zerodrift.train.tools.profiler import StepRecorder
+
+LONGEST_ERROR = 4000
+"""Characters of an error on the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +47,16 @@ class Outcome:
     step: int
     """Steps tried in all."""
     steps: int
-    """Steps that were asked for."""
+    """Steps asked for."""
     loss: float | None
-    """Of the last step; None where no step was left to take."""
+    """Loss of the last step; None if none was left."""
     stopped: str
-    """The signal that ended it, `""` where it came to its end."""
+    """The signal that ended the run; empty if it came to its end."""
 
 
 @dataclass
 class _Clock:
-    """Seconds of training: evaluations, checkpoints and reports are not in it."""
+    """Seconds of training, without evaluations, checkpoints and reports."""
 
     spent: float
     since: float = field(default_factory=time.perf_counter)
@@ -75,30 +73,25 @@ class _Clock:
 
 
 class Loop:
-    """One run over one engine."""
+    """The training loop of one run."""
 
     def __init__(self, session: Session, display: Display, stop: Stop) -> None:
-        self._session = session
-        self._driver = session.driver
-        self._engine: Engine = session.driver.engine
-        self._feed: Feed = session.feed
-        self._run = session.job.run
-        self._display = display
-        self._stop = stop
-        self._first = True
-        """Whether the next step is this process's first: the one that is looked at."""
+        self._session, self._display, self._stop = session, display, stop
+        self._engine: Engine = session.engine
+        self._feed, self._run = session.feed, session.job.run
+        self._is_first = True
+        """Whether the next step is this process's first, which is watched."""
         self._skips = 0
-        """In a row."""
+        """Skipped steps in a row."""
         self._metrics: Metrics | None = None
         self._loss: float | None = None
         self._tokens = 0
-        """In all steps so far, with padding."""
+        """Tokens of all steps so far, with padding."""
         self._asked = ""
         self._best = BestEvaluation(self._run.patience)
         self._done = 0
         """Steps tried."""
-        mesh = self._engine.mesh
-        traces = session.folder.traces
+        mesh, traces = self._engine.mesh, session.folder.traces
         self._recorder = StepRecorder(self._run.profile, traces, mesh.rank(), mesh.device.type)
 
     @property
@@ -106,8 +99,8 @@ class Loop:
         return self._engine.mesh.rank() == 0
 
     def run(self) -> Outcome:
-        """Train to the end, or until somebody asks to stop."""
-        session = self._session
+        """Train to the end, or until asked to stop."""
+        session, say = self._session, self._display.say
         if session.job.audit.at:
             require_lookable(self._engine.plan)
         with self._display.doing("looking for a checkpoint"):
@@ -118,25 +111,29 @@ class Loop:
             self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
             if self._metrics.lost:
                 lost = f"{self._metrics.lost} that cannot be read, which are left out"
-                self._display.say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
-        self._best = BestEvaluation(self._run.patience, self._evaluated())
-        ended = step >= session.steps or self._best.is_out_of_patience
+                say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
+        losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
+        losses = list(self._engine.comm.broadcast_object(losses, 0))
+        self._best = BestEvaluation(self._run.patience, losses)
+        has_ended = step >= session.steps or self._best.is_out_of_patience
         if self._leads:
-            if not ended:
-                self._write("start", {"step": step, **session.start_facts(resumed)})
-            missed = "" if ended else self._recorder.missed(step)
-            for text in (*session.where_it_begins(resumed, self._why_early), *filter(None, [missed])):
-                self._display.say(legible(text))
+            if not has_ended:
+                self._write("start", {"step": step, **session.start_line(resumed)})
+            missed = "" if has_ended else self._recorder.missed(step)
+            for text in (*session.resume_lines(resumed, self._best.reason), *filter(None, [missed])):
+                say(legible(text))
         try:
             self._display.start(step, session.steps, self._micro_batches)
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
-            self._finish(step, saved=ended and session.is_own(resumed))
+            self._finish(step, is_saved=has_ended and session.is_own(resumed))
         except Exception as error:
             if self._leads:
                 with contextlib.suppress(OSError):  # a disk that is full now was so before
-                    self._write("end", {"step": self._done, "error": _error_text(error)})
+                    is_ours = isinstance(error, ZerodriftError)
+                    text = str(error)[:LONGEST_ERROR] if is_ours else said(error)
+                    self._write("end", {"step": self._done, "error": text})
                     session.report(self._lines)
             raise
         finally:
@@ -153,37 +150,33 @@ class Loop:
             clock.pause()
             if self._recorder.is_due(step):
                 self._write_trace()
-            last = step == session.steps or bool(self._asked)
-            if _is_due(run.evaluate_every, step) and not last:
+            is_last = step == session.steps or bool(self._asked)
+            if _is_due(run.evaluate_every, step) and not is_last:
                 self._evaluate(step)
                 self._write_samples(step)
-            last = last or self._best.is_out_of_patience
-            if _is_due(run.export_every, step) and not last:
+            is_last = is_last or self._best.is_out_of_patience
+            if _is_due(run.export_every, step) and not is_last:
                 self._export(session.folder.export_of(step))
-            if _is_due(run.checkpoint_every, step) and not last:
+            if _is_due(run.checkpoint_every, step) and not is_last:
                 self._checkpoint(step)
             clock.go_on()
-        if self._why_early and not self._asked and began < step < session.steps:
-            self._display.say(f"ended after step {step} of {session.steps}: {self._why_early}")
+        if self._best.reason and not self._asked and began < step < session.steps:
+            self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
         return step
 
-    @property
-    def _why_early(self) -> str:
-        return self._best.words if self._best.is_out_of_patience else ""
-
     def _micro_batches(self) -> tuple[int, int]:
-        """Of the step that is under way: done, and all."""
+        """Return the finished micro-batches of this step, and all of them."""
         return self._engine.micro_batches, self._engine.accumulation
 
-    def _finish(self, step: int, saved: bool) -> None:
-        """What is done after the last step; `saved` says whether its checkpoint is there already."""
+    def _finish(self, step: int, is_saved: bool) -> None:
+        """Evaluate, save and export after the last step."""
         session = self._session
         self._write_trace()
-        if not self._asked and not self._has("evaluation", step):
+        if not self._asked and not self._has_line("evaluation", step):
             self._evaluate(step)
-        if not self._asked and not self._has("sample", step):
+        if not self._asked and not self._has_line("sample", step):
             self._write_samples(step)
-        if not saved:
+        if not is_saved:
             with self._display.doing("saving"):
                 session.checkpoint(step)
                 session.checkpoints.wait()
@@ -194,49 +187,41 @@ class Loop:
         elif self._run.export:
             self._export(session.folder.export)
         if self._leads:
-            early = self._why_early if step < session.steps and not self._asked else ""
+            early = self._best.reason if step < session.steps and not self._asked else ""
             self._write("end", {"step": step, "stopped": self._asked, "early": early})
             session.report(self._lines)
 
     # --- a step -----------------------------------------------------------------------------------------
 
     def _step(self, step: int, clock: _Clock) -> int:
-        """Step number `step`, counted from 0; returns how many have been tried."""
+        """Run step `step`, counted from 0; return the number of steps tried."""
         before = clock.seconds
-        digests = DigestsOfStep(self._engine) if _is_due(self._run.digest_every, step + 1) else None
-        first = self._first
+        engine, job, is_first = self._engine, self._session.job, self._is_first
+        digests = StepDigests(engine) if _is_due(self._run.digest_every, step + 1) else None
         with self._recorder.around(step + 1):
             watched = self._watched(step + 1, digests)
-            taken = take_step(self._session, step, watched, lambda: self._stop.asked)
-        if first:
-            model = type(self._engine.module).__name__
-            require_called(self._session.smoothed, self._engine.comm, model)
+            tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
+        if is_first:
+            require_smoothed(self._session.smoothed, engine.comm, type(engine.module).__name__)
         if digests is not None:
-            self._write("digest", digests.line(step + 1, taken.losses))
-        result, loss = taken.result, taken.loss
-        if taken.asked:
+            self._write("digest", digests.line(step + 1, tried.losses))
+        result, loss = tried.result, tried.loss
+        if tried.asked:
             self._asked = self._stop.by or "another rank"
-        bad = result.skipped and not self._engine.scaler.active
-        if bad or not math.isfinite(loss):
-            self._trouble(step + 1, taken.batches, taken.own, result)
+        if (result.skipped and not engine.scaler.active) or not math.isfinite(loss):
+            self._report_nonfinite(step + 1, tried)
         else:
             self._skips = 0
         self._loss = loss
         if self._leads:
-            self._tell(step + 1, loss, result, clock.seconds, clock.seconds - before)
-        if step + 1 in self._session.job.audit.at:
-            seen = look(self._engine, [batch.inputs() for batch in taken.batches])
+            self._report_step(step + 1, loss, result, clock.seconds, clock.seconds - before)
+        if step + 1 in job.audit.at:
+            seen = look(engine, [batch.inputs() for batch in tried.batches])
             self._write("audit", {"step": step + 1, **asdict(seen)})
         return step + 1
 
-    @contextlib.contextmanager
-    def _watched(self, step: int, digests: DigestsOfStep | None) -> Iterator[None]:
-        with self._looking(step), digests or contextlib.nullcontext():
-            yield
-
-    def _tell(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
-        feed = self._feed
-        tokens = sum(feed.tokens(step - 1))
+    def _report_step(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
+        tokens = sum(self._feed.tokens(step - 1))
         self._tokens += tokens
         line = StepMetrics(
             step=step,
@@ -245,10 +230,10 @@ class Loop:
             lr=result.lr[0] if result.lr else 0.0,
             loss_scale=result.loss_scale,
             tokens=self._tokens,
-            epoch=feed.epoch(step),
+            epoch=self._feed.epoch(step),
             seconds=seconds,
             tokens_per_second=tokens / took,
-            memory=memory(feed.seat.device),
+            memory=memory(self._feed.seat.device),
             skipped=result.skipped,
         )
         if self._metrics is not None:
@@ -257,29 +242,29 @@ class Loop:
             self._session.lock.touch()
         self._display.step(line)
 
-    # --- the first step ---------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
+        """Watch this process's first step, which must do what the plan says."""
+        is_first, self._is_first = self._is_first, False
+        is_compared = is_first and self._run.check_precision
+        compared = self._compared_with_plan(step) if is_compared else contextlib.nullcontext()
+        with compared, digests or contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
-    def _looking(self, step: int) -> Iterator[None]:
-        """The first step is watched, and must do what the plan says."""
-        first, self._first = self._first, False
-        if not first or not self._run.check_precision:
-            yield
-            return
-        model, compiled = self._engine.module, self._session.job.model.compile
+    def _compared_with_plan(self, step: int) -> Iterator[None]:
+        engine, plan, is_compiled = self._engine, self._engine.plan, self._session.job.model.compile
         flops = ForwardFlops()
-        # What is compiled is not seen operation by operation.
-        counted = contextlib.nullcontext() if compiled else flops.counting(model)
-        with observe(self._engine, operations=not compiled) as mine, counted:
+        # Compiled code has no operations to observe.
+        counted = contextlib.nullcontext() if is_compiled else flops.counting(engine.module)
+        with observe(engine, operations=not is_compiled) as mine, counted:
             yield
-        seat = self._feed.seat
-        if flops.found and self._leads and self._engine.plan.policy.pipeline is None:
-            tokens = self._feed.tokens(step - 1)[seat.numbers[0]]
+        if flops.found and self._leads and plan.policy.pipeline is None:
+            tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
             self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
-        seen = merged(self._engine.comm.all_gather_object(mine))
-        plan = self._engine.plan
-        self._display.say(compare.line(plan, seen))
-        wider = compare.widened(plan, seen)
+        seen = merged(engine.comm.all_gather_object(mine))
+        line, wider = compare.line(plan, seen), compare.widened(plan, seen)
+        self._display.say(line)
         for note in wider:
             self._display.say(legible(note))
         if self._leads:
@@ -287,19 +272,17 @@ class Loop:
                 [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
                 for c in compare.table(plan, seen)
             ]
-            values = {"step": step, "line": compare.line(plan, seen), "logits": sorted(seen.logits)}
+            values = {"step": step, "line": line, "logits": sorted(seen.logits)}
             self._write("precision", {**values, "cells": cells, "notes": wider})
             self._session.folder.save_plan(plan.noted(wider))
         compare.require_declared(plan, seen)
 
-    # --- what is not finite -----------------------------------------------------------------------------
-
-    def _trouble(self, step: int, batches: list[MicroBatch], losses: list[float], result: StepResult) -> None:
-        engine, folder = self._engine, self._session.folder
-        trouble = nonfinite.examine(self._driver, step, batches, losses, result)
+    def _report_nonfinite(self, step: int, tried: StepRun) -> None:
+        mesh, folder = self._engine.mesh, self._session.folder
+        trouble = nonfinite.examine(self._engine, step, tried.batches, tried.own, tried.result)
         saved = []
-        if not engine.mesh.rank("pipeline"):
-            saved = nonfinite.save(folder.bad, trouble, batches, engine.mesh.rank("data"))
+        if not mesh.rank("pipeline"):
+            saved = nonfinite.save(folder.bad, trouble, tried.batches, mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
         self._display.say(legible(f"{trouble}{where}"))
@@ -307,25 +290,22 @@ class Loop:
             places = "; ".join(f"{p.rank}, {p.micro_batch}, {p.loss:.4g}" for p in trouble.places)
             self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": places})
         if self._skips > self._run.max_skips:
+            must = f"at most {self._run.max_skips} steps in a row may be skipped"
+            look_at = f"Look at the batches in {folder.bad}, lower the learning rate"
+            todo = f"{look_at}, or clip (`config.gradient_clipping`)."
             raise NonFiniteError(
-                "run.max_skips",
-                f"at most {self._run.max_skips} steps in a row may be skipped",
-                got=f"{self._skips}, the last of them {trouble}",
-                do=(
-                    f"Look at the batches in {folder.bad}, lower the learning rate, or clip "
-                    "(`config.gradient_clipping`)."
-                ),
+                "run.max_skips", must, got=f"{self._skips}, the last of them {trouble}", do=todo
             )
 
     # --- between steps ----------------------------------------------------------------------------------
 
-    def _has(self, kind: str, step: int) -> bool:
-        """Whether a run that had come to its end has a line of its last step; the same on every rank."""
-        found = any(kind_of(line, kind) and line["step"] == step for line in self._lines)
+    def _has_line(self, kind: str, step: int) -> bool:
+        """Return True if an ended run has a line of its last step; the same on every rank."""
+        found = any(line["step"] == step for line in self._lines.of_kind(kind))
         return bool(self._engine.comm.broadcast_object(found, 0))
 
     def _write_trace(self) -> None:
-        """What was recorded, once; every rank writes its own."""
+        """Write the recorded steps once; every rank writes its own."""
         with self._display.doing("writing a trace"):
             recorded = self._recorder.write()
         if recorded is not None:
@@ -335,7 +315,6 @@ class Loop:
                 self._write("trace", {**steps, "folder": str(recorded.folder)})
 
     def _write_samples(self, step: int) -> None:
-        """What the model goes on with now."""
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
                 text = continuation(self._engine, self._session.tokenizer, prompt)
@@ -343,24 +322,16 @@ class Loop:
                 self._write("sample", {"step": step, "prompt": prompt, "text": text})
 
     def _evaluate(self, step: int) -> None:
-        """The mean loss over the labels of the held-out blocks."""
         if self._session.validation is None:
             return
         with self._display.doing("evaluating"):
-            found = evaluated(self._session)
+            found = evaluate(self._session)
         assert found is not None
-        loss = found.loss
-        self._display.evaluation(step, loss)
+        self._display.evaluation(step, found.loss)
         if self._leads:
-            self._write("evaluation", {"step": step, "validation_loss": loss, "labels": found.labels})
-        if self._best.take(loss) and self._run.export_best:
+            self._write("evaluation", {"step": step, "validation_loss": found.loss, "labels": found.labels})
+        if self._best.add(found.loss) and self._run.export_best:
             self._export(self._session.folder.best)
-
-    def _evaluated(self) -> list[float | None]:
-        """The losses of the evaluations so far; the same on every rank."""
-        lines = [line for line in self._lines if kind_of(line, "evaluation")]
-        found: list[float | None] = [line["validation_loss"] for line in lines]
-        return list(self._engine.comm.broadcast_object(found, 0))
 
     def _export(self, folder: Path) -> None:
         with self._display.doing("exporting"):
@@ -386,12 +357,3 @@ class Loop:
 
 def _is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _error_text(error: BaseException) -> str:
-    """In full, for the page; a defect of the program by its class."""
-    return str(error)[:_MOST] if isinstance(error, ZerodriftError) else said(error)
-
-
-_MOST = 4000
-"""Letters of an error that are kept."""

@@ -1,9 +1,8 @@
-"""Adapters of `peft` around a base model: made, written, and read back.
+"""Make, write and read adapters of `peft` on a base model.
 
-What is trained with `model.lora` is adapters alone, so an export holds them and not the model that they
-belong to. Which model that is, is kept as a digest of its values, beside the path where it lay.
-
-Invariant: adapters are never put on another base than they were trained on, where the digest is known.
+With `model.lora` the adapters alone are trained, so an export holds them and not their base. The base is
+known by a digest of its values, beside its path. Adapters are never put on another base where the digest is
+known.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,14 @@ from zerodrift.io.checkpoint.descriptions import verified
 from zerodrift.io.checkpoint.items import CheckpointReader
 from zerodrift.io.checkpoint.manifest import read_entries
 from zerodrift.model.meta import attempt
-from zerodrift.train.loop.job import Lora
+from zerodrift.train.job import Lora
 
 CONFIG = "adapter_config.json"
-"""What makes a folder one of adapters."""
+"""The file that makes a folder one of adapters."""
 BASE = "base.json"
-"""What they were trained on: `digest` and `source`."""
+"""The `digest` and `source` of the base."""
 VALUES = 256
-"""Of each parameter, in the digest of a base."""
+"""Values of each parameter in the digest of a base."""
 
 
 def require_peft(where: str) -> None:
@@ -45,26 +44,34 @@ def require_peft(where: str) -> None:
         raise ModelError(where, must, got="no such package", do=todo)
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence warnings about code of `transformers` that `peft` uses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """A model that is frozen, with adapters that are trained."""
+    """Return a frozen model with trainable adapters."""
     require_peft("model.lora")
     if not hasattr(model, "config"):
         raise UnsupportedError("model.lora", "must go with a `transformers` model", got=type(model).__name__)
     from peft import LoraConfig, get_peft_model
 
-    wanted = LoraConfig(
+    config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    with _unwarned():
-        return attempt(lambda: get_peft_model(model, wanted), "model.lora", "must fit the model")
+    with _without_warnings():
+        return attempt(lambda: get_peft_model(model, config), "model.lora", "must fit the model")
 
 
 def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
-    """Write what was trained, and nothing of the base, of which `source` is the path. Every rank calls it."""
+    """Write the adapters, with the path and digest of their base. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     for row in engine.plan.rows:
         if row.trained:
@@ -84,32 +91,21 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
 
 
 def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """A base in `dtype`, its own by default, with the adapters of a folder."""
+    """Return a base in `dtype`, by default its own, with the adapters of a folder."""
     require_peft(str(folder))
     from peft import PeftModel
 
     require_base(base, saved_base(folder).get("digest"), str(folder))
     base.to(dtype)
-    with _unwarned():
-        return attempt(
-            lambda: PeftModel.from_pretrained(base, str(folder)),
-            str(folder),
-            "must hold adapters of its base",
-        )
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """`peft` reads what `transformers` will remove, which is theirs to settle."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+    with _without_warnings():
+        load = lambda: PeftModel.from_pretrained(base, str(folder))  # noqa: E731
+        return attempt(load, str(folder), "must hold adapters of its base")
 
 
 def read_from_checkpoint(
     base: nn.Module, lora: Lora, place: Path, digest: str | None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The same with the adapters of a checkpoint, which are in fp32; `digest` is that of their base."""
+    """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
     require_base(base, digest, str(place))
     base.to(dtype)
     verified(place)
@@ -119,27 +115,23 @@ def read_from_checkpoint(
     entries = {name: entry for entry in table for name in entry.names}
     model = with_adapters(base, lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    require_all(place, trained, {name: entry.shape for name, entry in entries.items()})
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    missing = [name for name, value in trained.items() if shapes.get(name) != tuple(value.shape)]
+    if missing:
+        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        must = "must hold the adapters of the model, in their shapes"
+        raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(reader.weight(entries[name]))
     return model
 
 
-def require_all(place: Path, wanted: dict[str, nn.Parameter], there: dict[str, tuple[int, ...]]) -> None:
-    missing = [name for name, value in wanted.items() if there.get(name) != tuple(value.shape)]
-    if missing:
-        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-        must = "must hold the adapters of the model, in their shapes"
-        raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
-
-
-# --- which base -------------------------------------------------------------------------------------------
+# --- the base -------------------------------------------------------------------------------------------
 
 
 def saved_base(folder: Path) -> dict[str, str]:
-    """What is known of the base of a folder of adapters; of one that others wrote, where its config says it
-    lies."""
+    """Return `source` and `digest` of the base; for adapters of others the `source` of their config."""
     try:
         if (folder / BASE).is_file():
             found = json.loads((folder / BASE).read_text(encoding="utf-8"))
@@ -152,10 +144,14 @@ def saved_base(folder: Path) -> dict[str, str]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Of a model's values without its adapters, whatever their dtype: of some of each parameter, evenly
-    spread."""
+    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype."""
     digest = hashlib.blake2b(digest_size=12)
-    for name, values in sorted(_without_adapters(model.named_parameters())):
+    names = (
+        (name.removeprefix("base_model.model.").replace(".base_layer.", "."), values)
+        for name, values in model.named_parameters()
+        if ".lora_" not in name
+    )
+    for name, values in sorted(names, key=lambda pair: pair[0]):
         flat = values.detach().reshape(-1)
         at = np.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).astype(np.int64)
         digest.update(f"{name} {list(values.shape)} ".encode())
@@ -163,20 +159,9 @@ def base_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _without_adapters(
-    named: Iterable[tuple[str, nn.Parameter]],
-) -> Iterable[tuple[str, nn.Parameter]]:
-    for name, values in named:
-        if ".lora_" not in name:
-            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), values
-
-
 def require_base(model: nn.Module, digest: str | None, where: str) -> None:
-    """That a model is the one that adapters were trained on; None where nobody wrote its digest down."""
+    """Refuse another base than that of a digest, where there is one."""
     if digest and base_digest(model) != digest:
-        raise ModelError(
-            where,
-            "must go with the base that its adapters were trained on",
-            got="a base with other values",
-            do="Name that one: its path is in `base.json` of an export, and in `model.source` of the job.",
-        )
+        must = "must go with the base that its adapters were trained on"
+        todo = "Name that one: its path is in `base.json` of an export, and in `model.source` of the job."
+        raise ModelError(where, must, got="a base with other values", do=todo)

@@ -1,7 +1,6 @@
-"""What this machine has to train with: versions, devices, compiler, carriers; what is slow here, and why.
+"""Examine this machine for training: versions, devices, compiler, communication, and what is slow or missing.
 
-Invariant: what is told was looked up or measured here and now; nothing is changed, and what is missing is a
-line and not an error.
+Every fact is looked up or measured now. Nothing is changed, and what is missing is a line and not an error.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ EXTRAS = {
     "accelerate": "",
     "triton": "",
 }
-"""Packages that some of zerodrift uses -> the extra that installs them, where there is one."""
+"""Optional packages -> the extra that installs them, if there is one."""
 COMPILERS = ("c++", "g++", "clang++")
 SLOW = 1.5
-"""Times the time of fp32 from which bf16 products are told as slow."""
+"""Ratio to the time of fp32 products from which bf16 products are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFact:
-    """One line."""
+    """One line of the report."""
 
     part: str
     what: str
     found: str
     note: str = ""
-    """What follows from it, and what to do."""
+    """The consequence, and what to do."""
     bad: bool = False
 
 
 def examine(environment: Mapping[str, str]) -> list[MachineFact]:
-    """Everything, in the order in which it is shown."""
+    """Return all facts in the order of the report."""
     compiler = environment.get("CXX", "")
-    return [*_versions(), *_cpu(environment), *_gpus(), *_carriers(), *_kernels(compiler)]
+    return [*_versions(), *_cpu(environment), *_gpus(), *_communication(), *_kernels(compiler)]
 
 
 def _versions() -> Iterator[MachineFact]:
@@ -69,10 +68,10 @@ def _versions() -> Iterator[MachineFact]:
             extra = f"'zerodrift[{EXTRAS[name]}]'" if EXTRAS[name] else name
             yield MachineFact("versions", name, "-", f"not installed: pip install {extra}")
             continue
-        untested = warning({name: found}) if name in TESTED else ""
+        is_untested = bool(warning({name: found})) if name in TESTED else False
         tested = f"tested: {' to '.join(TESTED[name])}" if name in TESTED else ""
-        note = f"not {tested}: check results" if untested else tested
-        yield MachineFact("versions", name, found, note, bad=bool(untested))
+        note = f"not {tested}: check results" if is_untested else tested
+        yield MachineFact("versions", name, found, note, bad=is_untested)
 
 
 def _installed(name: str) -> str:
@@ -83,20 +82,18 @@ def _installed(name: str) -> str:
 
 
 def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
-    threads = torch.get_num_threads()
     asked = environment.get("OMP_NUM_THREADS")
-    note = f"OMP_NUM_THREADS={asked}" if asked else ""
     name = str(computed_by(torch.device("cpu"))["processor"])
     yield MachineFact("CPU", "processor", name or platform.machine(), f"{os.cpu_count()} logical")
-    yield MachineFact("CPU", "threads", str(threads), note)
-    times = {dtype: _seconds(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    ratio = times[torch.bfloat16] / times[torch.float32]
+    threads = str(torch.get_num_threads())
+    yield MachineFact("CPU", "threads", threads, f"OMP_NUM_THREADS={asked}" if asked else "")
+    ratio = _seconds(torch.bfloat16) / _seconds(torch.float32)
     todo = "use config.precision.mode: fp32 where a model is trained on this CPU" if ratio > SLOW else ""
     yield MachineFact("CPU", "bf16 products", f"{ratio:.2g} times the time of fp32", todo, bad=ratio > SLOW)
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Of a product of moderate matrices, the best of a few."""
+    """Return the best time of a product of moderate matrices."""
     left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(4):
@@ -107,53 +104,54 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def _gpus() -> Iterator[MachineFact]:
+    built = torch.version.cuda or torch.version.hip
     if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
         why = "no driver, or no GPU" if built else "this torch is built for CPUs alone"
         yield MachineFact("GPU", "none", "-", why)
         return
     for number in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(number)
-        slow = not torch.cuda.is_bf16_supported(including_emulation=False)
-        note = "no bf16 units: use config.precision.mode: fp16" if slow else ""
+        is_slow = not torch.cuda.is_bf16_supported(including_emulation=False)
+        note = "no bf16 units: use config.precision.mode: fp16" if is_slow else ""
         found = f"{seen.name}, {size(seen.total_memory)}, {seen.major}.{seen.minor}"
-        yield MachineFact("GPU", f"cuda:{number}", found, note, bad=slow)
-    yield MachineFact("GPU", "CUDA", str(torch.version.cuda or torch.version.hip))
+        yield MachineFact("GPU", f"cuda:{number}", found, note, bad=is_slow)
+    yield MachineFact("GPU", "CUDA", str(built))
 
 
-def _carriers() -> Iterator[MachineFact]:
-    gloo = distributed.is_available() and distributed.is_gloo_available()
+def _communication() -> Iterator[MachineFact]:
+    there = distributed.is_available()
+    gloo, nccl, shared = (
+        there and distributed.is_gloo_available(),
+        there and distributed.is_nccl_available(),
+        can_share(),
+    )
     note = "" if gloo else "ranks on a CPU need it"
     yield MachineFact("ranks", "gloo", "yes" if gloo else "no", note, bad=not gloo)
-    shared = can_share()
-    note = (
-        "" if shared else "no memfd, or no /proc: ranks of one CPU machine exchange through sockets, slower"
-    )
-    yield MachineFact("ranks", "shared memory", "yes" if shared else "no", note)
-    nccl = distributed.is_available() and distributed.is_nccl_available()
+    slow = "no memfd, or no /proc: ranks of one CPU machine exchange through sockets, slower"
+    yield MachineFact("ranks", "shared memory", "yes" if shared else "no", "" if shared else slow)
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
     found = f"yes {version}".strip() if nccl else "no"
     yield MachineFact("ranks", "NCCL", found, "" if nccl else "GPUs of several ranks need it")
 
 
 def _kernels(asked: str) -> Iterator[MachineFact]:
-    """The compiler, and whether what it is for is there."""
+    """Yield the compiler, and whether compiled updates are there."""
     compiler = shutil.which(asked) if asked else next(filter(None, map(shutil.which, COMPILERS)), None)
     todo = "" if compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
     yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=compiler is None)
-    compiled = computed_by(torch.device("cpu"))["kernels"] == "compiled"
-    slow = "" if compiled else "updates on a CPU run in plain PyTorch: the same bits, several times slower"
-    yield MachineFact(
-        "kernels", "CPU updates", "compiled" if compiled else "plain PyTorch", slow, not compiled
-    )
+    slow = "updates on a CPU run in plain PyTorch: the same bits, several times slower"
+    plain = computed_by(torch.device("cpu"))["kernels"] != "compiled"
+    found = "plain PyTorch" if plain else "compiled"
+    yield MachineFact("kernels", "CPU updates", found, slow if plain else "", plain)
     if torch.cuda.is_available():
-        there = bool(_installed("triton"))
-        slow = "" if there else "updates on a GPU run in plain PyTorch: pip install triton"
-        yield MachineFact("kernels", "GPU updates", "Triton" if there else "plain PyTorch", slow, not there)
+        plain = not _installed("triton")
+        slow = "updates on a GPU run in plain PyTorch: pip install triton"
+        found = "plain PyTorch" if plain else "Triton"
+        yield MachineFact("kernels", "GPU updates", found, slow if plain else "", plain)
 
 
 def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH) -> str:
-    """As a person reads it; what is wrong comes again at the end."""
+    """Return the report; what is wrong comes again at the end."""
     parts = [title("doctor", width=width)]
     for part in dict.fromkeys(finding.part for finding in findings):
         rows = [(f.what, f.found, f.note) for f in findings if f.part == part]

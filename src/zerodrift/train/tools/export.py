@@ -1,9 +1,7 @@
-"""The trained model as a folder that others load, and back.
+"""Export the trained model for other programs, and read an export or a checkpoint back into a model.
 
-A whole model is written by `io/safetensors/export.py`, and adapters by `adapters.py`; here is what a trainer
-adds: its tokenizer, and the way back from a folder or a checkpoint into a model to sample from.
-
-Invariant: every rank calls `export`; a folder that is there is whole.
+Whole models are written by `io/safetensors/export.py`, and adapters by `adapters.py`. A folder that is there
+is whole.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from zerodrift.model.factory import make
 from zerodrift.model.huggingface import CONFIG
 from zerodrift.model.meta import attempt
 from zerodrift.train.data.tokenizer import FILES, MODELS, Tokenizer, TransformersTokenizer
+from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.job import Job
 from zerodrift.train.tools import adapters
 
 BESIDE_TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer, base: str) -> None:
-    """Write the model as it is now, in the dtypes of the `export` column; of adapters with the digest of
-    their `base`."""
+    """Write the model in the dtypes of the `export` column; adapters with the digest of their base.
+    Collective."""
     if job.model.lora is None:
         export_model(engine, folder, overwrite=True)
     else:
@@ -46,15 +44,16 @@ def export(engine: Engine, folder: Path, job: Job, tokenizer: Tokenizer, base: s
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The files of a tokenizer, where there are some, beside a model."""
     for file in source.iterdir():
         if file.is_file() and (file.name in (*FILES, *BESIDE_TOKENIZER) or file.suffix in MODELS):
             shutil.copyfile(file, folder / file.name)
 
 
 def read(folder: Path, job: Job | None) -> nn.Module:
-    """An exported model, in fp32, which holds every dtype that was exported; `job` is what it was trained by,
-    without which the folder must say what it is."""
+    """Return an exported model in fp32, which holds every exported dtype; `job` trained it.
+
+    Without a job the folder must hold a `config.json`.
+    """
     if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
         return models.loaded(folder, torch.float32)
     if job is None:
@@ -68,7 +67,8 @@ def read(folder: Path, job: Job | None) -> nn.Module:
     model, tensors = make(source.text), dict[str, torch.Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
-    keys = attempt(lambda: model.load_state_dict(tensors, strict=False), str(folder), _HOLD)
+    load = functools.partial(model.load_state_dict, tensors, strict=False)
+    keys = attempt(load, str(folder), "must hold the tensors of the model of this run")
     here = model.state_dict(keep_vars=True)
     filled = {id(here[name]) for name in tensors if name in here}
     missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
@@ -76,22 +76,16 @@ def read(folder: Path, job: Job | None) -> nn.Module:
     return model
 
 
-_HOLD = "must hold the tensors of the model of this run"
-
-
 def read_checkpoint(model: nn.Module, place: Path) -> None:
-    """The weights and buffers of a checkpoint into a model that has memory for them."""
+    """Copy the weights and buffers of a checkpoint into a model that has memory for them."""
     verified(place)
     reader, table = CheckpointReader(place), read_entries(place)
     for entry in table:
         reader.check(entry)
     entries = {name: entry for entry in table for name in entry.names}
     parameters = dict(model.named_parameters())
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if name not in entries or entries[name].shape != tuple(parameter.shape)
-    ]
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
     models.require_whole(place, missing, ())
     with torch.no_grad():
         for name, parameter in parameters.items():

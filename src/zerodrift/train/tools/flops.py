@@ -1,10 +1,8 @@
-"""How much a step computes, and how much of its device that is: model FLOPs utilisation.
+"""Count the operations of a step, and know the peaks of devices: model FLOPs utilisation.
 
-The operations of one forward are counted as they run, by torch's own formulas; training is three times that,
-as is customary: what recomputed activations cost is not the model's work. A device's peak is what its maker
+The operations of one forward are counted as they run, by torch's own formulas. Training counts three times
+that, as is customary: recomputed activations are not the model's work. A peak is what the device's maker
 states for dense products in a dtype.
-
-Invariant: a share is only told where both of its numbers are known; else there is the reason.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("MI300X", {"bf16": 1307, "fp16": 1307, "fp32": 163}),
     ("MI250X", {"bf16": 383, "fp16": 383, "fp32": 48}),
 )
-"""Words of a device's name -> TFLOP/s of dense products by dtype; the first that fits."""
+"""Words of a device's name -> TFLOP/s of dense products by dtype; the first match counts."""
 
 _SLOWER = ("Laptop", "Max Q", "D")
-"""Words of devices that are slower than their namesakes."""
+"""Words in the names of slower variants."""
 
 
 class ForwardFlops:
-    """Those of the first forward of a module inside of `counting`; None where none was whole."""
+    """The operations of the first forward of a module inside `counting`; None if none was complete."""
 
     def __init__(self) -> None:
         self.found: int | None = None
@@ -89,7 +87,7 @@ class ForwardFlops:
 
 
 def peak(device: str, dtype: str) -> float | None:
-    """FLOP/s that a device is stated to have; None where that is not known here."""
+    """Return the stated FLOP/s of a device; None if unknown."""
     words = f" {device.replace('-', ' ')} "
     if any(f" {word} " in words for word in _SLOWER):
         return None
@@ -98,7 +96,7 @@ def peak(device: str, dtype: str) -> float | None:
 
 
 def dtype_of_products(compute: str) -> str:
-    """What the products of a compute dtype run in: torch may take TF32 for fp32."""
+    """Return the dtype of the products of a compute dtype: torch may take TF32 for fp32."""
     tf32 = compute == "fp32" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else compute
 

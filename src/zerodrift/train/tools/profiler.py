@@ -1,6 +1,6 @@
-"""Steps recorded by torch's profiler: a trace of each rank, for Perfetto or chrome://tracing.
+"""Record steps with torch's profiler: a trace of each rank, for Perfetto or chrome://tracing.
 
-Invariant: a run that is recorded computes the same bits as one that is not.
+A recorded run computes the same bits.
 """
 
 from __future__ import annotations
@@ -16,19 +16,32 @@ from torch._C._profiler import _ExperimentalConfig
 
 from zerodrift.errors import ConfigError
 from zerodrift.io.paths import writing
-from zerodrift.train.loop.job import Profile
+from zerodrift.train.job import Profile
 
 
-def require_inside(wanted: Profile | None, steps: int) -> None:
-    """That the steps to record are steps of the run."""
+def require_steps(wanted: Profile | None, steps: int) -> None:
+    """Refuse to record steps after the end of the run."""
     if wanted is not None and wanted.last > steps:
         must = f"must lie within the {steps:,} steps of the run"
         got = f"steps {wanted.from_} to {wanted.last}"
         raise ConfigError("run.profile", must, got=got, do="Lower `from` or `steps`, or raise `run.steps`.")
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """Steps with a trace of each rank."""
+
+    first: int
+    last: int
+    folder: Path
+
+    def __str__(self) -> str:
+        steps = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
+        return f"trace of {steps}, a file for each rank: {self.folder}"
+
+
 class StepRecorder:
-    """Records what `run.profile` names, of one rank."""
+    """Records the steps of `run.profile` on one rank."""
 
     def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
         self._wanted, self._folder, self._rank, self._device = wanted, folder, rank, device
@@ -37,7 +50,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around step number `step`, counted from 1."""
+        """Record step `step`, counted from 1, if it is wanted."""
         wanted = self._wanted
         if wanted is None or not wanted.from_ <= step <= wanted.last:
             yield
@@ -45,7 +58,7 @@ class StepRecorder:
         if self._profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
-            # Also of the thread of a backward that goes on in turns with a forward. Private in torch.
+            # A backward in turns with a forward has a thread of its own. Private in torch.
             threads = _ExperimentalConfig(profile_all_threads=True)
             self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
             self._first = step
@@ -55,11 +68,11 @@ class StepRecorder:
             yield
 
     def is_due(self, step: int) -> bool:
-        """Whether a trace is whole after this step."""
+        """Return True if a trace is complete after this step."""
         return self._profiler is not None and self._wanted is not None and step >= self._wanted.last
 
     def write(self) -> RecordedSteps | None:
-        """Write what was recorded; None where nothing was."""
+        """Write the recorded steps; return None if there are none."""
         if self._profiler is None:
             return None
         profiler, self._profiler = self._profiler, None
@@ -72,21 +85,8 @@ class StepRecorder:
         return RecordedSteps(self._first, self._last, self._folder)
 
     def missed(self, step: int) -> str:
-        """What there is to say to a run that begins after `step`, where it is too late to record."""
+        """Return a note for a run that begins after the wanted steps, without a trace of them."""
         wanted = self._wanted
         if wanted is None or step < wanted.last or self._folder.is_dir():
             return ""
         return f"steps {wanted.from_} to {wanted.last} are over and are not recorded (`run.profile`)"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedSteps:
-    """Of which there is a trace of each rank."""
-
-    first: int
-    last: int
-    folder: Path
-
-    def __str__(self) -> str:
-        steps = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
-        return f"trace of {steps}, a file for each rank: {self.folder}"

@@ -1,7 +1,4 @@
-"""The job file's reference page, from the docstrings and defaults of `job.py`.
-
-Invariant: no key is described here.
-"""
+"""Write the reference page of job files, `docs/job.md`, from the docstrings and defaults of `job.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from zerodrift.config import fields
-from zerodrift.train.loop.job import Job
+from zerodrift.train.job import Job
 
 _INTRO = """\
-<!-- Generated from `zerodrift/train/loop/job.py` by `make docs`. Edit what it is made from. -->
+<!-- Generated from `zerodrift/train/job.py` by `make docs`. Edit what it is made from. -->
 
 # Job keys
 
@@ -28,7 +25,7 @@ paths lead wherever you may read and write: [what somebody else's job may do](tr
 
 
 def render_job() -> str:
-    """`docs/job.md`."""
+    """Return `docs/job.md`."""
     parts = [_INTRO]
     for name, block in _blocks(Job, ""):
         parts.append(f"## `{name}`" if name else "## At top level")
@@ -39,7 +36,7 @@ def render_job() -> str:
 
 
 def _blocks(block: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """A block, and those in it."""
+    """Yield a block and its inner blocks."""
     yield name, block
     for key, kind in fields.fields(block).items():
         inner, item = fields.block_of(kind), fields.item_of(kind)
@@ -62,7 +59,7 @@ def _table(block: type[BaseModel]) -> str:
 
 
 def _default(value: Any) -> str:
-    """A default as a job file spells it; nothing for one that is told in words."""
+    """Return a default as a job file spells it; empty for one that is described in words."""
     if value is None or value in ("", (), {}) or isinstance(value, BaseModel):
         return ""
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"

@@ -1,10 +1,8 @@
-"""Steps of a run computed once more, from one of its checkpoints, and compared with what it wrote down.
+"""Replay steps of a run from one of its checkpoints, and compare them with the digests that it recorded.
 
-`replay` starts the processes; in each, `replay_here` takes the steps, and rank 0 compares. Nothing of the run
-is changed: what a rank writes goes to the folder `replay` in it.
-
-Invariant: where it says "the same bits", every digest that the run recorded of those steps was computed anew
-and is equal.
+`replay` starts the processes; in each, `replay_here` runs the steps, and rank 0 compares. The run stays as it
+is: ranks write into the folder `replay` in it. "The same bits" means that every recorded digest of these
+steps was computed anew and is equal.
 """
 
 from __future__ import annotations
@@ -22,138 +20,122 @@ from zerodrift.io.checkpoint.folder import CheckpointFolder
 from zerodrift.io.checkpoint.manifest import read_manifest
 from zerodrift.plan.dealing import dealt
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Batch
 from zerodrift.record import decode, encode
-from zerodrift.train.loop.job import Job
 from zerodrift.train.loop.launcher import Launcher, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report import metrics
+from zerodrift.train.report.metrics import read as read_metrics
 
-KIND = "digest"
-
-OTHER = 3
-"""Exit code where bits are other than recorded."""
+Lines = Sequence[Mapping[str, Any]]
+DIFFERENT = 3
+"""Exit code for different bits."""
+OUTSIDE = "what is in no block"
+"""The unit of a plan without a name."""
+SHOWN = 4
+"""Names of a list that are written out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What the ranks are asked."""
+class ReplayRequest:
+    """What the ranks replay."""
 
     run: str
-    """The folder of the run."""
+    """Folder of the run."""
     last: int
     """The last step, counted from 1."""
     result: str
-    """Where rank 0 writes what was found."""
+    """The file for the result."""
 
 
 @dataclass(frozen=True, slots=True)
-class OtherBits:
-    """A recorded step that came out otherwise."""
+class StepDifference:
+    """A recorded step with different bits."""
 
     step: int
     since: int
-    """The last step before it that was compared, and the same."""
+    """The last step before it that was compared, with the same bits."""
     losses: tuple[int, ...]
-    """Micro-batches, by number."""
+    """Numbers of micro-batches."""
     gradients: tuple[str, ...]
     """Units, in the order of the plan."""
     state: tuple[str, ...]
     units: int
-    """Of the plan."""
+    """Units of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What came of it."""
+class ReplayResult:
+    """The result of a replay."""
 
     first: int
-    """The step that was begun with, counted from 1."""
+    """The first step, counted from 1."""
     compared: int
-    """Recorded steps."""
-    difference: OtherBits | None
+    """Recorded steps that were compared."""
+    difference: StepDifference | None
     computed_by: tuple[str, ...] = ()
-    """What bits depend on beside the job, where it is not as in the run."""
+    """Circumstances that affect bits and differ from those of the run."""
 
 
-# --- in the process of the command --------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------
 
 
 def replay(run: Path, first: int | None, last: int | None, nproc: int | None, debug: bool) -> int:
-    """Replay the steps after `first` up to `last` on `nproc` processes; returns the exit code."""
+    """Replay the steps after `first` up to `last` on `nproc` processes; return the exit code."""
     folder = RunFolder(run)
-    job, lines, plan = folder.load_job(), metrics.read(folder.metrics), folder.load_plan()
+    job, lines, plan = folder.load_job(), read_metrics(folder.metrics), folder.load_plan()
     recorded = _recorded(folder, lines)
     began, start = _start(folder, first)
     end = max(recorded) if last is None else last
     steps = [step for step in recorded if began < step <= end]
     if not steps:
-        raise ConfigError(
-            "--from and --to",
-            "must have a recorded step between them",
-            got=f"steps {began + 1} to {end}",
-            do=f"Steps {min(recorded)} to {max(recorded)} have digests, as `run.digest_every` asked for.",
-        )
+        got = f"steps {began + 1} to {end}"
+        todo = f"Steps {min(recorded)} to {max(recorded)} have digests, as `run.digest_every` asked for."
+        raise ConfigError("--from and --to", "must have a recorded step between them", got=got, do=todo)
     count = nproc or plan.mesh.world
-    overrides = [*_batch(plan, count), *_quiet(folder, job, start)]
+    separate = {
+        "run.folder": str(folder.replay),
+        "run.resume": start or "never",
+        "run.tensorboard": False,
+        "run.wandb": "",
+        "data.cache": str(folder.cache(job.data.cache)),
+    }
+    overrides = [*_batch(plan, count), *(f"{key}={json.dumps(value)}" for key, value in separate.items())]
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = Request(str(folder.path), max(steps), str(result))
-    print(
-        f"replay of {folder.path}: steps {began + 1} to {max(steps)} on {several(count, 'rank')}", flush=True
-    )
-    logs, threads = folder.replay / "logs", _threads(lines)
-    source = str(folder.job)
-    code = _code(Launcher(source, overrides, count, logs, debug, threads=threads, replay=asdict(request)))
+    request = asdict(ReplayRequest(str(folder.path), max(steps), str(result)))
+    last_step = max(steps)
+    ranks = several(count, "rank")
+    print(f"replay of {folder.path}: steps {began + 1} to {last_step} on {ranks}", flush=True)
+    starts = [line for line in lines if line["kind"] == "start"]
+    threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
+    logs = folder.replay / "logs"
+    try:
+        launcher = Launcher(str(folder.job), overrides, count, logs, debug, threads=threads, replay=request)
+        code = launcher.wait()
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        code = 2
     if code:
         return code
-    found = decode(Found, json.loads(result.read_text(encoding="utf-8")))
-    print("\n".join(told(found, plan, count)), flush=True)
-    return 0 if found.difference is None else OTHER
+    found = decode(ReplayResult, json.loads(result.read_text(encoding="utf-8")))
+    print("\n".join(result_lines(found, plan, count)), flush=True)
+    return 0 if found.difference is None else DIFFERENT
 
 
-def _recorded(folder: RunFolder, lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Step -> its line, of those that have digests."""
-    recorded = {line["step"]: line for line in lines if metrics.kind_of(line, KIND)}
+def _recorded(folder: RunFolder, lines: Lines) -> dict[int, Mapping[str, Any]]:
+    """Return the recorded steps with their lines."""
+    recorded = {line["step"]: line for line in lines if line["kind"] == "digest"}
     if not recorded:
-        raise ConfigError(
-            str(folder.metrics),
-            "must have digests to compare with",
-            got="none",
-            do="Train with `run.digest_every`.",
-        )
+        must, todo = "must have digests to compare with", "Train with `run.digest_every`."
+        raise ConfigError(str(folder.metrics), must, got="none", do=todo)
     return recorded
 
 
-def _threads(lines: Sequence[dict[str, Any]]) -> int | None:
-    """Of each rank of the run, on which the bits of some operations depend."""
-    starts = [line for line in lines if metrics.kind_of(line, "start")]
-    return starts[-1].get("threads") if starts else None
-
-
-def _apart(lines: Sequence[dict[str, Any]], step: int, now: Mapping[str, Any]) -> tuple[str, ...]:
-    """What those who took the step after `step` computed with, where it is not what is used now."""
-    starts = [line for line in lines if metrics.kind_of(line, "start") and line["step"] <= step]
-    before = starts[-1] if starts else {}
-    return tuple(
-        f"by {what} {before[what]}, here {now[what]}"
-        for what in now
-        if what in before and before[what] != now[what]
-    )
-
-
-def _code(launcher: Launcher) -> int:
-    try:
-        return launcher.wait()
-    except RankFailedError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
 def _start(folder: RunFolder, first: int | None) -> tuple[int, str]:
-    """The step after which the replay begins, and what it loads: the newest checkpoint that is early enough;
-    without `first` the oldest; step 0 needs none."""
+    """Return the step after which the replay begins, and its checkpoint.
+
+    It is the newest checkpoint before `first`, or the oldest without it. Step 0 needs none.
+    """
     there = {0: ""}
     for tag in CheckpointFolder(folder.checkpoints).tags():
         path = folder.checkpoints / tag
@@ -165,27 +147,31 @@ def _start(folder: RunFolder, first: int | None) -> tuple[int, str]:
 
 
 def _batch(plan: Plan, ranks: int) -> list[str]:
-    """Overrides by which as many ranks take the micro-batches of the plan; says why where they cannot. A
-    pipeline stays one where its stages have as many ranks each, and is left out elsewhere."""
+    """Return overrides for another number of ranks, or say why they cannot have the plan's micro-batches.
+
+    A pipeline stays one if its stages have equally many ranks, and is left out otherwise.
+    """
     batch, mesh = plan.policy.batch, plan.mesh
+    if ranks == mesh.world:
+        return []
     problems = Problems()
-    if ranks != mesh.world and not plan.policy.tree:
-        problems.add(
-            "--nproc",
-            f"must be {mesh.world}, as the run had: its gradients were summed in the order of ranks",
-            got=ranks,
-            do="Train with `precision.reduce: {order: tree}`, whose bits are the same on any number.",
-        )
+    if not plan.policy.tree:
+        must = f"must be {mesh.world}, as the run had: its gradients were summed in the order of ranks"
+        todo = "Train with `precision.reduce: {order: tree}`, whose bits are the same on any number."
+        problems.add("--nproc", must, got=ranks, do=todo)
     total = batch.accumulation * mesh.data
     stages = 1 if ranks % mesh.pipeline else mesh.pipeline
     data = ranks // stages
-    if total % data and ranks != mesh.world:
-        whose = "" if stages == 1 else f", {stages} processes for each"
-        problems.add("--nproc", f"must divide the {total} micro-batches of a step{whose}", got=ranks)
+    if total % data:
+        each = "" if stages == 1 else f", {stages} processes for each"
+        problems.add("--nproc", f"must divide the {total} micro-batches of a step{each}", got=ranks)
     problems.raise_as(ConfigError)
-    if ranks == mesh.world:
-        return []
-    numbers: dict[str, object] = {**_numbers(batch, total // data, total)}
+    numbers: dict[str, object] = {
+        "train_batch_size": batch.micro * total,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": total // data,
+        "sharding.replicate": 1,
+    }
     if stages > 1:
         numbers["pipeline.micro_batches"] = total // data
     elif mesh.pipeline > 1:
@@ -193,32 +179,11 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
     return [f"config.{key}={number}" for key, number in numbers.items()]
 
 
-def _numbers(batch: Batch, accumulation: int, total: int) -> dict[str, int]:
-    return {
-        "train_batch_size": batch.micro * total,
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": accumulation,
-        "sharding.replicate": 1,
-    }
+# --- in words ---------------------------------------------------------------------------------------------
 
 
-def _quiet(folder: RunFolder, job: Job, start: str) -> list[str]:
-    """Overrides by which a run leaves the folder of the other alone."""
-    values = {
-        "run.folder": str(folder.replay),
-        "run.resume": start or "never",
-        "run.tensorboard": False,
-        "run.wandb": "",
-        "data.cache": str(folder.cache(job.data.cache)),
-    }
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
-# --- in words -----------------------------------------------------------------------------------------------
-
-
-def told(found: Found, plan: Plan, ranks: int) -> list[str]:
-    """What a person reads; `plan` is that of the run."""
+def result_lines(found: ReplayResult, plan: Plan, ranks: int) -> list[str]:
+    """Return the result in words; `plan` is that of the run."""
     difference, before = found.difference, plan.mesh.world
     where = f"on {several(ranks, 'rank')}"
     where += f", where {before} recorded them" if ranks != before else ", as they were recorded"
@@ -226,27 +191,16 @@ def told(found: Found, plan: Plan, ranks: int) -> list[str]:
         return [f"the same bits in {several(found.compared, 'recorded step')}, {where}"]
     losses = "the same"
     if difference.losses:
-        numbers = ", ".join(f"{g} (rank {_rank_of(plan, g)})" for g in difference.losses[:SHOWN])
-        losses = f"other in micro-batch {numbers}" + _more(difference.losses)
-    return [
+        numbers = [f"{number} (rank {_rank_of(plan, number)})" for number in difference.losses]
+        losses = f"other in micro-batch {_few(numbers)}"
+    lines = [
         f"step {difference.step}: other bits {where}",
         f"  losses     {losses}",
         f"  gradients  {_units(difference.gradients, difference.units)}",
         f"  state      {_units(difference.state, difference.units)}",
-        *([f"  {'computed':10} {'; '.join(found.computed_by)}"] if found.computed_by else []),
-        *_meaning(difference),
     ]
-
-
-OUTSIDE = "what is in no block"
-"""The unit of a plan that has no name."""
-
-SHOWN = 4
-"""Names of a list that are written out."""
-
-
-def _meaning(difference: OtherBits) -> list[str]:
-    lines = []
+    if found.computed_by:
+        lines.append(f"  {'computed':10} {'; '.join(found.computed_by)}")
     if difference.losses:
         lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
     elif difference.gradients:
@@ -265,85 +219,86 @@ def _meaning(difference: OtherBits) -> list[str]:
 def _units(names: Sequence[str], of: int) -> str:
     if not names:
         return "the same"
-    listed = ", ".join(name or OUTSIDE for name in names[:SHOWN])
-    return f"other in {len(names)} of {several(of, 'unit')}: {listed}{_more(names)}"
+    return f"other in {len(names)} of {several(of, 'unit')}: {_few([name or OUTSIDE for name in names])}"
 
 
-def _more(names: Sequence[object]) -> str:
-    return f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+def _few(names: Sequence[str]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _rank_of(plan: Plan, number: int) -> int:
-    """The data rank that had a micro-batch in the run that recorded it."""
+    """Return the data rank of a micro-batch in the run."""
     return next(rank for rank in range(plan.mesh.data) if number in dealt(plan, rank))
 
 
-# --- in each rank -------------------------------------------------------------------------------------------
+# --- a rank -----------------------------------------------------------------------------------------------
 
 
-def replay_here(source: str, overrides: Sequence[str], request: Request) -> None:
-    """One rank of a replay."""
+def replay_here(source: str, overrides: Sequence[str], request: ReplayRequest) -> None:
+    """Replay the steps on this rank."""
     from zerodrift.comm.mesh import started
     from zerodrift.engine.digest import computed_by
-    from zerodrift.train.loop.digests import DigestsOfStep
-    from zerodrift.train.loop.job_file import read_job
+    from zerodrift.train.job_file import read_job
     from zerodrift.train.loop.session import assemble
-    from zerodrift.train.loop.step import take_step
-    from zerodrift.train.report.display import SilentDisplay, clock
+    from zerodrift.train.loop.step import StepDigests, run_step
+    from zerodrift.train.report.display import Display, clock
 
     rank, _ = started()
     job, config = read_job(source, overrides)
     folder = RunFolder(Path(request.run))
-    lines = metrics.read(folder.metrics)
+    lines = read_metrics(folder.metrics)
     recorded = _recorded(folder, lines)
-    session = assemble(job, config, SilentDisplay())
+    session = assemble(job, config, Display())
+    engine = session.engine
     try:
         first = session.resume().step
         same, compared, difference = first, 0, None
         began = time.perf_counter()
         for step in range(first, request.last):
-            digests = DigestsOfStep(session.engine)
-            taken = take_step(session, step, digests)
+            digests = StepDigests(engine)
+            tried = run_step(engine, session.feed, job.run.seed, step, digests)
             if step + 1 not in recorded:
                 continue
-            line = digests.line(step + 1, taken.losses)
+            line = digests.line(step + 1, tried.losses)
             compared += 1
             difference = _compared(recorded[step + 1], line, same)
             left = (time.perf_counter() - began) / (step + 1 - first) * (request.last - step - 1)
             if rank == 0:
-                said = "the same" if difference is None else "other bits"
-                print(f"  step {step + 1} of {request.last}  {said}  ({clock(left)} left)", flush=True)
-            if session.engine.comm.broadcast_object(difference is not None, 0):
+                verdict = "the same" if difference is None else "other bits"
+                print(f"  step {step + 1} of {request.last}  {verdict}  ({clock(left)} left)", flush=True)
+            if engine.comm.broadcast_object(difference is not None, 0):
                 break
             same = step + 1
         if rank == 0:
-            now = computed_by(session.engine.mesh.device)
-            apart = () if difference is None else _apart(lines, difference.step - 1, now)
-            found = Found(first + 1, compared, difference, apart)
+            now = computed_by(engine.mesh.device)
+            changed = () if difference is None else _circumstances(lines, difference.step - 1, now)
+            found = ReplayResult(first + 1, compared, difference, changed)
             Path(request.result).write_text(json.dumps(encode(found)), encoding="utf-8")
     finally:
         session.close()
 
 
-def _compared(recorded: Mapping[str, Any], now: Mapping[str, Any], since: int) -> OtherBits | None:
-    before, after = len(recorded["losses"]), len(now["losses"])
-    if before != after:
-        raise ConfigError(
-            f"step {now['step']}",
-            "must have been recorded with the batch that the run has now",
-            got=f"{several(before, 'micro-batch', 'micro-batches')}, where there are {after}",
-            do="Replay the steps after the batch was changed: `--from STEP`.",
-        )
-    losses = tuple(
-        number
-        for number, (before, after) in enumerate(zip(recorded["losses"], now["losses"], strict=True))
-        if before != after
+def _circumstances(lines: Lines, step: int, now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the step after `step` was computed by, if it differs from `now`."""
+    starts = [line for line in lines if line["kind"] == "start" and line["step"] <= step]
+    before = starts[-1] if starts else {}
+    changed = [what for what in now if what in before and before[what] != now[what]]
+    return tuple(f"by {what} {before[what]}, here {now[what]}" for what in changed)
+
+
+def _compared(recorded: Mapping[str, Any], now: Mapping[str, Any], since: int) -> StepDifference | None:
+    before, after = recorded["losses"], now["losses"]
+    if len(before) != len(after):
+        must = "must have been recorded with the batch that the run has now"
+        there = several(len(before), "micro-batch", "micro-batches")
+        todo = "Replay the steps after the batch was changed: `--from STEP`."
+        raise ConfigError(f"step {now['step']}", must, got=f"{there}, where there are {len(after)}", do=todo)
+    losses = tuple(n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+    gradients, state = (
+        tuple(unit for unit in now[part] if recorded[part].get(unit) != now[part][unit])
+        for part in ("gradients", "state")
     )
-    gradients, state = (_others(recorded[part], now[part]) for part in ("gradients", "state"))
     if not (losses or gradients or state):
         return None
-    return OtherBits(now["step"], since, losses, gradients, state, len(now["state"]))
-
-
-def _others(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(unit for unit in now if recorded.get(unit) != now[unit])
+    return StepDifference(now["step"], since, losses, gradients, state, len(now["state"]))

@@ -1,9 +1,7 @@
-"""Text from a trained model: to see that it learned.
+"""Sample text from a trained model, to see that it learned.
 
-Reads the exported model of a run, or, where there is none yet, its newest checkpoint, into a model on this
-machine's device, and lets it go on from a prompt, token by token. For looking, not for serving.
-
-Invariant: equal seed, prompt and settings give equal text.
+The exported model of a run, or its newest checkpoint before there is one, continues a prompt on this
+machine's device. It is for looking, not for serving. Equal seed, prompt and settings give equal text.
 """
 
 from __future__ import annotations
@@ -19,11 +17,12 @@ from torch import nn
 
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model.factory import importable
-from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data import chat_template
 from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
 from zerodrift.train.loop import model as models
+from zerodrift.train.loop.model_checks import positions
 from zerodrift.train.tools import adapters, export
-from zerodrift.train.tools.artifacts import FoundModel, base_of, model_at
+from zerodrift.train.tools.artifacts import TrainedModel, base_of, model_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,11 @@ class SamplingOptions:
     """How the next token is chosen."""
 
     tokens: int
-    """At most so many."""
+    """Most tokens."""
     temperature: float
     """0 takes the likeliest."""
     top: int
-    """Of so many of the likeliest; 0 is of all."""
+    """Number of likeliest tokens to choose from; 0 for all."""
     seed: int
 
 
@@ -43,42 +42,41 @@ class TextGenerator:
     """A trained model and its tokenizer."""
 
     def __init__(self, path: Path, device: str | None = None) -> None:
-        """`path` is a run, its export, or a checkpoint of it; from whatever working folder."""
+        """`path` is a run, its export, or a checkpoint of it, from any working folder."""
         found = model_at(path)
         self._letters: Tokenizer = _tokenizer(found)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
-        self._cached = hasattr(self._model, "generate")
+        self._has_cache = hasattr(self._model, "generate")
 
     def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
-        """What comes after the prompt, piece by piece; what is wrong with it is told at once."""
+        """Continue a prompt piece by piece; a wrong prompt is refused at once."""
         ends = {self._letters.end}
         if as_chat:
-            ends = rendering.ends(self._letters)
-            given = rendering.prompt([{"role": "user", "content": prompt}], self._letters)
+            ends = chat_template.ends(self._letters)
+            given = chat_template.prompt([{"role": "user", "content": prompt}], self._letters)
         else:
             given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
         tokens = [int(token) for token in given] or [self._letters.end]
-        room = models.positions(self._model)
-        if room is not None and len(tokens) >= room:
-            must = f"must leave room in the model's {room:,} positions"
-            raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
+        room = positions(self._model)
         if room is not None:
+            if len(tokens) >= room:
+                must = f"must leave room in the model's {room:,} positions"
+                raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
             options = replace(options, tokens=min(options.tokens, room - len(tokens)))
         return self._pieces(tokens, options, ends)
 
     def _pieces(self, tokens: list[int], options: SamplingOptions, ends: Collection[int]) -> Iterator[str]:
         generator = torch.Generator().manual_seed(options.seed)
-        said: list[int] = []
+        written: list[int] = []
         shown = ""
         for token in self._tokens(tokens, options, generator):
             if token in ends:
                 break
-            said.append(token)
-            text = self._letters.decode(said)
-            # The end of a text that is cut inside a character is not to be shown yet.
-            complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            written.append(token)
+            # A character that is cut at the end of the text is not shown yet.
+            complete = self._letters.decode(written).rstrip("\N{REPLACEMENT CHARACTER}")
             if len(complete) > len(shown):
                 yield complete[len(shown) :]
                 shown = complete
@@ -88,10 +86,9 @@ class TextGenerator:
         self, given: list[int], options: SamplingOptions, generator: torch.Generator
     ) -> Iterator[int]:
         cache: Any = None
-        tokens = torch.tensor([given], device=self._device)
-        ahead = tokens
+        tokens = ahead = torch.tensor([given], device=self._device)
         for _ in range(options.tokens):
-            if self._cached:
+            if self._has_cache:
                 out = self._model(input_ids=ahead, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
             else:
@@ -104,14 +101,10 @@ class TextGenerator:
 
 
 def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
-    """The next token, of `[vocabulary]`."""
+    """Choose the next token. Shape [vocabulary]."""
     if not logits.max().isfinite() or logits.isnan().any():
-        raise NonFiniteError(
-            "logits",
-            "must be finite",
-            got="NaN or infinity",
-            do="The model has diverged: sample an earlier one.",
-        )
+        todo = "The model has diverged: sample an earlier one."
+        raise NonFiniteError("logits", "must be finite", got="NaN or infinity", do=todo)
     if options.temperature <= 0:
         return int(logits.argmax())
     logits = logits / options.temperature
@@ -121,18 +114,16 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def _tokenizer(found: FoundModel) -> Tokenizer:
-    """The one beside the weights, else the job's, else bytes."""
+def _tokenizer(found: TrainedModel) -> Tokenizer:
+    """Return the tokenizer beside the weights, else the job's, else bytes."""
     job, beside = found.job, found.export
     if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
         return tokenizer("auto", str(beside))
-    if job is None:
-        return tokenizer("bytes", "")
-    return tokenizer(job.data.tokenizer, job.model.source)
+    return tokenizer("bytes", "") if job is None else tokenizer(job.data.tokenizer, job.model.source)
 
 
-def load(found: FoundModel) -> nn.Module:
-    """The model as it was exported, or as a checkpoint has it."""
+def load(found: TrainedModel) -> nn.Module:
+    """Return the model of an export or a checkpoint."""
     if found.export is not None:
         return export.read(found.export, found.job)
     job, checkpoint = found.job, found.checkpoint
