@@ -14,7 +14,7 @@ import pytest
 from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, start
 from tests.ranks.harness import run_ranks
-from zerodrift.train.loop.signals import shown
+from zerodrift.train.loop.signals import signal_name
 from zerodrift.train.loop.start import run_here
 
 STEPS = 20
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     assert err == "" and out.count("zerodrift train ") == 1, "one rank speaks"
     assert "finishing this step, then saving" in out and out.count("again: stop at once") == 1
     assert 2 <= done < STEPS - 5
-    assert f"{shown(number.name)}: step {done} is finished and saved" in out
+    assert f"{signal_name(number.name)}: step {done} is finished and saved" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
     # A rank that is killed is named.

@@ -14,7 +14,7 @@ import pytest
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import formats
 from zerodrift.train.data.formats import ARRAY, CSV
-from zerodrift.train.data.rows import rows as rows_in
+from zerodrift.train.data.rows import read_rows as rows_in
 
 ROWS = [{"text": f"row {number} of some length, with Übung", "n": number} for number in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()

@@ -16,7 +16,7 @@ from zerodrift.errors import ConfigError
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.prepare import prepare
-from zerodrift.train.data.sampling import Mixture, MixtureSampler, shares
+from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
 WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
@@ -57,7 +57,7 @@ def seat(micro: int) -> BatchLayout:
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
 def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
     counts = (40, 10, 3)[: len(weights)]
-    given = shares(counts, weights)
+    given = divide_by_weight(counts, weights)
     assert sum(given) == sum(counts) and min(given) >= 1
     sampler = MixtureSampler(counts, given, seed=5)
     ends = np.cumsum(counts)

@@ -19,7 +19,7 @@ from tests.unit.test_train_data import data, parts_of
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.prepare import Prepared, prepare
+from zerodrift.train.data.prepare import PreparedData, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
@@ -214,7 +214,7 @@ def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
 
 
-def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> Prepared:
+def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> PreparedData:
     (folder / file.name).write_bytes(file.content)
     return prepare(data(folder / file.name, block=BLOCK, **rest), letters, folder / "cache")
 
@@ -403,8 +403,8 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     inner.add_special_tokens({"additional_special_tokens": ["<turn>"]})
     inner.save_pretrained(str(folder))
     letters = TransformersTokenizer(folder)
-    assert rendering.ends(letters) == {letters.end, letters.marks["<turn>"]}
-    assert rendering.ends(ByteTokenizer()) == {256}
+    assert rendering.end_tokens(letters) == {letters.end, letters.marks["<turn>"]}
+    assert rendering.end_tokens(ByteTokenizer()) == {256}
 
 
 def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:

@@ -98,15 +98,15 @@ def test_pieces_are_the_text_wherever_they_end(tmp_path: Path, monkeypatch: pyte
     meant = content[1:].replace("\r\n", "\n").replace("\r", "\n")
     for size in (1, 2, 3, 5, 100):
         monkeypatch.setattr(formats, "_PIECE", size)
-        assert "".join(formats.text(file)) == meant
+        assert "".join(formats.read_text(file)) == meant
         file.write_bytes(b"12345\xff")
         with pytest.raises(ConfigError, match="byte 0xff at offset 5"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes("äöü\0".encode())
         with pytest.raises(ConfigError, match="a zero at character 3"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes(b"1234\xe6\x97")
         with pytest.raises(ConfigError, match="byte 0xe6 at offset 4"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes(content.encode())
-    assert "".join(formats.text(file)) == meant
+    assert "".join(formats.read_text(file)) == meant

@@ -18,7 +18,7 @@ from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of,
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.data import report
 from zerodrift.train.data.blocks import INDEX
-from zerodrift.train.data.prepare import Prepared
+from zerodrift.train.data.prepare import PreparedData
 from zerodrift.train.data.tokenizer import ByteTokenizer
 from zerodrift.train.loop.model_checks import check_positions
 
@@ -304,7 +304,7 @@ def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Pat
 # --- the cache ----------------------------------------------------------------------------------------
 
 
-def read_all(parts: Prepared) -> list[np.ndarray]:
+def read_all(parts: PreparedData) -> list[np.ndarray]:
     every = np.arange(len(parts.train))
     return [*parts_of(parts.train, *every), parts.train.labels(every)]
 
@@ -429,4 +429,4 @@ def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):
-        rendering.written(chat.talk(TALK, "a.jsonl:3"), letters, learn_all=True)
+        rendering.encode_conversation(chat.plain_conversation(TALK, "a.jsonl:3"), letters, learn_all=True)

@@ -19,7 +19,7 @@ from zerodrift.train.loop.launcher import (
     first_host,
     slurm,
 )
-from zerodrift.train.loop.signals import IN_ORDER, exit_code, listening
+from zerodrift.train.loop.signals import IN_ORDER, exit_code, listen
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -107,7 +107,7 @@ def test_a_defect_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with listening() as stop:
+    with listen() as stop:
         stop.doing = "finishing"
         assert not stop.asked
         signal.raise_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixtu
 def test_before_the_first_step_a_signal_ends_it(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, listening():
+    with pytest.raises(SystemExit) as ended, listen():
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
     assert "stopped before the first step, with nothing to save" in capfd.readouterr().out
@@ -130,8 +130,8 @@ def test_before_the_first_step_a_signal_ends_it(
 def test_the_second_signal_does_not_ask() -> None:
     code = (
         "import signal\n"
-        "from zerodrift.train.loop.signals import listening\n"
-        "with listening() as stop:\n"
+        "from zerodrift.train.loop.signals import listen\n"
+        "with listen() as stop:\n"
         "    stop.doing = 'finishing'\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print(stop.by, flush=True)\n"

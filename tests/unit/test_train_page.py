@@ -28,7 +28,7 @@ from zerodrift.train.report.charts import (
     chart,
     even_ticks,
     log_ticks,
-    smoothed,
+    smooth_values,
     stretches,
 )
 from zerodrift.train.report.display import LineDisplay, Pace, clock
@@ -226,10 +226,10 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
 
 def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
     values = [float(value) for value in range(50)]
-    means = smoothed(values, 5)
+    means = smooth_values(values, 5)
     assert all(0 <= mean <= 49 for mean in means)
     assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
-    assert smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
+    assert smooth_values([3.0] * 9, 4) == pytest.approx([3.0] * 9)
 
 
 def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:

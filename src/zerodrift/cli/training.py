@@ -97,7 +97,7 @@ def sample(
 
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)
-        texts = sampler.continued(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
+        texts = sampler.continue_prompt(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
         streams.emit(prompt if not chat else "")
         for text in texts:
             streams.emit(text)

@@ -88,7 +88,7 @@ class Feed:
 
     def _length(self, chosen: np.ndarray) -> int:
         most = self.blocks.length
-        return most if self.groups is None else self.groups.padded(chosen, most)
+        return most if self.groups is None else self.groups.padded_length(chosen, most)
 
     def epoch(self, steps: int) -> float:
         """Return the passes over the data in a number of steps."""

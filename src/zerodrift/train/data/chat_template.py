@@ -32,7 +32,7 @@ _REFERENCES = {"tool_call_id", "id"}
 """Keys of a turn that only say which other turn it belongs to."""
 
 
-def written(talk: Conversation, tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
+def encode_conversation(talk: Conversation, tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
     """Return the tokens of a conversation, and for each whether it is learned."""
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
         tokens, learned = _with_template(talk, tokenizer, learn_all)
@@ -41,7 +41,7 @@ def written(talk: Conversation, tokenizer: Tokenizer, learn_all: bool) -> tuple[
     return tokens, np.ones_like(learned) if learn_all else learned
 
 
-def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
+def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
     """Return the tokens of a conversation up to where the assistant begins to speak."""
     talk = Conversation(tuple(messages), "the prompt")
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
@@ -49,7 +49,7 @@ def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
     return np.concatenate([_without_template(talk, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
 
 
-def ends(tokenizer: Tokenizer) -> set[int]:
+def end_tokens(tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end an answer: the end of a text, and the mark that a template writes behind
     it."""
     found = {tokenizer.end}
@@ -62,7 +62,9 @@ def ends(tokenizer: Tokenizer) -> set[int]:
     return found
 
 
-def marked(text: str, spans: Sequence[Span], tokenizer: Tokenizer, where: str) -> tuple[Tokens, Tokens]:
+def encode_with_mask(
+    text: str, spans: Sequence[Span], tokenizer: Tokenizer, where: str
+) -> tuple[Tokens, Tokens]:
     """Return the tokens of a text, and for each whether it belongs to one of the spans."""
     if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.is_fast:
         tokens, places = tokenizer.encode_with_places(text)
@@ -124,7 +126,7 @@ def _with_template(
     render = _renderer(talk, tokenizer)
     answers = () if learn_all else talk.answers
     spans = [_answer(talk, number, text, render, tokenizer) for number in answers]
-    return marked(text, spans, tokenizer, talk.where)
+    return encode_with_mask(text, spans, tokenizer, talk.where)
 
 
 def _renderer(talk: Conversation, tokenizer: TransformersTokenizer) -> Render:

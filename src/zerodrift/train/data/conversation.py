@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.formats import kind
+from zerodrift.train.data.formats import type_name
 
 Message = Mapping[str, Any]
 """`role`, `content`, and whatever else a chat template may write for a turn."""
@@ -98,7 +98,7 @@ def _is_silent(turn: Message) -> bool:
     return not (turn["content"] or "").strip() and turn.keys() == {"role", "content"}
 
 
-def talk(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
+def plain_conversation(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
     """Make a conversation of plain turns."""
     return Conversation(tuple(messages), where)
 
@@ -122,7 +122,7 @@ def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if row.keys() >= set(pair)), None)
 
 
-def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
+def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     """Return the conversation of a row in any known dialect; `key` is `data.messages`."""
     if key != _TURNS[0] and key not in row:
         raise ConfigError(
@@ -146,7 +146,7 @@ def conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}: turn {number}")}
     messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
     tools = _tools(row, where)
-    if other := [name for name in _UNSUPPORTED if name not in columns and says(row.get(name))]:
+    if other := [name for name in _UNSUPPORTED if name not in columns and has_content(row.get(name))]:
         raise ConfigError(where, "must be a conversation of text", got=names(other))
     columns |= {"tools"} if tools else set()
     return Conversation(messages, where, tools, given, frozenset(muted), form, frozenset(columns))
@@ -180,13 +180,13 @@ def _question_and_answer(
 def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return earlier questions and answers in Alpaca's form."""
     earlier = _parsed(row.get("history"), f"{where}: history")
-    if not says(earlier):
+    if not has_content(earlier):
         return []
     turns: list[dict[str, Any]] = []
     for number, pair in enumerate(earlier if isinstance(earlier, list) else [earlier]):
         place = f"{where}: history[{number}]"
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
-            raise ConfigError(place, "must be pairs of what was asked and answered", got=kind(pair))
+            raise ConfigError(place, "must be pairs of what was asked and answered", got=type_name(pair))
         turns += [{"role": USER, "content": unicode(pair[0], place)}]
         turns += [{"role": ASSISTANT, "content": unicode(pair[1], place)}]
     return turns
@@ -198,7 +198,7 @@ def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def _turns(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         must = "must be a list of `role` and `content`, or of `from` and `value`"
-        raise ConfigError(where, must, got=kind(value))
+        raise ConfigError(where, must, got=type_name(value))
     return [_turn(turn, f"{where}[{number}]") for number, turn in enumerate(value)]
 
 
@@ -210,20 +210,20 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         speaker, content, roles = "role", "content", dict(zip(ROLES, ROLES, strict=True))
     else:
         must = "must be `role` and `content`, or `from` and `value`"
-        raise ConfigError(where, must, got=names(keys) or kind(turn))
+        raise ConfigError(where, must, got=names(keys) or type_name(turn))
     role = turn[speaker]
     if content == "value" and role == "function_call":
         calls = _calls([_parsed(turn[content], where)], where)
         return {"role": ASSISTANT, "content": "", "tool_calls": calls}
     if not isinstance(role, str) or role not in roles:
-        got = repr(role) if isinstance(role, str) else kind(role)
+        got = repr(role) if isinstance(role, str) else type_name(role)
         raise ConfigError(f"{where}: {speaker}", f"must be one of {', '.join(roles)}", got=got)
     read: dict[str, Any] = {"role": roles[role], "content": None}
-    if turn.get(content) is not None or not says(turn.get("tool_calls")):
-        rest = [key for key in turn if key not in (speaker, content, *_LEARNED) and says(turn[key])]
+    if turn.get(content) is not None or not has_content(turn.get("tool_calls")):
+        rest = [key for key in turn if key not in (speaker, content, *_LEARNED) and has_content(turn[key])]
         read["content"] = _content(turn.get(content), f"{where}: {content}", rest)
     for key, value in turn.items():
-        if key not in (speaker, content) and says(value):
+        if key not in (speaker, content) and has_content(value):
             read[key] = _other(key, value, f"{where}: {key}")
     return read
 
@@ -236,7 +236,7 @@ def _other(key: str, value: Any, where: str) -> Any:
         return value
     if isinstance(value, str):
         return unicode(value, where)
-    raise ConfigError(where, "must be a text, or not be there", got=kind(value), do="Leave it out.")
+    raise ConfigError(where, "must be a text, or not be there", got=type_name(value), do="Leave it out.")
 
 
 def _content(value: Any, where: str, rest: Sequence[str]) -> str:
@@ -244,7 +244,7 @@ def _content(value: Any, where: str, rest: Sequence[str]) -> str:
     if isinstance(value, str):
         return unicode(value, where)
     if not isinstance(value, list) or not value:
-        got = kind(value) + (f" beside {names(rest)}" if rest else "")
+        got = type_name(value) + (f" beside {names(rest)}" if rest else "")
         raise ConfigError(where, "must be a text, or a list of parts that are texts", got=got)
     return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
 
@@ -253,9 +253,9 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return unicode(part, where)
     if not isinstance(part, Mapping):
-        raise ConfigError(where, "must be a part that is a text", got=kind(part))
+        raise ConfigError(where, "must be a part that is a text", got=type_name(part))
     named = part.get("type")
-    more = [key for key, value in part.items() if key not in ("type", "text") and says(value)]
+    more = [key for key, value in part.items() if key not in ("type", "text") and has_content(value)]
     if named not in (None, "text", "input_text", "output_text") or more or "text" not in part:
         what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
         raise ConfigError(where, "must be a part that is a text", got=f"{what} with {names(part)}")
@@ -267,13 +267,13 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     "arguments"}}`."""
     value = _parsed(value, where)
     if not isinstance(value, list) or not value:
-        raise ConfigError(where, "must be a list of calls", got=kind(value))
+        raise ConfigError(where, "must be a list of calls", got=type_name(value))
     calls = []
     for number, call in enumerate(value):
         inner = call.get("function", call) if isinstance(call, Mapping) else {}
         is_named = isinstance(inner, Mapping) and isinstance(inner.get("name"), str)
         if not is_named or not isinstance(inner.get("arguments", {}), (Mapping, str)):
-            got = names(call) if isinstance(call, Mapping) else kind(call)
+            got = names(call) if isinstance(call, Mapping) else type_name(call)
             raise ConfigError(f"{where}[{number}]", "must be a call with `name` and `arguments`", got=got)
         calls.append(dict(call) if "function" in call else {"type": "function", "function": dict(inner)})
     return calls
@@ -289,10 +289,10 @@ def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
 
 def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...]:
     tools = _parsed(row.get("tools"), f"{where}: tools")
-    if not says(tools):
+    if not has_content(tools):
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ConfigError(f"{where}: tools", "must be a list of descriptions of tools", got=kind(tools))
+        raise ConfigError(f"{where}: tools", "must be a list of descriptions of tools", got=type_name(tools))
     return tuple(tools)
 
 
@@ -306,7 +306,7 @@ def names(keys: Iterable[str]) -> str:
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     """Return the text under a key. Any other type is refused: it would be learned as Python prints it."""
     if not isinstance(row[key], str):
-        raise ConfigError(f"{where}: {key}", "must be a text", got=kind(row[key]))
+        raise ConfigError(f"{where}: {key}", "must be a text", got=type_name(row[key]))
     return unicode(row[key], f"{where}: {key}")
 
 
@@ -330,10 +330,10 @@ def _parsed(value: Any, where: str) -> Any:
         raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
 
 
-def says(value: Any) -> bool:
+def has_content(value: Any) -> bool:
     """Return True unless a value is null or empty; 0 says something."""
     return value is not None and value not in ("", [], {}, ())
 
 
 def _first(row: Mapping[str, Any], columns: Iterable[str]) -> str | None:
-    return next((name for name in columns if says(row.get(name))), None)
+    return next((name for name in columns if has_content(row.get(name))), None)

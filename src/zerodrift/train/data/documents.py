@@ -21,7 +21,7 @@ from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import formats
 from zerodrift.train.data.conversation import Conversation, names
 from zerodrift.train.data.files import TOKEN_SUFFIXES
-from zerodrift.train.data.rows import Row, rows
+from zerodrift.train.data.rows import Row, read_rows
 from zerodrift.train.job import Data
 
 TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
@@ -66,7 +66,7 @@ class Document:
     def pieces(self) -> Iterator[str]:
         """Yield the text in pieces."""
         if self.file is not None:
-            yield from formats.text(self.file)
+            yield from formats.read_text(self.file)
         for at in range(0, len(self.text), PIECE):
             yield self.text[at : at + PIECE]
 
@@ -91,7 +91,7 @@ class DocumentCounts:
     """Columns of rows that are not read, and not empty."""
 
     def add_unread(self, row: Row, read: Collection[str]) -> None:
-        self.unread |= dict.fromkeys(key for key in row if key not in read and chat.says(row[key]))
+        self.unread |= dict.fromkeys(key for key in row if key not in read and chat.has_content(row[key]))
 
     def counted(self, document: Document, form: str) -> Iterator[Document]:
         """Yield a document unless it is empty."""
@@ -116,7 +116,7 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
     for file in files:
         if (holds := formats.format_of(file)) == formats.TEXT:
             continue
-        with contextlib.closing(rows(file, holds)) as found:
+        with contextlib.closing(read_rows(file, holds)) as found:
             number, row = next(found, (0, None))
         if row is not None:
             return _kind_of_row(row, data, f"{file}:{number}")
@@ -136,7 +136,9 @@ def _kind_of_row(row: Row, data: Data, where: str) -> str:
     return "chat"
 
 
-def documents(files: Sequence[Path], data: Data, kind: str, counts: DocumentCounts) -> Iterator[Document]:
+def read_documents(
+    files: Sequence[Path], data: Data, kind: str, counts: DocumentCounts
+) -> Iterator[Document]:
     """Yield every document in order, and count what they are."""
     if kind == "chat" and data.field and len(data.sets()) == 1:
         must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
@@ -150,7 +152,7 @@ def documents(files: Sequence[Path], data: Data, kind: str, counts: DocumentCoun
                 raise ConfigError(str(file), must, got="a text")
             yield from counts.counted(Document(where=str(file), file=file), "a text per file")
             continue
-        for number, row in rows(file, holds):
+        for number, row in read_rows(file, holds):
             where = f"{file}:{number}"
             if kind == "chat":
                 yield from _conversation(row, data, where, counts)
@@ -160,7 +162,7 @@ def documents(files: Sequence[Path], data: Data, kind: str, counts: DocumentCoun
 
 
 def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> Iterator[Document]:
-    talk = chat.conversation(row, data.messages, where)
+    talk = chat.read_conversation(row, data.messages, where)
     _require_no_label(row, talk.columns, where)
     counts.add_unread(row, talk.columns)
     if talk.silent:
@@ -196,7 +198,7 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
 def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts) -> Iterator[Document]:
     for column in columns:
         if not isinstance(row.get(column), str):
-            got = formats.kind(row[column]) if column in row else names(row) or "nothing"
+            got = formats.type_name(row[column]) if column in row else names(row) or "nothing"
             raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_way_out(row))
     counts.add_unread(row, columns)
     parts = [chat.text_of(row, column, where) for column in columns]

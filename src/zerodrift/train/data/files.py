@@ -65,7 +65,7 @@ class DataFiles:
 
     files: tuple[Path, ...] = ()
     left: tuple[str, ...] = ()
-    """What the folders hold beside them, in words."""
+    """Other files in the folders, in words."""
     others: tuple[Path, ...] = ()
     """Files of other splits, which `left` mentions."""
 

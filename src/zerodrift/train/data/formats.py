@@ -182,7 +182,7 @@ def require_pyarrow(file: Path, what: str) -> None:
         raise ConfigError(str(file), must, got="no such package", do=todo)
 
 
-def text(file: Path) -> Iterator[str]:
+def read_text(file: Path) -> Iterator[str]:
     """Yield a text file piece by piece, with Unix line ends and without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
@@ -219,7 +219,7 @@ def without_zeros(text: str, where: str, before: int = 0) -> str:
     return text
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Name the type of a value in the words of files, not of Python."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
     if value is None:

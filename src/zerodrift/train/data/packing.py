@@ -1,15 +1,15 @@
-"""Fill blocks of equal length with documents: cut out of one stream, one in each, or several whole ones in
-each.
+"""Fill blocks of equal length with documents.
 
-Every token of every document is in one block, is counted as cut, or is in a block without a learned token,
-which is counted as left out.
+Documents are cut out of one stream, put one in each block, or put whole and several in each block. Every
+token of every document is in one block, is counted as cut, or is in a block without a learned token, which is
+counted as left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -51,13 +51,6 @@ def _marked(pieces: Iterable[tuple[Tokens, np.ndarray]]) -> Iterator[MarkedToken
         yield MarkedTokens(np.asarray(tokens, dtype=np.int64), marks)
 
 
-class Packer(Protocol):
-    """One way to fill blocks. A document comes in pieces."""
-
-    def add(self, document: Iterable[MarkedTokens]) -> None: ...
-    def close(self) -> None: ...
-
-
 @dataclass
 class PartWriter:
     """Writes the documents of one part (`train`, `validation`), and counts what becomes of them."""
@@ -72,10 +65,10 @@ class PartWriter:
     cut_tokens: int = 0
     empty_blocks: int = 0
     _counts: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
-    _packer: Packer = field(init=False)
+    _packer: _StreamPacker | _SinglePacker | _WholePacker = field(init=False)
 
     def __post_init__(self) -> None:
-        packers: dict[Packing, Callable[[PartWriter], Packer]]
+        packers: dict[Packing, type[_StreamPacker | _SinglePacker | _WholePacker]]
         packers = {"stream": _StreamPacker, "alone": _SinglePacker, "whole": _WholePacker}
         self._packer = packers[self.packing](self)
 

@@ -39,7 +39,7 @@ SAMPLES, SAMPLE = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedData:
     """The data of a job."""
 
     train: Blocks | Mixture
@@ -99,7 +99,7 @@ def require_validation(job: Job) -> None:
     problems.raise_as(ConfigError)
 
 
-def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
+def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
     """Return the blocks of a job, made if they are not in the cache."""
     named = data.sets()
     share = data.validation if isinstance(data.validation, float) else 0.0
@@ -126,7 +126,7 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> Prepared:
     if len(trained) > 1:
         train = Mixture(tuple(each.train for each in trained), tuple(each.weight or 1.0 for each in trained))
     validation = held[0] if len(held) == 1 else Mixture(tuple(held), (1.0,) * len(held)) if held else None
-    return Prepared(train, validation, key, tuple(sets))
+    return PreparedData(train, validation, key, tuple(sets))
 
 
 def _digest(value: object) -> str:
@@ -340,7 +340,7 @@ def _make_blocks(
         writers = [PartWriter(blocks, part, packing, tokenizer.end) for part in (TRAIN, VALIDATION)]
         seen = documents.DocumentCounts()
         watch = report.DocumentWatch(tokenizer, seen.noted)
-        for document in documents.documents(files, data, kind, seen):
+        for document in documents.read_documents(files, data, kind, seen):
             number = document.number(data.seed)
             is_held = number / 2**64 < share
             if not is_held:
@@ -375,14 +375,14 @@ def tokens_of(
     """Yield a document's tokens with its end, and which of them are learned."""
     learn_all = data.loss_on == "everything"
     if document.talk is not None:
-        yield chat_template.written(document.talk, tokenizer, learn_all)
+        yield chat_template.encode_conversation(document.talk, tokenizer, learn_all)
         return
     given = 0 if learn_all else document.given
     start = np.array(tokenizer.start, np.int64)
     yield start, np.full(len(start), not given)
     if given:
         span = (given, len(document.text))
-        yield chat_template.marked(document.text, [span], tokenizer, document.where)
+        yield chat_template.encode_with_mask(document.text, [span], tokenizer, document.where)
     else:
         for tokens in encode_pieces(document.pieces(), tokenizer):
             yield tokens, np.ones(len(tokens), dtype=bool)

@@ -71,7 +71,7 @@ class DataCounts:
     unread: tuple[str, ...] = ()
     """Columns that are not read, and not empty."""
     beside: tuple[str, ...] = ()
-    """What folders hold beside the files that were read."""
+    """Other files in the folders, in words."""
 
     @property
     def noun(self) -> str:
@@ -122,14 +122,10 @@ class DataCounts:
 
     def line(self) -> str:
         """Return the facts in one line, without the rarely needed ones."""
-        facts = [self._summary(), self._blocks()]
-        if self.held.blocks:
-            facts.append(f"held out {self._held()}")
-        if reasons := [*self.reasons(), *self.beside]:
-            facts.append(f"left out {', '.join(reasons)}")
-        if notes := self.notes():
-            facts.append(f"look at {', '.join(notes)}")
-        return "; ".join(facts)
+        facts = [(label, text) for label, text in self.facts() if label not in ("made of", "not read")]
+        plain = ("data", "blocks")
+        texts = [text if label in plain else f"{label} {text.replace('; ', ', ')}" for label, text in facts]
+        return "; ".join(texts)
 
     def _summary(self) -> str:
         parts = [several(self.files, "file")]

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from zerodrift.errors import ConfigError, first_line, several
 from zerodrift.train.data import formats
-from zerodrift.train.data.formats import kind, not_utf8, stream_of, without_zeros
+from zerodrift.train.data.formats import not_utf8, stream_of, type_name, without_zeros
 
 Row = dict[str, Any]
 
@@ -30,7 +30,7 @@ _LARGEST_CELL = 1 << 30
 """Characters. Python's default limit is shorter than a document."""
 
 
-def rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
+def read_rows(file: Path, holds: str) -> Generator[tuple[int, Row]]:
     """Yield rows with the number to look for: of the line, or of the row where lines say nothing."""
     with stream_of(file) as stream:
         if holds in (formats.PARQUET, formats.ARROW):
@@ -143,7 +143,7 @@ def _block(pairs: list[tuple[str, Any]]) -> Row:
 
 def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise ConfigError(where, "must be a JSON object", got=kind(value))
+        raise ConfigError(where, "must be a JSON object", got=type_name(value))
     return value
 
 

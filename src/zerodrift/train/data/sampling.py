@@ -39,7 +39,7 @@ class BlockSampler:
     def at(self, position: int) -> int:
         """Return the block of a sample, counted from the start of training."""
         epoch, place = divmod(position, self.count)
-        return permuted(place, self.count, epoch_key(self.seed, epoch))
+        return permute(place, self.count, epoch_key(self.seed, epoch))
 
     def step(self, number: int, samples: int) -> np.ndarray:
         """Return the `samples` blocks of step `number`, counted from 0."""
@@ -51,7 +51,7 @@ def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
     return indices[micro_batch * size : (micro_batch + 1) * size]
 
 
-def permuted(place: int, count: int, key: int) -> int:
+def permute(place: int, count: int, key: int) -> int:
     """Return where `place` goes in a permutation of `range(count)`.
 
     A Feistel network permutes the next power of four. A result outside the range goes through again.
@@ -61,13 +61,13 @@ def permuted(place: int, count: int, key: int) -> int:
     while True:
         left, right = place >> half, place & low
         for turn in range(ROUNDS):
-            left, right = right, left ^ (mixed(key ^ (right * ROUNDS + turn)) & low)
+            left, right = right, left ^ (mix_bits(key ^ (right * ROUNDS + turn)) & low)
         place = left << half | right
         if place < count:
             return place
 
 
-def mixed(value: int) -> int:
+def mix_bits(value: int) -> int:
     """SplitMix64's finisher: every bit of the input changes half of the bits of the output."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
@@ -76,7 +76,7 @@ def mixed(value: int) -> int:
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    return mixed(seed * 0x9E3779B97F4A7C15 + epoch)
+    return mix_bits(seed * 0x9E3779B97F4A7C15 + epoch)
 
 
 # --- several sets -----------------------------------------------------------------------------------------
@@ -135,11 +135,11 @@ class MixtureSampler:
         """Return the block of a sample, counted from the start of training."""
         total = sum(self.counts)
         turn, place = divmod(position, total)
-        place = permuted(place, total, epoch_key(self.seed, turn))
+        place = permute(place, total, epoch_key(self.seed, turn))
         first = 0
         for number, (count, share) in enumerate(zip(self.counts, self.shares, strict=True)):
             if place < share:
-                return first + BlockSampler(count, mixed(self.seed + number + 1)).at(turn * share + place)
+                return first + BlockSampler(count, mix_bits(self.seed + number + 1)).at(turn * share + place)
             place -= share
             first += count
         raise AssertionError("shares must add up to the blocks in all")
@@ -154,10 +154,10 @@ def sampler_of(blocks: Blocks | Mixture, seed: int) -> BlockSampler | MixtureSam
     if isinstance(blocks, Blocks):
         return BlockSampler(len(blocks), seed)
     counts = tuple(map(len, blocks.sets))
-    return MixtureSampler(counts, shares(counts, blocks.weights), seed)
+    return MixtureSampler(counts, divide_by_weight(counts, blocks.weights), seed)
 
 
-def shares(counts: tuple[int, ...], weights: tuple[float, ...]) -> tuple[int, ...]:
+def divide_by_weight(counts: tuple[int, ...], weights: tuple[float, ...]) -> tuple[int, ...]:
     """Divide as many samples as there are blocks by weight, at least one for each set."""
     total = sum(counts)
     wanted = np.array(weights) / sum(weights) * total
@@ -206,23 +206,27 @@ class GroupedSampler:
         if self._cached[0] != (first, samples):
             chosen = np.concatenate([self._order.step(first + at, samples) for at in range(size)])
             ordered = chosen[np.argsort(-self.lengths[chosen], kind="stable")].reshape(size, samples)
-            key = epoch_key(self._seed, mixed(first))
-            dealt = [permuted(at, size, key) for at in range(size)]
+            key = epoch_key(self._seed, mix_bits(first))
+            dealt = [permute(at, size, key) for at in range(size)]
             self._cached = ((first, samples), ordered[dealt])
         return self._cached[1][number - first]
 
-    def padded(self, chosen: np.ndarray, most: int) -> int:
+    def padded_length(self, chosen: np.ndarray, most: int) -> int:
         """Return the length of a micro-batch of these blocks."""
         return min(most, -(-int(self.lengths[chosen].max()) // MULTIPLE) * MULTIPLE)
 
 
-def padding(sampler: GroupedSampler, steps: int, samples: int, micro: int, most: int) -> tuple[float, float]:
+def padding_shares(
+    sampler: GroupedSampler, steps: int, samples: int, micro: int, most: int
+) -> tuple[float, float]:
     """Return the share of padding in the first steps: grouped, and in whole blocks."""
     used = cut = 0
     for number in range(steps):
         chosen = sampler.step(number, samples)
         used += int(sampler.lengths[chosen].sum())
-        cut += sum(micro * sampler.padded(chosen[at : at + micro], most) for at in range(0, samples, micro))
+        cut += sum(
+            micro * sampler.padded_length(chosen[at : at + micro], most) for at in range(0, samples, micro)
+        )
     return 1 - used / cut, 1 - used / (steps * samples * most)
 
 

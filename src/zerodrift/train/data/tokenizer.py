@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,27 +43,6 @@ SHARED = 4
 """Tokens that two windows must share in front of the place where the second goes on."""
 
 
-class Tokenizer(Protocol):
-    """What the trainer needs of a tokenizer."""
-
-    name: str
-    vocabulary: int
-    """Every token is below it."""
-    start: tuple[int, ...]
-    """Tokens that begin a text, such as Llama's `<s>`."""
-    end: int
-    """Token that ends a document, and pads."""
-    marks: Mapping[str, int]
-    """Special tokens by their spelling."""
-    has_template: bool
-    fingerprint: str
-
-    def encode(self, text: str) -> Tokens: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
-    def shown(self, tokens: Sequence[int]) -> str:
-        """Decode, with special tokens as they are spelled."""
-
-
 class ByteTokenizer:
     """UTF-8 bytes, and 256 for the end of a text."""
 
@@ -81,12 +60,17 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     def shown(self, tokens: Sequence[int]) -> str:
+        """Decode, with special tokens as they are spelled."""
         spelled = b"".join(bytes([token]) if token < 256 else b"<end>" for token in tokens)
         return spelled.decode("utf-8", "replace")
 
 
 class TransformersTokenizer:
-    """A tokenizer that `transformers` reads."""
+    """A tokenizer that `transformers` reads.
+
+    Every token is below `vocabulary`. The `start` tokens begin a text, as Llama's `<s>` does; `end` ends a
+    document and pads; `marks` are the special tokens by their spelling.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -150,6 +134,9 @@ class TransformersTokenizer:
 
     def shown(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(list(tokens), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | TransformersTokenizer
 
 
 def _in_parts(text: str) -> list[dict[str, str]]:

@@ -1,1 +1,1 @@
-"""Job, model, training loop, resume, launch and evaluation."""
+"""The run of a job: model, session, steps, resume, evaluation and ranks."""

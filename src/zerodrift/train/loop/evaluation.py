@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ class BestEvaluation:
 # --- samples ----------------------------------------------------------------------------------------------
 
 
-def continuation(engine: Engine, letters: Tokenizer, prompt: str) -> str:
+def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
     """Continue a prompt greedily with the engine's own forward, for the page of the run. Collective.
 
     All ranks run each forward, so a model that fits no single rank writes too. It has no cache, and suits a
@@ -127,14 +126,7 @@ def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
         raise ConfigError("data.validation", must, got=job.data.validation)
     folder = RunFolder.of(job)
     start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, folder)
-    values = {
-        "run.folder": str(folder.evaluation),
-        "run.resume": "never" if start is None else str(start),
-        "run.tensorboard": False,
-        "run.wandb": "",
-        "data.cache": str(folder.cache(job.data.cache)),
-    }
-    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+    return [*overrides, *folder.separate_run(job, folder.evaluation, "" if start is None else str(start))]
 
 
 def evaluate_here(job: Job, session: Session, show: Display) -> None:
@@ -158,5 +150,5 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
     show.say(f"validation loss {found.loss:.6f}  perplexity {perplexity:.4g}  {found.labels:,} labels")
     for prompt in job.run.samples:
         with show.doing("writing samples"):
-            text = continuation(session.engine, session.tokenizer, prompt)
+            text = continue_prompt(session.engine, session.tokenizer, prompt)
         show.say(legible(f"{prompt}{text}"))

@@ -67,7 +67,7 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What a person asked for beside the job."""
+    """Options of a command beside its job."""
 
     command: str = ""
     """The command as it was typed."""

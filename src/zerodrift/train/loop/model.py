@@ -1,5 +1,4 @@
-"""Build the model of a job: weights, adapters, frozen parameters, activation checkpointing, compilation,
-smoothed loss.
+"""Build the model of a job: weights, adapters, frozen parameters, recomputation and loss.
 
 A source is a folder with a `transformers` config and perhaps weights, a config file alone, or a function. The
 blocks that are recomputed and compiled are the units of the plan, which are also what is gathered.
@@ -35,7 +34,7 @@ from zerodrift.pipeline.cut import Parts
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, download, name_in_cache
 from zerodrift.train.job import Model
-from zerodrift.train.tools.adapters import with_adapters
+from zerodrift.train.tools.adapters import add_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def build(written: Model, source: ModelSource) -> nn.Module:
         with empty():
             model = _from_config(source, None)
     else:
-        model = with_adapters(whole_model(written, source), written.lora)
+        model = add_adapters(whole_model(written, source), written.lora)
     _freeze(model, written)
     model.train()
     return model
@@ -120,7 +119,7 @@ def whole_model(written: Model, source: ModelSource) -> nn.Module:
     return make(source.text) if source.config is None else _from_config(source, source.weights)
 
 
-def streamed(written: Model, source: ModelSource) -> Path | None:
+def streamed_weights(written: Model, source: ModelSource) -> Path | None:
     """Return the weights for the engine to read; None with adapters, which rename modules."""
     return source.weights if written.lora is None else None
 
@@ -182,7 +181,7 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
         )
         config.use_cache = False
         if weights is not None:
-            return loaded(weights, "auto", config)
+            return load_pretrained(weights, "auto", config)
         if source.weights is None:
             # First values are drawn in fp32, so that a master has all their bits.
             config.dtype = torch.float32
@@ -190,7 +189,7 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
         return attempt(from_config, where, "must be a config that a model can be built from")
 
 
-def loaded(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
+def load_pretrained(folder: Path, dtype: Any, config: Any = None) -> nn.Module:
     """Return the model of a folder with all its weights."""
     with quiet():
         from transformers import AutoModelForCausalLM

@@ -15,12 +15,21 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.data.batches import BatchLayout, MicroBatch
 from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.tokenizer import Tokenizer
+from zerodrift.train.job import Job
 from zerodrift.train.loop.step import losses_of
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 """Names of the longest text in configs."""
 LEAK = 0.02
 """Largest effect of another document on a loss, relative to the effect of its own: rounding."""
+
+
+def check_model(model: nn.Module, job: Job, letters: Tokenizer) -> None:
+    """Refuse a model that does not fit the job's tokenizer and blocks, or is no causal language model."""
+    check_causal(model, job.model.source)
+    check_vocabulary(model, letters.vocabulary, letters.name)
+    check_positions(model, job.data.block)
 
 
 def check_vocabulary(model: nn.Module, tokens: int, name: str) -> None:

@@ -53,15 +53,15 @@ class Change:
     was: str
     now: str
     holds: str
-    """Which of the two holds."""
+    """The one that holds, in words."""
 
     def __str__(self) -> str:
         return f"{self.what}: was {self.was}, is {self.now}; {self.holds}"
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a run begins."""
+class ResumePoint:
+    """The step and the checkpoint that a run begins with."""
 
     step: int
     """Steps tried before; 0 for a new run."""

@@ -67,6 +67,17 @@ class RunFolder:
     def save_plan(self, plan: Plan) -> None:
         self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
 
+    def separate_run(self, job: Job, folder: Path, start: str) -> list[str]:
+        """Return overrides for a run in `folder` from a checkpoint, which leaves this folder alone."""
+        values = {
+            "run.folder": str(folder),
+            "run.resume": start or "never",
+            "run.tensorboard": False,
+            "run.wandb": "",
+            "data.cache": str(self.cache(job.data.cache)),
+        }
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
     def started_in(self) -> str:
         """Return the working folder of the run; empty if unknown."""
         try:
@@ -87,7 +98,7 @@ class RunFolder:
         if not self.job.is_file():
             must = "must be the folder of a run, with a `job.json`"
             raise ConfigError(str(self.path), must, got="none there")
-        return from_here(read_back(self.job), self.started_in())
+        return with_found_paths(read_back(self.job), self.started_in())
 
 
 def require_writable(key: str, path: Path) -> None:
@@ -107,7 +118,7 @@ def require_writable(key: str, path: Path) -> None:
         raise ConfigError(key, must, got=got, do="Choose another folder.") from None
 
 
-def from_here(job: Job, folder: str) -> Job:
+def with_found_paths(job: Job, folder: str) -> Job:
     """Return a job that was started in `folder` with the paths of its model and tokenizer from this
     folder."""
 

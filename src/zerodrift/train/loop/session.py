@@ -34,7 +34,7 @@ from zerodrift.policy.resolve import mesh_for, resolve
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
-from zerodrift.train.data.prepare import Prepared, prepare, require_validation
+from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job
@@ -42,7 +42,7 @@ from zerodrift.train.loop import model as models
 from zerodrift.train.loop import model_checks as checks
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
-from zerodrift.train.loop.resume import Resumed
+from zerodrift.train.loop.resume import ResumePoint
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import RunLines, check_boards
@@ -90,7 +90,7 @@ class Session:
     def seat(self) -> BatchLayout:
         return self.feed.seat
 
-    def resume(self) -> Resumed:
+    def resume(self) -> ResumePoint:
         """Load the checkpoint that `run.resume` names, if there is one. Collective."""
         wanted, comm = self.job.run.resume, self.engine.comm
         if wanted == "never":
@@ -99,14 +99,14 @@ class Session:
                 got = f"never, and {', '.join(there)} in {self.folder.checkpoints}"
                 todo = "Use another `run.folder`, or remove them."
                 raise CheckpointError("run.resume", must, got=got, do=todo)
-            return Resumed(0, None)
+            return ResumePoint(0, None)
         own: Path | None = None
         with raise_on_all_ranks(comm):
             if comm.mesh.rank() == 0:  # other ranks may see a folder a moment later
                 own = resume.checkpoint_to_resume(wanted, self.folder)
         path: Path | None = comm.broadcast_object(own, 0)
         if path is None:
-            return Resumed(0, None)
+            return ResumePoint(0, None)
         resumed, place = self.load(path)
         if place != self.place:
             must = "must go on with the data and the batch of the checkpoint"
@@ -117,7 +117,7 @@ class Session:
             raise CheckpointError("run.resume", must, got=got, do=todo)
         return resumed
 
-    def load(self, path: Path) -> tuple[Resumed, Any]:
+    def load(self, path: Path) -> tuple[ResumePoint, Any]:
         """Load a checkpoint, and return the place in the data that its step stands for."""
         is_own = path.parent == self.folder.checkpoints
         there = self.checkpoints if is_own else Checkpoints(self.engine, path.parent, quiet=True)
@@ -129,13 +129,13 @@ class Session:
             todo = "Set `model.source`, `model.weights` and `model.seed` as they were."
             raise CheckpointError("model.source", must, got=f"{got} than {loaded.path} says", do=todo)
         step = int(client.get(resume.STEP, loaded.step))
-        return Resumed(step, loaded.path, changes), client.get(resume.PLACE)
+        return ResumePoint(step, loaded.path, changes), client.get(resume.PLACE)
 
-    def is_own(self, resumed: Resumed) -> bool:
+    def is_own(self, resumed: ResumePoint) -> bool:
         """Return True if the checkpoint is in the folder of this run."""
         return resumed.checkpoint is not None and resumed.checkpoint.parent == self.folder.checkpoints
 
-    def start_line(self, resumed: Resumed) -> dict[str, Any]:
+    def start_line(self, resumed: ResumePoint) -> dict[str, Any]:
         """Return the metrics line for the start of training, and write the environment."""
         computed = computed_by(self.engine.mesh.device)
         here = environment(self.command, computed)
@@ -150,7 +150,7 @@ class Session:
             "changed": [astuple(change) for change in resumed.changes],
         }
 
-    def resume_lines(self, resumed: Resumed, early: str) -> list[str]:
+    def resume_lines(self, resumed: ResumePoint, early: str) -> list[str]:
         """Return what to print of a resumed run; `early` is why it is over before its last step."""
         if resumed.checkpoint is None:
             return []
@@ -172,7 +172,7 @@ class Session:
 
     @property
     def place(self) -> list[Any]:
-        """What gives a step's number its meaning in the data."""
+        """The choices that give a step's number its meaning in the data."""
         grouped = ["grouped"] if self.job.data.group_by_length else []
         return [self.key, self.job.data.seed, self.seat.samples, *grouped]
 
@@ -201,11 +201,11 @@ def _is_of_data(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a job comes to on some ranks, before an engine is started."""
+    """A job with its data and model on some ranks, before an engine is started."""
 
     folder: RunFolder
     tokenizer: Tokenizer
-    prepared: Prepared
+    prepared: PreparedData
     steps: int
     source: models.ModelSource
     model: nn.Module
@@ -229,9 +229,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     source = models.source_of(job.model)
     with display.doing("building the model"):
         model = models.build(job.model, source)
-    checks.check_causal(model, job.model.source)
-    checks.check_vocabulary(model, letters.vocabulary, letters.name)
-    checks.check_positions(model, job.data.block)
+    checks.check_model(model, job, letters)
     smoothed = models.smooth_loss(model, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
@@ -319,7 +317,7 @@ def _engine(job: Job, config: Config, made: Outline, numbers: Mapping[str, Any])
         None,
         config,
         parts=models.parts(job.model) if is_cut else None,
-        weights=models.streamed(job.model, made.source),
+        weights=models.streamed_weights(job.model, made.source),
         device=None if job.run.device == "auto" else job.run.device,
         auto=numbers,
         quiet=True,
@@ -346,7 +344,7 @@ def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
 # --- numbers ------------------------------------------------------------------------------------------
 
 
-def length_of(job: Job, config: Config, prepared: Prepared, world: int) -> tuple[Policy, int]:
+def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
     """Return the policy on these ranks, and the number of steps."""
     mesh = mesh_for(config, world)
     policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))

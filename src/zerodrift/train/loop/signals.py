@@ -33,14 +33,14 @@ def exit_code(name: str) -> int:
     return 128 + signal.Signals[name if name in signal.Signals.__members__ else "SIGINT"]
 
 
-def shown(name: str) -> str:
+def signal_name(name: str) -> str:
     """Return a signal's name as people know it."""
     return {"SIGINT": "Ctrl-C"}.get(name, name)
 
 
 def announce(text: str, number: int, what: str = STEP) -> None:
     """Print from a signal handler, which may have interrupted a print, below the live line."""
-    line = text.format(name=shown(signal.Signals(number).name), what=what)
+    line = text.format(name=signal_name(signal.Signals(number).name), what=what)
     with contextlib.suppress(OSError):
         os.write(1, f"{os.linesep if os.isatty(1) else ''}{line}{os.linesep}".encode())
 
@@ -54,7 +54,7 @@ class Stop:
         self.by = ""
         """Name of the signal."""
         self.doing = ""
-        """What is finished first; empty before the first step."""
+        """Work that is finished first; empty before the first step."""
         self._prints, self._launched = prints, launched
 
     def ask(self, number: int, frame: FrameType | None = None) -> None:
@@ -76,7 +76,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listening(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
+def listen(prints: bool = True, launched: bool = False) -> Iterator[Stop]:
     """Send signals to the `Stop` that is yielded, and restore their handlers at the end."""
     stop = Stop(prints, launched)
     before = {number: signal.signal(number, stop.ask) for number in SIGNALS}

@@ -18,7 +18,7 @@ from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
 from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join, joined_ranks
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
-from zerodrift.train.loop.signals import exit_code, listening
+from zerodrift.train.loop.signals import exit_code, listen
 from zerodrift.train.report.display import display
 
 MOST = 1024
@@ -128,7 +128,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
     rank, _ = started()
     show = display(rank, job.run.log_every)
     full_disk = full_disk_named(RunFolder.of(job).path)
-    with refused_files(), worded_for_a_job(), full_disk, listening(rank == 0, request.launched) as stop:
+    with refused_files(), worded_for_a_job(), full_disk, listen(rank == 0, request.launched) as stop:
         try:
             session = assemble(job, config, show, request)
         except BaseException:

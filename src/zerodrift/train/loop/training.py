@@ -26,10 +26,10 @@ from zerodrift.observer import compare
 from zerodrift.observer.observe import observe
 from zerodrift.observer.observed import merged
 from zerodrift.train.loop import nonfinite
-from zerodrift.train.loop.evaluation import BestEvaluation, continuation, evaluate
+from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
 from zerodrift.train.loop.model import require_smoothed
 from zerodrift.train.loop.session import Session
-from zerodrift.train.loop.signals import END, STEP, Stop, shown
+from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
 from zerodrift.train.loop.step import StepDigests, StepRun, run_step
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
@@ -182,7 +182,7 @@ class Loop:
                 session.checkpoints.wait()
         if self._asked:
             again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
-            done = f"{shown(self._asked)}: step {step} is finished and saved"
+            done = f"{signal_name(self._asked)}: step {step} is finished and saved"
             self._display.say(f"{done}; start again{again} to go on")
         elif self._run.export:
             self._export(session.folder.export)
@@ -317,7 +317,7 @@ class Loop:
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
-                text = continuation(self._engine, self._session.tokenizer, prompt)
+                text = continue_prompt(self._engine, self._session.tokenizer, prompt)
             if self._leads:
                 self._write("sample", {"step": step, "prompt": prompt, "text": text})
 

@@ -137,7 +137,7 @@ def _legend(lines: RunLines, marks: Sequence[Mark]) -> Markup:
     kinds = {mark.kind for mark in marks}
     words: list[Markup] = []
     if steps > 1:
-        text = f"Losses are smoothed over {smoothing(steps)} steps; behind are all of them."
+        text = f"Losses are smoothed over {smoothing_steps(steps)} steps; behind are all of them."
         words.append(tag("span", text))
     for kind, text in (("resume", " gone on with from a checkpoint"), ("skip", " a skipped step")):
         if kind in kinds:
@@ -247,7 +247,7 @@ def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -
     line = [(each.x, each.mean) for each in few]
     if series.smooth and len(points) > 2:
         behind.append(path(line, class_="raw"))
-        means = smoothed([value for _, value in points], smoothing(len(points)))
+        means = smooth_values([value for _, value in points], smoothing_steps(len(points)))
         smooth = stretches([(x, mean) for (x, _), mean in zip(points, means, strict=True)])
         line = [(each.x, each.mean) for each in smooth]
     x, y = line[-1]
@@ -255,12 +255,12 @@ def _line(series: Series, points: Sequence[Point], across: _Scale, up: _Scale) -
     return tag("g", join(behind), path(line, class_="line"), end, class_=f"s-{series.color}")
 
 
-def smoothing(count: int) -> int:
+def smoothing_steps(count: int) -> int:
     """Return the steps of a running mean: a twentieth of them."""
     return max(2, min(200, count // 20))
 
 
-def smoothed(values: Sequence[float], over: int) -> list[float]:
+def smooth_values(values: Sequence[float], over: int) -> list[float]:
     """Return a mean that weighs near values more, before and after alike, so that it does not lag."""
     ahead, back = _decaying_means(values, over), _decaying_means(values[::-1], over)[::-1]
     return [(left + right) / 2 for left, right in zip(ahead, back, strict=True)]

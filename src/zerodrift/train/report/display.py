@@ -1,10 +1,9 @@
-"""Show a run while it goes: one live line on a terminal, plain lines elsewhere, nothing on ranks but the
-first.
+"""Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
 
-Texts beside the live line (the plan, notes, evaluations) are printed above it. The line is drawn several
-times a second, so that a step of minutes shows its micro-batches and a long evaluation its name. It is never
-wider than the terminal: figures are dropped in the order of `DROPPED`, and the step, the loss and the time
-left stay.
+Ranks but the first show nothing. Texts beside the live line (the plan, notes, evaluations) are printed above
+it. The line is drawn several times a second, so that a step of minutes shows its micro-batches and a long
+evaluation its name. It is never wider than the terminal: figures are dropped in the order of `DROPPED`, and
+the step, the loss and the time left stay.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class LineDisplay(Display):
 
 @dataclass(slots=True)
 class LineState:
-    """What the live line shows."""
+    """The values of the live line."""
 
     steps: int = 0
     done: int = 0

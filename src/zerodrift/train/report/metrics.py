@@ -1,5 +1,6 @@
-"""Write and read the metrics of a run, one JSON line each, and pass them on to TensorBoard and Weights &
-Biases.
+"""Write and read the metrics of a run, one JSON line each, and pass them on to boards.
+
+The boards are TensorBoard and Weights & Biases.
 
 A line has a `kind`: `start`, `step`, `digest`, `evaluation`, `sample`, `checkpoint`, `skip`, `precision`,
 `flops`, `audit`, `trace`, `end`. Times are seconds of training in this and earlier runs of the folder. Lines
@@ -20,7 +21,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zerodrift.errors import ConfigError, Problems, said
 from zerodrift.files import opened
@@ -43,7 +44,7 @@ class StepMetrics:
     grad_norm: float
     """Before clipping."""
     lr: float
-    """Of the first parameter group."""
+    """Learning rate of the first parameter group."""
     loss_scale: float
     tokens: int
     """Seen so far, with padding."""
@@ -224,13 +225,6 @@ def memory(device: torch.device) -> int:
 # --- boards -----------------------------------------------------------------------------------------------
 
 
-class Board(Protocol):
-    """A program that shows numbers live. A resumed run goes on in the same curves."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 def check_boards(run: Run) -> None:
     """Refuse a board that is not installed."""
     problems = Problems()
@@ -241,8 +235,9 @@ def check_boards(run: Run) -> None:
     problems.raise_as(ConfigError)
 
 
-def _boards(folder: RunFolder, run: Run, after: int) -> list[Board]:
-    tensorboard: list[Board] = [_TensorBoard(folder, after)] if run.tensorboard else []
+def _boards(folder: RunFolder, run: Run, after: int) -> list[_TensorBoard | _Wandb]:
+    """Open the boards of a run. A resumed run goes on in the same curves."""
+    tensorboard = [_TensorBoard(folder, after)] if run.tensorboard else []
     return [*tensorboard, *([_Wandb(folder, run.wandb, after)] if run.wandb else [])]
 
 

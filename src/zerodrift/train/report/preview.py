@@ -22,7 +22,7 @@ from zerodrift.train.data.sampling import sampler_of
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop import model_checks as checks
+from zerodrift.train.loop.model_checks import check_model
 from zerodrift.train.loop.run_folder import RunFolder
 
 SAMPLES = 3
@@ -54,10 +54,7 @@ def _check_model(job: Job, letters: Tokenizer) -> None:
     """Check the data against the model's config. The model of a function is not built for this."""
     source = models.source_of(job.model)
     if source.config is not None and job.model.lora is None:
-        model = models.build(job.model, source)
-        checks.check_causal(model, job.model.source)
-        checks.check_vocabulary(model, letters.vocabulary, letters.name)
-        checks.check_positions(model, job.data.block)
+        check_model(models.build(job.model, source), job, letters)
 
 
 def _text(read: BlockValues, letters: Tokenizer) -> Text:

@@ -14,8 +14,8 @@ from zerodrift.report.brief import brief_text
 from zerodrift.report.frame import grid, printed
 from zerodrift.report.rows import grouped
 from zerodrift.report.terminal import plan_text
-from zerodrift.train.data.prepare import Prepared
-from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding, sampler_of
+from zerodrift.train.data.prepare import PreparedData
+from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding_shares, sampler_of
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.report.display import Display
@@ -36,7 +36,7 @@ def _samples(plan: Plan) -> int:
 
 
 def data_facts(
-    job: Job, prepared: Prepared, letters: Tokenizer, steps: int, plan: Plan
+    job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
 ) -> tuple[tuple[str, str], ...]:
     """Return labelled facts about the data, for the page."""
     train, blocks = prepared.train, steps * _samples(plan)
@@ -46,7 +46,7 @@ def data_facts(
     return (*prepared.facts(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
 
 
-def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Display) -> str:
+def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
     """Return the data and the length of the run in a few lines."""
     samples = _samples(plan)
     training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
@@ -59,7 +59,7 @@ def data_text(job: Job, prepared: Prepared, steps: int, plan: Plan, display: Dis
     return printed([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
 
 
-def _padding(job: Job, prepared: Prepared, steps: int, plan: Plan) -> str:
+def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
     """Return the share of the computed tokens that is padding."""
     train = prepared.train
     if not job.data.group_by_length:
@@ -69,6 +69,6 @@ def _padding(job: Job, prepared: Prepared, steps: int, plan: Plan) -> str:
     some = min(steps, 2 * WINDOW)
     sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
     micro = max(1, plan.policy.batch.micro)
-    with_groups, without = padding(sampler, some, _samples(plan), micro, train.length)
+    with_groups, without = padding_shares(sampler, some, _samples(plan), micro, train.length)
     what = "of what is computed" if some == steps else f"of the first {some} steps"
     return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"

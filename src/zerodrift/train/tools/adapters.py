@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Return a frozen model with trainable adapters."""
     require_peft("model.lora")
     if not hasattr(model, "config"):
@@ -108,23 +108,28 @@ def read_from_checkpoint(
     """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
     require_base(base, digest, str(place))
     base.to(dtype)
+    model = add_adapters(base, lora)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if missing := copy_weights(place, trained):
+        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        must = "must hold the adapters of the model, in their shapes"
+        raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
+    return model
+
+
+def copy_weights(place: Path, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Copy the weights of a checkpoint, or return the names that it does not hold in their shapes."""
     verified(place)
     reader, table = CheckpointReader(place), read_entries(place)
     for entry in table:
         reader.check(entry)
     entries = {name: entry for entry in table for name in entry.names}
-    model = with_adapters(base, lora)
-    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     shapes = {name: entry.shape for name, entry in entries.items()}
-    missing = [name for name, value in trained.items() if shapes.get(name) != tuple(value.shape)]
-    if missing:
-        got = f"none of `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-        must = "must hold the adapters of the model, in their shapes"
-        raise ModelError(str(place), must, got=got, do="Set `model.lora` as it was trained.")
+    missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
     with torch.no_grad():
-        for name, parameter in trained.items():
+        for name, parameter in parameters.items() if not missing else ():
             parameter.copy_(reader.weight(entries[name]))
-    return model
+    return missing
 
 
 # --- the base -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from zerodrift.model.huggingface import CONFIG, is_installed
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.resume import BASE, JOB
-from zerodrift.train.loop.run_folder import RunFolder, from_here
+from zerodrift.train.loop.run_folder import RunFolder, with_found_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def model_at(path: Path) -> TrainedModel:
     if is_checkpoint or CheckpointFolder(path).tags():
         place = path if is_checkpoint else CheckpointFolder(path).find(LATEST)
         if job is None and (text := _carried(place, JOB)) is not None:
-            job = from_here(read_job(json.loads(text))[0], folder)
+            job = with_found_paths(read_job(json.loads(text))[0], folder)
         return TrainedModel(None, place, job, folder)
     must = "must be the folder of a run, its `export`, its `checkpoints`, or one of these"
     got = "no such folder" if not path.exists() else "a folder with none of them, without a `job.json`"

@@ -16,9 +16,7 @@ from torch import nn
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
 from zerodrift.io.checkpoint import state as states
-from zerodrift.io.checkpoint.descriptions import verified
-from zerodrift.io.checkpoint.items import CheckpointReader
-from zerodrift.io.checkpoint.manifest import SHARED, read_entries
+from zerodrift.io.checkpoint.manifest import SHARED
 from zerodrift.io.safetensors.export import export as export_model
 from zerodrift.model.factory import make
 from zerodrift.model.huggingface import CONFIG
@@ -55,7 +53,7 @@ def read(folder: Path, job: Job | None) -> nn.Module:
     Without a job the folder must hold a `config.json`.
     """
     if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
-        return models.loaded(folder, torch.float32)
+        return models.load_pretrained(folder, torch.float32)
     if job is None:
         must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
         raise ConfigError(str(folder), must, got="neither")
@@ -78,16 +76,6 @@ def read(folder: Path, job: Job | None) -> nn.Module:
 
 def read_checkpoint(model: nn.Module, place: Path) -> None:
     """Copy the weights and buffers of a checkpoint into a model that has memory for them."""
-    verified(place)
-    reader, table = CheckpointReader(place), read_entries(place)
-    for entry in table:
-        reader.check(entry)
-    entries = {name: entry for entry in table for name in entry.names}
-    parameters = dict(model.named_parameters())
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    missing = [name for name, value in parameters.items() if shapes.get(name) != tuple(value.shape)]
-    models.require_whole(place, missing, ())
+    models.require_whole(place, adapters.copy_weights(place, dict(model.named_parameters())), ())
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(reader.weight(entries[name]))
         states.put_buffers(model, states.read_state(place, SHARED)["buffers"])

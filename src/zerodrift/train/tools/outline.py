@@ -107,5 +107,5 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     seat = BatchLayout(rank, plan.mesh.data, micro, dealt(plan, rank), torch.device("cpu"))
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
-    subject = Subject(make, models.streamed(job.model, source))
+    subject = Subject(make, models.streamed_weights(job.model, source))
     return JobToAudit(plan, subject, [batch.inputs() for batch in batches])

@@ -36,7 +36,7 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """What the ranks replay."""
+    """The steps that the ranks replay."""
 
     run: str
     """Folder of the run."""
@@ -91,14 +91,7 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
         todo = f"Steps {min(recorded)} to {max(recorded)} have digests, as `run.digest_every` asked for."
         raise ConfigError("--from and --to", "must have a recorded step between them", got=got, do=todo)
     count = nproc or plan.mesh.world
-    separate = {
-        "run.folder": str(folder.replay),
-        "run.resume": start or "never",
-        "run.tensorboard": False,
-        "run.wandb": "",
-        "data.cache": str(folder.cache(job.data.cache)),
-    }
-    overrides = [*_batch(plan, count), *(f"{key}={json.dumps(value)}" for key, value in separate.items())]
+    overrides = [*_batch(plan, count), *folder.separate_run(job, folder.replay, start)]
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)

@@ -50,12 +50,12 @@ class TextGenerator:
             self._model = load(found).to(self._device).eval()
         self._has_cache = hasattr(self._model, "generate")
 
-    def continued(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
+    def continue_prompt(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
         """Continue a prompt piece by piece; a wrong prompt is refused at once."""
         ends = {self._letters.end}
         if as_chat:
-            ends = chat_template.ends(self._letters)
-            given = chat_template.prompt([{"role": "user", "content": prompt}], self._letters)
+            ends = chat_template.end_tokens(self._letters)
+            given = chat_template.encode_prompt([{"role": "user", "content": prompt}], self._letters)
         else:
             given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
         tokens = [int(token) for token in given] or [self._letters.end]
