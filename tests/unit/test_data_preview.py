@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from tests.unit.test_train_data import jsonl
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.job_file import read_job
-from zerodrift.train.report.preview import preview
+from zerodrift.train.report.summary import preview
 
 ROWS: list[dict[str, Any]] = [
     *({"id": n, "prompt": f"{n}: 你好 \x1b[31m" + "?" * n, "completion": "Antwort.\n" * 3} for n in range(9)),

@@ -54,7 +54,7 @@ def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug =
     """Show what a job is trained on: what was read, and samples with what is learned marked."""
     with streams.errors(debug):
         from zerodrift.train.job_file import read_job
-        from zerodrift.train.report.preview import preview
+        from zerodrift.train.report.summary import preview
 
         with streams.progress(f"reading the data of {job}"):
             read, _ = read_job(job, tuple(set_ or ()))

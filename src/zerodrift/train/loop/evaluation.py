@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,18 +28,9 @@ LONGEST = 64
 """Tokens of a sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The mean loss over the labels of the held-out blocks."""
-
-    loss: float
-    labels: int
-
-
-def evaluate(session: Session) -> Evaluation | None:
-    """Evaluate the held-out blocks; None if there are none. Collective."""
-    if session.validation is None:
-        return None
+def evaluate(session: Session) -> tuple[float, int]:
+    """Return the mean loss over the labels of the held-out blocks, and their number. Collective."""
+    assert session.validation is not None
     seat, most = session.seat, session.job.run.evaluate_blocks
     held = list(validation_batches(session.validation, seat, most))
     losses = losses_of(session.engine, [batch.batch for batch in held])
@@ -52,7 +42,7 @@ def evaluate(session: Session) -> Evaluation | None:
     places[:, seat.rank, 1] = counts.double()
     every = session.engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
     labels = sum(count for _, count in every)
-    return Evaluation(sum(total for total, _ in every) / labels, int(labels))
+    return sum(total for total, _ in every) / labels, int(labels)
 
 
 class BestEvaluation:
@@ -144,10 +134,8 @@ def evaluate_here(job: Job, session: Session, show: Display) -> None:
             if matters and change.what != "data.cache":
                 show.say(legible(f"  {change.what}: was {change.was}, is {change.now}"))
     with show.doing("evaluating"):
-        found = evaluate(session)
-    assert found is not None
-    perplexity = math.exp(min(found.loss, 700.0))
-    show.say(f"validation loss {found.loss:.6f}  perplexity {perplexity:.4g}  {found.labels:,} labels")
+        loss, labels = evaluate(session)
+    show.say(f"validation loss {loss:.6f}  perplexity {math.exp(min(loss, 700.0)):.4g}  {labels:,} labels")
     for prompt in job.run.samples:
         with show.doing("writing samples"):
             text = continue_prompt(session.engine, session.tokenizer, prompt)

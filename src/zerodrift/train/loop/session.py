@@ -47,8 +47,7 @@ from zerodrift.train.loop.run_folder import RunFolder, require_writable
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import RunLines, check_boards
 from zerodrift.train.report.page import run_page
-from zerodrift.train.report.provenance import environment
-from zerodrift.train.report.summary import data_facts, data_text, head_text
+from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
 from zerodrift.train.tools.adapters import base_digest
 from zerodrift.train.tools.profiler import require_steps
 

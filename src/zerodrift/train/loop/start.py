@@ -35,14 +35,11 @@ def train(
     """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
     job, _ = read_job(source, overrides)
     request = LaunchRequest(_command(source, overrides, nproc), whole_plan)
-    if join():
-        if nproc is not None or job.run.nproc is not None:
-            print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
-        return run_here(source, overrides, request)
-    count = processes(job, nproc)
-    if count == 1:
-        return run_here(source, overrides, request)
-    return _launched(source, overrides, count, RunFolder.of(job), debug, request)
+    is_joined = join()
+    if is_joined and (nproc is not None or job.run.nproc is not None):
+        print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
+    count = 1 if is_joined else processes(job, nproc)
+    return _run(source, overrides, count, RunFolder.of(job), debug, request)
 
 
 def evaluate(
@@ -56,24 +53,18 @@ def evaluate(
 
     job, _ = read_job(source, overrides)
     request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
-    joined = join()
+    is_joined = join()
     with refused_files(), worded_for_a_job():
         overrides = overrides_to_evaluate(job, overrides)
-    count = 1 if joined else processes(job, nproc)
-    if joined or count == 1:
-        return run_here(source, overrides, request)
-    folder = RunFolder(RunFolder.of(job).evaluation)
-    return _launched(source, overrides, count, folder, debug, request)
+    count = 1 if is_joined else processes(job, nproc)
+    return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
 
 
-def _launched(
-    source: str,
-    overrides: Sequence[str],
-    count: int,
-    folder: RunFolder,
-    debug: bool,
-    request: LaunchRequest,
+def _run(
+    source: str, overrides: Sequence[str], count: int, folder: RunFolder, debug: bool, request: LaunchRequest
 ) -> int:
+    if count == 1:
+        return run_here(source, overrides, request)
     require_writable("run.folder", folder.path)
     with full_disk_named(folder.path):
         launcher = Launcher(source, overrides, count, folder.logs, debug, request=request)
@@ -138,7 +129,7 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
             if request.evaluation:
                 evaluate_here(job, session, show)
                 return 0
-            outcome = Loop(session, show, stop).run()
+            stopped = Loop(session, show, stop).run()
         except Exception as error:
             if nonfinite.is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
@@ -148,9 +139,9 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
             show.stop()
             session.close()
         show.say(f"report: {legible(str(session.folder.report))}")
-        if session.folder.export.is_dir() and not outcome.stopped and job.run.export:
+        if session.folder.export.is_dir() and not stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")
-        return exit_code(outcome.stopped) if outcome.stopped else 0
+        return exit_code(stopped) if stopped else 0
 
 
 @contextmanager

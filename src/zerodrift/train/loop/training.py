@@ -40,20 +40,6 @@ LONGEST_ERROR = 4000
 """Characters of an error on the page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    step: int
-    """Steps tried in all."""
-    steps: int
-    """Steps asked for."""
-    loss: float | None
-    """Loss of the last step; None if none was left."""
-    stopped: str
-    """The signal that ended the run; empty if it came to its end."""
-
-
 @dataclass
 class _Clock:
     """Seconds of training, without evaluations, checkpoints and reports."""
@@ -84,7 +70,6 @@ class Loop:
         self._skips = 0
         """Skipped steps in a row."""
         self._metrics: Metrics | None = None
-        self._loss: float | None = None
         self._tokens = 0
         """Tokens of all steps so far, with padding."""
         self._asked = ""
@@ -98,8 +83,9 @@ class Loop:
     def _leads(self) -> bool:
         return self._engine.mesh.rank() == 0
 
-    def run(self) -> Outcome:
-        """Train to the end, or until asked to stop."""
+    def run(self) -> str:
+        """Train to the end, or until asked to stop; return the signal that ended the run, or an empty
+        text."""
         session, say = self._session, self._display.say
         if session.job.audit.at:
             require_lookable(self._engine.plan)
@@ -140,7 +126,7 @@ class Loop:
             self._display.stop()
             if self._metrics is not None:
                 self._metrics.close()
-        return Outcome(step, session.steps, self._loss, self._asked)
+        return self._asked
 
     def _train(self, step: int) -> int:
         run, session, began = self._run, self._session, step
@@ -212,7 +198,6 @@ class Loop:
             self._report_nonfinite(step + 1, tried)
         else:
             self._skips = 0
-        self._loss = loss
         if self._leads:
             self._report_step(step + 1, loss, result, clock.seconds, clock.seconds - before)
         if step + 1 in job.audit.at:
@@ -286,9 +271,8 @@ class Loop:
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
         self._display.say(legible(f"{trouble}{where}"))
-        if self._leads:
-            places = "; ".join(f"{p.rank}, {p.micro_batch}, {p.loss:.4g}" for p in trouble.places)
-            self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": places})
+        places = "; ".join(f"{p.rank}, {p.micro_batch}, {p.loss:.4g}" for p in trouble.places)
+        self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": places})
         if self._skips > self._run.max_skips:
             must = f"at most {self._run.max_skips} steps in a row may be skipped"
             look_at = f"Look at the batches in {folder.bad}, lower the learning rate"
@@ -310,27 +294,23 @@ class Loop:
             recorded = self._recorder.write()
         if recorded is not None:
             self._display.say(legible(str(recorded)))
-            if self._leads:
-                steps = {"step": recorded.last, "first": recorded.first}
-                self._write("trace", {**steps, "folder": str(recorded.folder)})
+            steps = {"step": recorded.last, "first": recorded.first}
+            self._write("trace", {**steps, "folder": str(recorded.folder)})
 
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:
             with self._display.doing("writing samples"):
                 text = continue_prompt(self._engine, self._session.tokenizer, prompt)
-            if self._leads:
-                self._write("sample", {"step": step, "prompt": prompt, "text": text})
+            self._write("sample", {"step": step, "prompt": prompt, "text": text})
 
     def _evaluate(self, step: int) -> None:
         if self._session.validation is None:
             return
         with self._display.doing("evaluating"):
-            found = evaluate(self._session)
-        assert found is not None
-        self._display.evaluation(step, found.loss)
-        if self._leads:
-            self._write("evaluation", {"step": step, "validation_loss": found.loss, "labels": found.labels})
-        if self._best.add(found.loss) and self._run.export_best:
+            loss, labels = evaluate(self._session)
+        self._display.evaluation(step, loss)
+        self._write("evaluation", {"step": step, "validation_loss": loss, "labels": labels})
+        if self._best.add(loss) and self._run.export_best:
             self._export(self._session.folder.best)
 
     def _export(self, folder: Path) -> None:
