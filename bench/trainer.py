@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, flags
 
 from zerodrift.engine.executor import loss_in
-from zerodrift.train.display import LineDisplay
-from zerodrift.train.loop import Loop, _Clock
-from zerodrift.train.metrics import Metrics
-from zerodrift.train.read import read_job
-from zerodrift.train.run import Session, assemble
-from zerodrift.train.stopping import Stop
+from zerodrift.train.job_file import read_job
+from zerodrift.train.loop.session import Session, assemble
+from zerodrift.train.loop.signals import Stop
+from zerodrift.train.loop.training import Loop, _Clock
+from zerodrift.train.report.display import LineDisplay
+from zerodrift.train.report.metrics import Metrics
 
 
 def job(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:

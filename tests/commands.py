@@ -71,7 +71,7 @@ def _main(words: list[str], folder: Path, current: str, environment: dict[str, s
     sys.argv = ["zerodrift", *words]
     sys.path.insert(0, current)  # as `python -m` does
     from zerodrift.cli import main
-    from zerodrift.train.launch import Launcher
+    from zerodrift.train.loop.launcher import Launcher
 
     Launcher._start = _fork  # type: ignore[assignment,method-assign]
     main()
@@ -113,7 +113,7 @@ def _fork(launcher: Any, number: int, work: Any, environment: dict[str, str], er
             os.dup2(errors.fileno(), stream)
         os.environ.clear()
         os.environ.update(environment)
-        from zerodrift.train import rank
+        from zerodrift.train.loop import rank
 
         code = rank.main(work.to_json())
         sys.stdout.flush()

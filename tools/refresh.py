@@ -34,7 +34,7 @@ from zerodrift.cli import app
 from zerodrift.config.reference import render_config, render_page
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
-from zerodrift.train.reference import render_job
+from zerodrift.train.tools.reference import render_job
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 import benchmarks

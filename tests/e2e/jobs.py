@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerodrift.train.metrics import read
+from zerodrift.train.report.metrics import read
 
 ROOT = Path(__file__).parents[2]
 

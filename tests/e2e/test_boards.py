@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import job, losses
-from zerodrift.train.start import train
+from zerodrift.train.loop.start import train
 
 
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests import commands
 from tests.e2e.jobs import ROOT, job, kinds
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.start import evaluate, train
+from zerodrift.train.loop.start import evaluate, train
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,9 @@ import torch
 from tests.e2e.jobs import ROOT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.feed import BatchLayout, Feed
-from zerodrift.train.grouping import WINDOW, GroupedSampler, lengths_of, window
-from zerodrift.train.sampler import BlockSampler
-from zerodrift.train.start import run_here, train
+from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
+from zerodrift.train.loop.start import run_here, train
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +101,7 @@ def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_what_is_cut_off_is_behind_the_last_label(tmp_path: Path) -> None:
     train(uneven(tmp_path), ["run.steps=1"])
-    from zerodrift.train.blocks import open_blocks
+    from zerodrift.train.data.blocks import open_blocks
 
     (cache,) = (file.parent for file in (tmp_path / "cache").glob("*/train.tokens"))
     blocks = open_blocks(cache, "train")

@@ -10,10 +10,10 @@ import pytest
 
 from tests.e2e.jobs import ROOT, job
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.hub import advice, cache, path_of
-from zerodrift.train.read import read_job
-from zerodrift.train.start import train
+from zerodrift.train.data.hub import advice, hub_cache, path_of
+from zerodrift.train.job_file import read_job
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
 
 pytest.importorskip("transformers")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -29,7 +29,7 @@ def _a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") -> Path:
     """A snapshot as `huggingface_hub` lays it out: links to blobs."""
-    folder = cache() / f"{kind}s--{name.replace('/', '--')}"
+    folder = hub_cache() / f"{kind}s--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
     for place in (snapshot, folder / "blobs", folder / "refs"):
         place.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data"
 
 def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = cached("some/model", "model", tiny())
-    known = {"repo_id": "some/model", "filename": "config.json", "cache_dir": cache()}
+    known = {"repo_id": "some/model", "filename": "config.json", "cache_dir": hub_cache()}
     assert pytest.importorskip("huggingface_hub").try_to_load_from_cache(**known) == str(
         model / "config.json"
     )

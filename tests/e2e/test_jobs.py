@@ -11,9 +11,9 @@ import yaml
 
 from tests.ranks.harness import run_ranks
 from zerodrift.cli import app
-from zerodrift.train.metrics import read
-from zerodrift.train.read import read_job
-from zerodrift.train.start import run_here, train
+from zerodrift.train.job_file import read_job
+from zerodrift.train.loop.start import run_here, train
+from zerodrift.train.report.metrics import read
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 

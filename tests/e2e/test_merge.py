@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.jobs import ROOT, job
 from zerodrift.cli import app
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.merge import MergeOptions, merge
-from zerodrift.train.sample import SamplingOptions, TextGenerator
-from zerodrift.train.start import train
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.merge import MergeOptions, merge
+from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
@@ -81,10 +81,12 @@ def test_every_door_leads_to_what_peft_makes(trained: Path, tmp_path: Path, dtyp
         found = weights(target)
         assert found.keys() == expected.keys() and all(found[k].equal(expected[k]) for k in found), place
     options = SamplingOptions(4, 0.0, 0, 0)
-    texts = {"".join(TextGenerator(place).continued("It", options)) for place in (run, run / "checkpoints")}
+    texts = {
+        "".join(TextGenerator(place).continue_prompt("It", options)) for place in (run, run / "checkpoints")
+    }
     assert len(texts) == 1
     if dtype == "fp32":
-        assert texts == {"".join(TextGenerator(tmp_path / "0").continued("It", options))}
+        assert texts == {"".join(TextGenerator(tmp_path / "0").continue_prompt("It", options))}
 
 
 def test_the_verb_merges_a_checkpoint_by_its_tag(

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import ROOT, job, kinds, losses
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.best import BestEvaluation
-from zerodrift.train.sample import TextGenerator
-from zerodrift.train.start import train
+from zerodrift.train.loop.evaluation import BestEvaluation
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.sample import TextGenerator
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
     best = BestEvaluation(2)
-    assert [best.take(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)] == [
+    assert [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)] == [
         True,
         False,
         True,
@@ -31,9 +31,9 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
         True,
     ]
     assert not best.is_out_of_patience
-    assert not best.take(1.0) and not best.is_out_of_patience
-    assert not best.take(1.5) and best.is_out_of_patience
-    assert best.words == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
+    assert not best.add(1.0) and not best.is_out_of_patience
+    assert not best.add(1.5) and best.is_out_of_patience
+    assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
     assert BestEvaluation(2, [1.0, 1.0, None]).is_out_of_patience
     assert not BestEvaluation(0, [1.0, 1.0, 1.0]).is_out_of_patience
 

@@ -13,8 +13,8 @@ import pytest
 from tests.e2e.jobs import ROOT, job, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.start import run_here, train
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import run_here, train
 
 
 @pytest.fixture(autouse=True)

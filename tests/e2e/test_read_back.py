@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import job, losses
 from zerodrift.errors import ConfigError, ZerodriftError
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.sample import SamplingOptions, TextGenerator, choose
-from zerodrift.train.start import train
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
+from zerodrift.train.tools.sample import SamplingOptions, TextGenerator, choose
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,10 @@ def test_a_damaged_run_is_not_sampled_from(damage: str, run: Path, tmp_path: Pat
 
 def test_export_and_checkpoint_are_one_model(run: Path, tmp_path: Path) -> None:
     taste = SamplingOptions(tokens=20, temperature=1.0, top=0, seed=3)
-    said = "".join(TextGenerator(run / "run").continued("It is", taste))
+    said = "".join(TextGenerator(run / "run").continue_prompt("It is", taste))
     shutil.copytree(run / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "export")
-    assert "".join(TextGenerator(tmp_path / "run").continued("It is", taste)) == said
+    assert "".join(TextGenerator(tmp_path / "run").continue_prompt("It is", taste)) == said
     other = json.loads(RunFolder(tmp_path / "run").job.read_text())
     other["model"]["source"] = "tests.e2e.small_models:deep"
     RunFolder(tmp_path / "run").job.write_text(json.dumps(other))
@@ -139,7 +139,7 @@ def test_whatever_a_run_leaves_is_found_from_any_folder(
     taste = SamplingOptions(tokens=5, temperature=0.0, top=0, seed=3)
     tag = max(path.name for path in (folder / "checkpoints").glob("step-*"))
     parts = ("", "export", "checkpoints", f"checkpoints/{tag}")
-    said = {"".join(TextGenerator(folder / part).continued("It is", taste)) for part in parts}
+    said = {"".join(TextGenerator(folder / part).continue_prompt("It is", taste)) for part in parts}
     assert len(said) == 1
     for number, part in enumerate(parts):
         app(["inspect", str(folder / part)], standalone_mode=False)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.unit.letters import byte_tokenizer
 from zerodrift.cli import app
-from zerodrift.train.metrics import read
+from zerodrift.train.report.metrics import read
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 

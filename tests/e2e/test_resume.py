@@ -12,8 +12,8 @@ import pytest
 from tests.e2e.jobs import ROOT, job, kinds
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
-from zerodrift.train.metrics import read
-from zerodrift.train.start import train
+from zerodrift.train.loop.start import train
+from zerodrift.train.report.metrics import read
 
 
 @pytest.fixture(autouse=True)

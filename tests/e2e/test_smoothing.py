@@ -14,8 +14,8 @@ from tests.e2e.jobs import ROOT, job, kinds, losses
 from tests.e2e.small_models import llama
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.smoothing import smoothed
-from zerodrift.train.start import run_here, train
+from zerodrift.train.loop.model import smoothed_loss
+from zerodrift.train.loop.start import run_here, train
 
 transformers = pytest.importorskip("transformers")
 SHARE, STEPS, LR = 0.15, 3, 0.5
@@ -36,9 +36,9 @@ def test_a_micro_batch_has_the_loss_of_the_label_smoother() -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 9, 31) * 4, torch.randint(0, 31, (3, 9))
     labels[0, 3:] = labels[1, ::2] = labels[2, 0] = -100
-    assert abs(smoothed(logits, labels, SHARE) - theirs(logits, labels)) <= 2 * torch.finfo().eps * 4
+    assert abs(smoothed_loss(logits, labels, SHARE) - theirs(logits, labels)) <= 2 * torch.finfo().eps * 4
     own, other = (logits.clone().requires_grad_() for _ in range(2))
-    smoothed(own, labels, SHARE).backward()
+    smoothed_loss(own, labels, SHARE).backward()
     theirs(other, labels.clone()).backward()
     assert own.grad is not None and other.grad is not None
     assert torch.allclose(own.grad, other.grad, rtol=1e-5, atol=1e-8)
@@ -68,8 +68,8 @@ def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1) -> 
 
 def plain(folder: Path) -> tuple[list[float], float]:
     """Losses of a plain loop over all learned tokens of a step at once, and of the labels after the last."""
-    from zerodrift.train.blocks import open_blocks
-    from zerodrift.train.sampler import BlockSampler
+    from zerodrift.train.data.blocks import open_blocks
+    from zerodrift.train.data.sampling import BlockSampler
 
     (cache,) = (path.parent for path in (folder / "cache").glob("*/train.tokens"))
     blocks, found = open_blocks(cache, "train"), []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.jobs import QUICKLY, ROOT, job
 from zerodrift.cli import app
-from zerodrift.train.start import train
+from zerodrift.train.loop.start import train
 
 COMMAND = f"{sys.executable} -m zerodrift"
 PRINTERS = ("support", "--help", "--version", "plan --help")

@@ -15,10 +15,10 @@ from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
 from zerodrift.plan.table import Plan
-from zerodrift.train import model as models
-from zerodrift.train.chat import conversation
-from zerodrift.train.documents import Document
-from zerodrift.train.start import dry_run, run_here, train
+from zerodrift.train.data.conversation import read_conversation
+from zerodrift.train.data.documents import Document
+from zerodrift.train.loop import model_checks
+from zerodrift.train.loop.start import dry_run, run_here, train
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Pa
         (line,) = kinds(folder, "evaluation")
         found.append((line["labels"], line["validation_loss"]))
     labels, loss = found[0]
-    held = [row for row in rows if Document(talk=conversation(row, "messages", "")).share(0) < 0.3]
+    held = [row for row in rows if Document(talk=read_conversation(row, "messages", "")).share(0) < 0.3]
     assert len(held) % 12 and labels == sum(len(row["completion"]) + 1 for row in held)
     assert [each[0] for each in found] == [labels] * 4
     assert [each[1] for each in found] == pytest.approx([loss] * 4, rel=1e-5)
@@ -196,7 +196,7 @@ def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
 def test_what_is_asked_for_on_the_way_lies_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "positions", lambda model: 40)
+    monkeypatch.setattr(model_checks, "positions", lambda model: 40)
     file = job(
         tmp_path, steps=1, run={"samples": ["a prompt", "a prompt that is too long for the model's 40"]}
     )

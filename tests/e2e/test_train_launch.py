@@ -14,8 +14,8 @@ import pytest
 from tests.commands import Command
 from tests.e2e.jobs import QUICKLY, ROOT, job, losses, start
 from tests.ranks.harness import run_ranks
-from zerodrift.train.start import run_here
-from zerodrift.train.stopping import shown
+from zerodrift.train.loop.signals import signal_name
+from zerodrift.train.loop.start import run_here
 
 STEPS = 20
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     assert err == "" and out.count("zerodrift train ") == 1, "one rank speaks"
     assert "finishing this step, then saving" in out and out.count("again: stop at once") == 1
     assert 2 <= done < STEPS - 5
-    assert f"{shown(number.name)}: step {done} is finished and saved" in out
+    assert f"{signal_name(number.name)}: step {done} is finished and saved" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
     # A rank that is killed is named.
@@ -156,8 +156,8 @@ def test_a_start_imports_what_it_uses(tmp_path: Path) -> None:
     """What starts ranks needs no torch, and a rank needs no compiler and no model of others."""
     code = (
         "import sys\n"
-        "from zerodrift.train.start import train\n"
-        "import zerodrift.train.launch\n"
+        "from zerodrift.train.loop.start import train\n"
+        "import zerodrift.train.loop.launcher\n"
         "assert 'torch' not in sys.modules\n"
         f"assert train({str(job(tmp_path, steps=1))!r}, {QUICKLY[1:]!r}, nproc=1) == 0\n"
         "heavy = {'torch._dynamo', 'torch.distributed.pipelining', 'transformers'} & set(sys.modules)\n"

@@ -17,7 +17,7 @@ from tests import commands
 from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.start import run_here, train
+from zerodrift.train.loop.start import run_here, train
 
 PARTS = "tests.e2e.small_models:parts"
 

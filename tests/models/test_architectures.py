@@ -16,7 +16,7 @@ from zerodrift.engine.engine import Engine
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 from tests.models.architectures import ARCHITECTURES, Architecture, recompute, some, tokens
-from zerodrift.train.sample import cache_name
+from zerodrift.train.tools.sample import cache_name
 
 STEPS, ENOUGH = 4, 20
 """Steps that are compared, and those in which a model learns."""

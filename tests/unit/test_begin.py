@@ -11,8 +11,8 @@ import pytest
 
 from zerodrift.cli import app, machine
 from zerodrift.errors import ZerodriftError
-from zerodrift.train import doctor
-from zerodrift.train.read import read_job
+from zerodrift.train.job_file import read_job
+from zerodrift.train.tools import doctor
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.test_cli_surface import SURFACE
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.schema import Config
-from zerodrift.train.read import every_path
+from zerodrift.train.job_file import every_path
 
 ROOT = Path(__file__).parents[2]
 HISTORY = "CHANGELOG.md"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.test_train_data import data, jsonl, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer
 
 LETTERS = ByteTokenizer()
 
@@ -35,13 +35,13 @@ def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
     made = prepare(data(folder, block=64, validation=str(folder)), LETTERS, tmp_path / "cache")
     assert made.validation is not None
     assert (len(made.train), len(made.validation)) == (3, 2)
-    train = made.sets[0].reading
+    train = made.sets[0].counts
     assert train.files == 1
     assert train.beside == ("1 file of the split `test`", "LICENSE", "README.md", "dataset_infos.json")
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 40)
     made = prepare(data(tmp_path / "*.txt", block=64), LETTERS, tmp_path / "cache")
-    assert made.sets[0].reading.files == 2, "a glob names files itself"
+    assert made.sets[0].counts.files == 2, "a glob names files itself"
 
 
 def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
     ):
         prepare(data(folder), LETTERS, tmp_path / "cache")
     for rest, files in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
-        assert prepare(data(folder, **rest), LETTERS, tmp_path / "cache").sets[0].reading.files == files
+        assert prepare(data(folder, **rest), LETTERS, tmp_path / "cache").sets[0].counts.files == files
     with pytest.raises(ConfigError, match="must name files, or a folder with a split `train`"):
         (folder / "notes.txt").unlink()
         (folder / "rows.jsonl").unlink()
@@ -108,7 +108,7 @@ def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
     for name in ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0123/blocks.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "runs/a/report.html").write_text("<html>")
-    (reading,) = (each.reading for each in prepare(data(tmp_path), LETTERS, tmp_path / "other").sets)
+    (reading,) = (each.counts for each in prepare(data(tmp_path), LETTERS, tmp_path / "other").sets)
     assert reading.files == 1
     assert reading.beside == ("cache, which training wrote", "runs/a, which training wrote")
 
@@ -124,21 +124,21 @@ def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
         prepare(data(tmp_path), LETTERS, tmp_path / "cache")
     found = prepare(data(tmp_path / "train_sft"), LETTERS, tmp_path / "cache")
-    assert found.sets[0].reading.train.documents == 9
+    assert found.sets[0].counts.train.documents == 9
 
 
 def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> None:
     for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
         (tmp_path / "wiki").mkdir(exist_ok=True)
         (tmp_path / "wiki" / name).write_text("a text " * 9)
-    (reading,) = (each.reading for each in prepare(data(tmp_path / "wiki"), LETTERS, tmp_path / "cache").sets)
+    (reading,) = (each.counts for each in prepare(data(tmp_path / "wiki"), LETTERS, tmp_path / "cache").sets)
     assert (reading.files, len(reading.beside)) == (1, 2)
     code = tmp_path / "code"
     code.mkdir()
     for name in ("train.py", "test.py", "README.md"):
         (code / name).write_text("print(1)\n" * 9)
     (code / "package.json").write_text('{"name": "code"}')
-    (reading,) = (each.reading for each in prepare(data(code), LETTERS, tmp_path / "cache").sets)
+    (reading,) = (each.counts for each in prepare(data(code), LETTERS, tmp_path / "cache").sets)
     assert (reading.files, reading.beside) == (3, ("package.json",))
     (code / "alpaca.json").write_text('[{"instruction": "a", "output": "b"}]')
     with pytest.raises(ConfigError, match=r"not of both; got .* with alpaca\.json and "):

@@ -13,11 +13,11 @@ import torch
 
 from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.blocks import IGNORED
-from zerodrift.train.feed import BatchLayout, Feed
-from zerodrift.train.mixture import Mixture, MixtureSampler, shares
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
+from zerodrift.train.data.tokenizer import ByteTokenizer
 
 WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
 
@@ -57,7 +57,7 @@ def seat(micro: int) -> BatchLayout:
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
 def test_shares_add_up_and_leave_nobody_out(weights: tuple[float, ...]) -> None:
     counts = (40, 10, 3)[: len(weights)]
-    given = shares(counts, weights)
+    given = divide_by_weight(counts, weights)
     assert sum(given) == sum(counts) and min(given) >= 1
     sampler = MixtureSampler(counts, given, seed=5)
     ends = np.cumsum(counts)
@@ -73,7 +73,7 @@ def test_what_is_held_out_is_of_every_set_and_what_is_read_of_each_is_told(tmp_p
     assert prepared.validation is not None
     first = {chr(int(row[0])) for row in parts_of(prepared.validation, *range(len(prepared.validation)))[0]}
     assert first == {"a", "b"}
-    told = [fact for _, fact in prepared.told()]
+    told = [fact for _, fact in prepared.facts()]
     assert "text, 25.0% of training" in told and "text, 75.0% of training" in told
     other = mixed(tmp_path, a=1, b=2)
     assert made(tmp_path, other).key != made(tmp_path, mixed(tmp_path, a=1, b=3)).key
@@ -157,7 +157,7 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
 
 
 def test_the_order_in_a_file_of_a_mixture_is_told_by_json(tmp_path: Path) -> None:
-    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].reading
+    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].counts
     assert json.loads(json.dumps(reading.to_json()))["train"]["documents"] == 3
 
 
@@ -189,8 +189,7 @@ class Deaf(torch.nn.Linear):
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
     import zerodrift as zd
-    from zerodrift.train.apart import require_apart
-    from zerodrift.train.drivers import Driver
+    from zerodrift.train.loop.model_checks import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
     for model, told in (
@@ -200,11 +199,11 @@ def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: s
         engine = zd.initialize(model, config=config, quiet=True)
         try:
             if not told:
-                require_apart(Driver(engine), seat(2), 32, 257)
+                require_document_mask(engine, seat(2), 32, 257)
                 continue
             with pytest.raises(
                 ConfigError, match=rf"data\.attend.*must be `block` for this model; got {told}"
             ):
-                require_apart(Driver(engine), seat(2), 32, 257)
+                require_document_mask(engine, seat(2), 32, 257)
         finally:
             engine.destroy()

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 
 from tests.unit.test_train_data import jsonl
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.train.preview import preview
-from zerodrift.train.read import read_job
+from zerodrift.train.job_file import read_job
+from zerodrift.train.report.summary import preview
 
 ROWS: list[dict[str, Any]] = [
     *({"id": n, "prompt": f"{n}: 你好 \x1b[31m" + "?" * n, "completion": "Antwort.\n" * 3} for n in range(9)),

@@ -17,10 +17,10 @@ import pytest
 
 from tests.unit.test_train_data import data, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train import rendering
-from zerodrift.train.blocks import IGNORED
-from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import ByteTokenizer, TransformersTokenizer
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data.blocks import IGNORED
+from zerodrift.train.data.prepare import PreparedData, prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
 BLOCK = 512
@@ -178,8 +178,6 @@ FILES: dict[str, Callable[[], File]] = {
     "gzip": lambda: File("a.jsonl.gz", gzip.compress(ROW), TALK),
     "gzip of no name": lambda: File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
     "zstd": lambda: File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
-    "xz": lambda: File("a.jsonl.xz", lzma.compress(ROW), TALK),
-    "bzip2": lambda: File("a.csv.bz2", bz2.compress(b"prompt,completion\nHi,Yo\n"), [HI, YO]),
     "parquet": lambda: File(
         "a.parquet", parquet({"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}), CALLED, TOOLS
     ),
@@ -216,7 +214,7 @@ def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
 
 
-def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> Prepared:
+def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) -> PreparedData:
     (folder / file.name).write_bytes(file.content)
     return prepare(data(folder / file.name, block=BLOCK, **rest), letters, folder / "cache")
 
@@ -311,10 +309,12 @@ REFUSED: dict[str, tuple[File, str]] = {
     ),
     "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
     "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got a text"),
-    "half of xz": (File("a.jsonl.xz", lzma.compress(ROW)[:-5], []), "xz file that ends early"),
+    "xz": (File("a.jsonl.xz", lzma.compress(ROW), []), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
+    "bzip2": (File("a.csv.bz2", bz2.compress(ROW), []), r"got a bzip2 file\. Run `bunzip2 "),
+    "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}', []), r"after the end. Run `jq -c \."),
     "a second part that is none": (
-        File("a.jsonl.bz2", bz2.compress(ROW) + b"BZx", []),
-        "a damaged bzip2 file",
+        File("a.jsonl.gz", gzip.compress(ROW) + b"\x1f\x8bx", []),
+        "gzip file that ends early|a damaged gzip file",
     ),
 }
 
@@ -403,8 +403,8 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     inner.add_special_tokens({"additional_special_tokens": ["<turn>"]})
     inner.save_pretrained(str(folder))
     letters = TransformersTokenizer(folder)
-    assert rendering.ends(letters) == {letters.end, letters.marks["<turn>"]}
-    assert rendering.ends(ByteTokenizer()) == {256}
+    assert rendering.end_tokens(letters) == {letters.end, letters.marks["<turn>"]}
+    assert rendering.end_tokens(ByteTokenizer()) == {256}
 
 
 def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:

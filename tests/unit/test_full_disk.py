@@ -28,10 +28,10 @@ from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.folder import RunFolder
 from zerodrift.train.job import Run
-from zerodrift.train.metrics import Metrics
-from zerodrift.train.start import train
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
+from zerodrift.train.report.metrics import Metrics
 from zerodrift.weights.convert import convert
 
 

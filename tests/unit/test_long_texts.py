@@ -11,9 +11,10 @@ import pytest
 
 from tests.unit.test_train_data import data, stream
 from zerodrift.errors import ConfigError
-from zerodrift.train import formats, long_texts
-from zerodrift.train.pack import prepare
-from zerodrift.train.tokens import ByteTokenizer, TransformersTokenizer
+from zerodrift.train.data import formats
+from zerodrift.train.data import tokenizer as letters_of
+from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 PROSE = "".join(path.read_text() for path in sorted(Path(__file__, "../../../docs").resolve().glob("t*.md")))
 ODD = "äöü😀日本語 " * 30 + " " * 200 + "\n" * 90 + "a" * 300 + "0123456789" * 20 + "\n \n\t"
@@ -60,10 +61,10 @@ def test_windows_have_the_tokens_of_the_whole(
     letters = tokenizer(tmp_path, kind)
     whole = letters.encode(TEXT)
     for window, overlap in ((2048, 512), (5000, 700)):
-        monkeypatch.setattr(long_texts, "WINDOW", window)
-        monkeypatch.setattr(long_texts, "OVERLAP", overlap)
+        monkeypatch.setattr(letters_of, "WINDOW", window)
+        monkeypatch.setattr(letters_of, "OVERLAP", overlap)
         pieces = [TEXT[at : at + 501] for at in range(0, len(TEXT), 501)]
-        found = list(long_texts.encoded(pieces, letters))
+        found = list(letters_of.encode_pieces(pieces, letters))
         assert len(found) > 3 and np.array_equal(np.concatenate(found), whole)
     assert letters.start == ((letters.inner.convert_tokens_to_ids("<s>"),) if kind == "spaces" else ())
 
@@ -97,15 +98,15 @@ def test_pieces_are_the_text_wherever_they_end(tmp_path: Path, monkeypatch: pyte
     meant = content[1:].replace("\r\n", "\n").replace("\r", "\n")
     for size in (1, 2, 3, 5, 100):
         monkeypatch.setattr(formats, "_PIECE", size)
-        assert "".join(formats.text(file)) == meant
+        assert "".join(formats.read_text(file)) == meant
         file.write_bytes(b"12345\xff")
         with pytest.raises(ConfigError, match="byte 0xff at offset 5"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes("äöü\0".encode())
         with pytest.raises(ConfigError, match="a zero at character 3"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes(b"1234\xe6\x97")
         with pytest.raises(ConfigError, match="byte 0xe6 at offset 4"):
-            list(formats.text(file))
+            list(formats.read_text(file))
         file.write_bytes(content.encode())
-    assert "".join(formats.text(file)) == meant
+    assert "".join(formats.read_text(file)) == meant

@@ -16,11 +16,11 @@ import pytest
 
 from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift.errors import ConfigError, ModelError
-from zerodrift.train import noted
-from zerodrift.train.blocks import Maps
-from zerodrift.train.model import check_positions
-from zerodrift.train.pack import Prepared
-from zerodrift.train.tokens import ByteTokenizer
+from zerodrift.train.data import report
+from zerodrift.train.data.blocks import INDEX
+from zerodrift.train.data.prepare import PreparedData
+from zerodrift.train.data.tokenizer import ByteTokenizer
+from zerodrift.train.loop.model_checks import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW = json.dumps({"text": TEXT}) + "\n"
@@ -135,12 +135,12 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    reading = made(tmp_path, data(file, pack=False)).sets[0].reading
+    reading = made(tmp_path, data(file, pack=False)).sets[0].counts
     lost = sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS)
     assert (reading.cut, reading.cut_tokens) == (2, lost)
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
-    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32)).sets[0].reading
+    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32)).sets[0].counts
     assert reading.reasons() == [
         "1 conversation cut at the end of a block, by 41 tokens in all",
         "1 conversation without a turn of the assistant to learn",
@@ -164,7 +164,7 @@ def test_keys_that_name_columns_name_those_of_the_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"b\.jsonl:2.*must have a text in `completion`; got `prompt`"):
         made(tmp_path, data(half, format="text"))
     both = jsonl(tmp_path / "c.jsonl", [{"messages": TALK, "text": "Hi", "n": None}])
-    reading = made(tmp_path, data(both, block=64)).sets[0].reading
+    reading = made(tmp_path, data(both, block=64)).sets[0].counts
     assert (reading.kind, reading.unread) == ("chat", ("text",)), "what is empty is not missed"
     prose = tmp_path / "a.txt"
     prose.write_text("hi" * 500)
@@ -178,12 +178,12 @@ def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
     once = jsonl(tmp_path / "held.jsonl", [{"messages": turns} for turns in (TALK, TALK[:3])])
     found = made(tmp_path, data(chats, block=64, validation=str(once)))
     plain = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
-    assert found.sets[0].reading.notes()[-1] == "1 conversation like another one"
-    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].reading.notes()
-    assert found.sets[1].reading.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
-    trained, held = (text for _, text in found.in_short())
+    assert found.sets[0].counts.notes()[-1] == "1 conversation like another one"
+    assert "1 conversation with an answer of nothing, which is not learned" in found.sets[0].counts.notes()
+    assert found.sets[1].counts.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
+    trained, held = (text for _, text in found.lines())
     assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
-    (tmp_path / "cache" / found.sets[1].key / noted.FILE).write_bytes(b"1234")
+    (tmp_path / "cache" / found.sets[1].key / report.DIGESTS).write_bytes(b"1234")
     with pytest.raises(ConfigError, match="must hold the blocks that were written"):
         made(tmp_path, data(chats, block=64, validation=str(once)))
 
@@ -193,7 +193,7 @@ def test_one_file_is_read_once_by_whatever_path(tmp_path: Path) -> None:
     file.write_text(TEXT)
     (tmp_path / "b.txt").symlink_to(file)
     found = made(tmp_path, data(Path("unused"), train=[str(file), f"{tmp_path}/../{tmp_path.name}/b.txt"]))
-    (reading,) = (each.reading for each in found.sets)
+    (reading,) = (each.counts for each in found.sets)
     assert reading.files == 1 and "a.txt, which is " in reading.beside[0]
 
 
@@ -304,7 +304,7 @@ def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Pat
 # --- the cache ----------------------------------------------------------------------------------------
 
 
-def read_all(parts: Prepared) -> list[np.ndarray]:
+def read_all(parts: PreparedData) -> list[np.ndarray]:
     every = np.arange(len(parts.train))
     return [*parts_of(parts.train, *every), parts.train.labels(every)]
 
@@ -318,9 +318,9 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     assert names == {
         "blocks.json",
         *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums")),
-        noted.FILE,
+        report.DIGESTS,
     }
-    names.remove(noted.FILE)  # which says nothing of blocks
+    names.remove(report.DIGESTS)  # which says nothing of blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):
@@ -334,7 +334,7 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
             file.write_bytes(content)
             caught += _is_caught(tmp_path, written, whole)
         file.unlink()
-        if name != Maps.INDEX:  # without that it is not there, and made anew
+        if name != INDEX:  # without that it is not there, and made anew
             assert _is_caught(tmp_path, written, whole)
         file.write_bytes(before)
     assert caught > 200
@@ -403,7 +403,7 @@ def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
 def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     folder = byte_tokenizer(tmp_path)
     plain = TransformersTokenizer(folder)
@@ -422,10 +422,11 @@ def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> Non
 def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train import chat, rendering
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data import chat_template as rendering
+    from zerodrift.train.data import conversation as chat
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):
-        rendering.written(chat.talk(TALK, "a.jsonl:3"), letters, learn_all=True)
+        rendering.encode_conversation(chat.plain_conversation(TALK, "a.jsonl:3"), letters, learn_all=True)

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.refused import write
 from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
 from zerodrift.cli.planning import write_page
-from zerodrift.train.read import read_job
+from zerodrift.train.job_file import read_job
 
 JOB: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}
 READERS: dict[str, Callable[[str], object]] = {
@@ -240,7 +240,7 @@ def test_an_odd_override_is_one_error(text: str) -> None:
     "value", [None, 3, True, [], {"a": 1}, {1}, float("nan"), "\x1b[31m" * 900, 10**400, object()]
 )
 def test_any_key_of_a_job_with_any_value_is_read_or_one_error(value: Any) -> None:
-    from zerodrift.train.read import every_path
+    from zerodrift.train.job_file import every_path
 
     for path in every_path():
         job: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}

@@ -10,7 +10,7 @@ from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
 from zerodrift.plan.table import Plan
-from zerodrift.train.replay import Found, OtherBits, _apart, _compared, told
+from zerodrift.train.tools.replay import ReplayResult, StepDifference, _circumstances, _compared, result_lines
 
 
 def line(**changed: Any) -> dict[str, Any]:
@@ -22,8 +22,8 @@ def plan() -> Plan:
     return make_plan({"gradient_accumulation_steps": 2}, moe(), world_size=2)
 
 
-def text(found: OtherBits | None, ranks: int = 2) -> str:
-    return "\n".join(told(Found(5, 3, found), plan(), ranks))
+def text(found: StepDifference | None, ranks: int = 2) -> str:
+    return "\n".join(result_lines(ReplayResult(5, 3, found), plan(), ranks))
 
 
 def test_equal_lines_are_the_same() -> None:
@@ -60,11 +60,11 @@ def test_what_bits_depend_on_is_said_where_it_is_other() -> None:
         {"kind": "start", "step": 4, "torch": "2.13.0", "threads": 2, "processor": "one"},
     ]
     now = {"torch": "2.13.0", "threads": 1, "processor": "one", "kernels": "plain"}
-    apart = _apart(lines, 3, now)
+    apart = _circumstances(lines, 3, now)
     assert apart == ("by torch 2.12.0, here 2.13.0", "by threads 2, here 1")
-    assert _apart(lines, 4, now) == ("by threads 2, here 1",)
+    assert _circumstances(lines, 4, now) == ("by threads 2, here 1",)
     difference = _compared(line(), line(losses=["0x1.8p+1"] * 4), 6)
-    said = told(Found(4, 1, difference, apart), plan(), 2)
+    said = result_lines(ReplayResult(4, 1, difference, apart), plan(), 2)
     assert "  computed   by torch 2.12.0, here 2.13.0; by threads 2, here 1" in said
     assert "  computed" not in text(difference)
 

@@ -12,12 +12,14 @@ import pytest
 
 from zerodrift import files
 from zerodrift.errors import ConfigError
-from zerodrift.train import chat, pack, rendering
-from zerodrift.train.blocks import IGNORED, Blocks
-from zerodrift.train.documents import Document
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data import conversation as chat
+from zerodrift.train.data import prepare as pack
+from zerodrift.train.data.blocks import IGNORED, Blocks
+from zerodrift.train.data.documents import Document
+from zerodrift.train.data.prepare import PreparedData, prepare
+from zerodrift.train.data.tokenizer import ByteTokenizer
 from zerodrift.train.job import Data
-from zerodrift.train.pack import Prepared, prepare
-from zerodrift.train.tokens import ByteTokenizer
 
 TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
 
@@ -26,7 +28,7 @@ def data(path: Path, **rest: Any) -> Data:
     return Data(**{"train": str(path), "block": 16, **rest})
 
 
-def made(tmp_path: Path, written: Data) -> Prepared:
+def made(tmp_path: Path, written: Data) -> PreparedData:
     return prepare(written, ByteTokenizer(), tmp_path / "cache")
 
 
@@ -184,51 +186,29 @@ TALK = [
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
-    tokens, learned = rendering.written(chat.talk(TALK), ByteTokenizer(), learn_all=False)
+    tokens, learned = rendering.encode_conversation(
+        chat.plain_conversation(TALK), ByteTokenizer(), learn_all=False
+    )
     said = "".join(chr(token) if token < 256 else "$" for token in tokens)
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
-    assert rendering.written(chat.talk(TALK), ByteTokenizer(), learn_all=True)[1].all()
+    assert rendering.encode_conversation(chat.plain_conversation(TALK), ByteTokenizer(), learn_all=True)[
+        1
+    ].all()
 
 
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.tokens import TransformersTokenizer
+    from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
-    tokens, learned = rendering.written(chat.talk(TALK), letters, learn_all=False)
+    tokens, learned = rendering.encode_conversation(chat.plain_conversation(TALK), letters, learn_all=False)
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2
     assert kept == "Yo;No;"
-    asked = rendering.prompt(TALK[:1], letters)
+    asked = rendering.encode_prompt(TALK[:1], letters)
     assert letters.inner.decode(asked).endswith("[assistant]")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": TALK[:2]},
-        {"prompt": "Hi", "completion": "Yo"},
-        {"instruction": "Hi", "output": "Yo"},
-        {"instruction": "Hi", "input": "", "response": "Yo"},
-    ],
-    ids=lambda row: "-".join(row),
-)
-def test_every_form_of_a_row_is_a_conversation(row: dict[str, Any], tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [row])
-    parts = made(tmp_path, data(file, block=64))
-    assert parts.sets[0].reading.kind == "chat"
-    tokens, labels = parts_of(parts.train, 0)
-    text = bytes(token for token in tokens[0] if token < 256).decode()
-    assert text == "<|user|>\nHi<|assistant|>\nYo"
-    assert bytes(token for token in labels[0] if 0 <= token < 256).decode() == "Yo"
-
-
-def test_a_block_without_a_label_is_left_out(tmp_path: Path) -> None:
-    asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
-    file = jsonl(tmp_path / "a.jsonl", [asked, {"prompt": "q", "completion": "answer"}])
-    assert len(made(tmp_path, data(file, block=32)).train) == 1
 
 
 # --- token maps ---------------------------------------------------------------------------------------
@@ -240,30 +220,16 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"tokens.{kind}"
     np.save(file, flat) if kind == "npy" else flat.tofile(file)
     parts = made(tmp_path, data(file, validation=0.25))
-    assert parts.sets[0].reading.kind == "tokens" and parts.validation is not None
+    assert parts.sets[0].counts.kind == "tokens" and parts.validation is not None
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16) + 300)
-    with pytest.raises(ConfigError, match="must hold tokens below 257"):
-        made(tmp_path, data(tmp_path / "a.npy"))
-
-
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train.*must name files that are there"):
-        made(tmp_path, data(tmp_path / "none.txt"))
-    broken = tmp_path / "a.jsonl"
-    broken.write_text('{"text": "fine"}\n{"text": \n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2.*must be JSON"):
-        made(tmp_path, data(broken))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1.*must have a text in `body`.*`text`"):
-        made(tmp_path, data(broken, field="body"))
+def test_a_text_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("")
     with pytest.raises(ConfigError, match="must fill at least one block"):
         made(tmp_path, data(tmp_path / "short.txt"))
@@ -274,16 +240,16 @@ def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
 ) -> None:
     monkeypatch.setattr(files, "fcntl", None)
     file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    make, asked = pack._make, data(file)
+    make, asked = pack._make_blocks, data(file)
     first: list[np.ndarray] = []
 
     def slowly(*arguments: Any) -> None:
         """Another begins and ends while this one is about to."""
-        monkeypatch.setattr(pack, "_make", make)
+        monkeypatch.setattr(pack, "_make_blocks", make)
         first.append(stream(made(tmp_path, asked).train))
         make(*arguments)
 
-    monkeypatch.setattr(pack, "_make", slowly)
+    monkeypatch.setattr(pack, "_make_blocks", slowly)
     assert np.array_equal(stream(made(tmp_path, asked).train), first[0])
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 

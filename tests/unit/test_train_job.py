@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
-from zerodrift.train.folder import RunFolder, require_writable
 from zerodrift.train.job import Job, Lora
-from zerodrift.train.read import every_path, read_job
-from zerodrift.train.wording import for_a_job, worded_for_a_job
+from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
+from zerodrift.train.loop.run_folder import RunFolder, require_writable
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -188,7 +187,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: 
 
 @pytest.mark.parametrize("key", ["evaluate_every", "evaluate_blocks"])
 def test_an_evaluation_wants_data(key: str) -> None:
-    from zerodrift.train.pack import require_validation
+    from zerodrift.train.data.prepare import require_validation
 
     for data, fine in (({}, False), ({"validation": 0.1}, True), ({"validation": "held.txt"}, True)):
         found, _ = read_job({"model": {"source": "m:f"}, "data": {"train": "a", **data}, "run": {key: 5}})
@@ -202,7 +201,7 @@ def test_an_evaluation_wants_data(key: str) -> None:
 def test_an_encoder_is_no_language_model() -> None:
     transformers = pytest.importorskip("transformers")
     from zerodrift.api import empty
-    from zerodrift.train.model import check_causal
+    from zerodrift.train.loop.model_checks import check_causal
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     for kind, more, fine in (

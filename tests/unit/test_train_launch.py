@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.train import launch
-from zerodrift.train.launch import (
-    Asked,
+from zerodrift.train.loop import launcher as launch
+from zerodrift.train.loop.launcher import (
     Failure,
+    LaunchRequest,
     RankArguments,
     RankFailedError,
     first_host,
     slurm,
-    write_failure,
 )
-from zerodrift.train.stopping import IN_ORDER, exit_code, listening
+from zerodrift.train.loop.signals import IN_ORDER, exit_code, listen
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -64,7 +63,9 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
 
 
 def test_what_a_rank_is_told_survives_its_command_line() -> None:
-    work = RankArguments("job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, Asked("zerodrift train", True))
+    work = RankArguments(
+        "job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, LaunchRequest("zerodrift train", True)
+    )
     assert RankArguments.from_json(work.to_json()) == work
 
 
@@ -75,7 +76,7 @@ def ended(tmp_path: Path, number: int, code: int, failure: Failure | None) -> la
     process.wait()
     place = tmp_path / f"{number}.failure"
     if failure is not None:
-        write_failure(str(place), failure)
+        failure.write(str(place))
     return launch._Rank(number, process, place, tmp_path / f"{number}.txt")
 
 
@@ -106,7 +107,7 @@ def test_a_defect_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with listening() as stop:
+    with listen() as stop:
         stop.doing = "finishing"
         assert not stop.asked
         signal.raise_signal(signal.SIGTERM)
@@ -120,7 +121,7 @@ def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixtu
 def test_before_the_first_step_a_signal_ends_it(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, listening():
+    with pytest.raises(SystemExit) as ended, listen():
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
     assert "stopped before the first step, with nothing to save" in capfd.readouterr().out
@@ -129,8 +130,8 @@ def test_before_the_first_step_a_signal_ends_it(
 def test_the_second_signal_does_not_ask() -> None:
     code = (
         "import signal\n"
-        "from zerodrift.train.stopping import listening\n"
-        "with listening() as stop:\n"
+        "from zerodrift.train.loop.signals import listen\n"
+        "with listen() as stop:\n"
         "    stop.doing = 'finishing'\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print(stop.by, flush=True)\n"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from zerodrift.train.lines import StepMetrics
-from zerodrift.train.live import DROPPED, Shown, line
+from zerodrift.train.report.display import DROPPED, LineState, line
+from zerodrift.train.report.metrics import StepMetrics
 
 STEP = StepMetrics(1200, 2.34567, 1.5, 1e-3, 65536.0, 9, 0.5, 60.0, 123456.0, 3 << 30)
-FULL = Shown(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
+FULL = LineState(24000, 1200, STEP, "2.4001", 3725.0, "", "3/8", 4.0)
 PARTS = {
     "memory": "3.00 GiB",
     "norm": "norm 1.50",
@@ -41,11 +41,11 @@ def test_what_goes_goes_in_order() -> None:
 
 
 def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
-    assert line(Shown(steps=10, micro_batch="3/8", spent=25.0), 60).plain.startswith(
+    assert line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain.startswith(
         "step 0/10  micro-batch 3/8  "
     )
-    assert line(Shown(steps=10, micro_batch="3/8", spent=25.0), 60).plain.endswith("0:25")
-    assert line(Shown(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
+    assert line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain.endswith("0:25")
+    assert line(LineState(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
 
 
 def test_the_last_validation_loss_is_shown() -> None:

@@ -19,23 +19,22 @@ import torch
 from tests.unit.models import moe
 from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError
-from zerodrift.train.curves import (
+from zerodrift.train.job import Job, Run
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.report.charts import (
     Chart,
     Series,
     binary_ticks,
     chart,
     even_ticks,
     log_ticks,
-    smoothed,
+    smooth_values,
     stretches,
 )
-from zerodrift.train.display import LineDisplay, Pace, clock
-from zerodrift.train.flops import ForwardFlops, peak, readable
-from zerodrift.train.folder import RunFolder
-from zerodrift.train.job import Job, Run
-from zerodrift.train.lines import RunLines, StepMetrics
-from zerodrift.train.metrics import Metrics, read
-from zerodrift.train.page import run_page
+from zerodrift.train.report.display import LineDisplay, Pace, clock
+from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
+from zerodrift.train.report.page import run_page
+from zerodrift.train.tools.flops import ForwardFlops, peak, readable
 
 
 def step(number: int, loss: float = 2.0, skipped: bool = False) -> StepMetrics:
@@ -227,10 +226,10 @@ def test_the_flops_of_a_forward_are_those_of_its_products() -> None:
 
 def test_a_smoothed_curve_stays_among_its_values_and_on_a_line() -> None:
     values = [float(value) for value in range(50)]
-    means = smoothed(values, 5)
+    means = smooth_values(values, 5)
     assert all(0 <= mean <= 49 for mean in means)
     assert means[25] == pytest.approx(25.0, abs=0.01), "it runs neither ahead nor behind"
-    assert smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
+    assert smooth_values([3.0] * 9, 4) == pytest.approx([3.0] * 9)
 
 
 def test_a_million_steps_are_a_hundred_megabytes_at_most() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from zerodrift.train.blocks import Blocks, Rows
-from zerodrift.train.feed import BatchLayout, Feed, validation_batches
-from zerodrift.train.sampler import BlockSampler, blocks_of, permuted
+from zerodrift.train.data.batches import BatchLayout, Feed, validation_batches
+from zerodrift.train.data.blocks import Blocks, Rows
+from zerodrift.train.data.sampling import BlockSampler, blocks_of, permute
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
@@ -29,7 +29,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_an_order_looks_like_chance() -> None:
-    order = np.array([permuted(place, 4096, key=99) for place in range(4096)])
+    order = np.array([permute(place, 4096, key=99) for place in range(4096)])
     assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
     gaps = np.abs(np.diff(order))

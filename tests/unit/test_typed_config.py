@@ -18,7 +18,7 @@ from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
 from zerodrift.config.schema import Block, Config, DTypeName
-from zerodrift.train.read import read_job
+from zerodrift.train.job_file import read_job
 
 COLUMNS: dict[str, Any] = {
     "storage": "bf16",

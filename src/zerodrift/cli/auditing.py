@@ -116,8 +116,8 @@ def _named(model: str | None) -> str:
 def _of_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
-    from zerodrift.train.audited import job_to_audit
-    from zerodrift.train.read import read_job
+    from zerodrift.train.job_file import read_job
+    from zerodrift.train.tools.outline import job_to_audit
 
     if any(option is not None for option in others):
         raise ConfigError(

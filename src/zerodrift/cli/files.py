@@ -22,7 +22,7 @@ def inspect(
     """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
     with streams.errors(debug):
         from zerodrift.checkpoint import inspect as looking
-        from zerodrift.train.found import checkpoints_at
+        from zerodrift.train.tools.artifacts import checkpoints_at
 
         with streams.progress(f"reading {checkpoint}"):
             inspection = looking.inspect(checkpoints_at(checkpoint), verify=verify)
@@ -54,8 +54,8 @@ def convert(
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
         if merge:
             _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
-            from zerodrift.train.merge import MergeOptions
-            from zerodrift.train.merge import merge as merged
+            from zerodrift.train.tools.merge import MergeOptions
+            from zerodrift.train.tools.merge import merge as merged
 
             with streams.progress(f"merging {source}"):
                 done = merged(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
@@ -67,7 +67,7 @@ def convert(
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
-        from zerodrift.train.found import checkpoints_at, config_of
+        from zerodrift.train.tools.artifacts import checkpoints_at, config_of
 
         asked = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)

@@ -37,7 +37,7 @@ def examples(
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
     """Show what this machine has to train with, what is slow on it, and why."""
     with streams.errors(debug):
-        from zerodrift.train.doctor import doctor_text, examine
+        from zerodrift.train.tools.doctor import doctor_text, examine
 
         with streams.progress("looking"):
             findings = examine(streams.environment())

@@ -154,8 +154,8 @@ def _of_job(
     overrides: Sequence[str],
     auto: Sequence[str] | None,
 ) -> tuple[Plan, str]:
-    from zerodrift.train.dry import plan_of
-    from zerodrift.train.read import read_job
+    from zerodrift.train.job_file import read_job
+    from zerodrift.train.tools.outline import plan_of
 
     _require_own(model, auto)
     job, config = read_job(source, overrides)
@@ -193,9 +193,8 @@ def _step_source(
             return make_plan(source, spec, world, auto=given, overrides=(*overrides, *more))
 
         return StepSource(of_config, model, _timeline)
-    from zerodrift.train.dry import planned_from
-    from zerodrift.train.read import read_job
-    from zerodrift.train.wording import worded_for_a_job
+    from zerodrift.train.job_file import read_job, worded_for_a_job
+    from zerodrift.train.tools.outline import planned_from
 
     _require_own(model, auto)
     job, config = read_job(source, overrides)

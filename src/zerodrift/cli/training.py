@@ -24,8 +24,8 @@ def train(
 ) -> None:
     """Train a model as a job file says, with checkpoints, a report, and the exported model at the end."""
     with streams.errors(debug):
-        from zerodrift.train.start import dry_run
-        from zerodrift.train.start import train as run
+        from zerodrift.train.loop.start import dry_run
+        from zerodrift.train.loop.start import train as run
 
         if dry:
             dry_run(job, tuple(set_ or ()), nproc, plan)
@@ -43,7 +43,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint of a job on what is held out, and train nothing."""
     with streams.errors(debug):
-        from zerodrift.train.start import evaluate as run
+        from zerodrift.train.loop.start import evaluate as run
 
         code = run(job, tuple(set_ or ()), nproc, debug)
     if code:
@@ -53,8 +53,8 @@ def evaluate(
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
     """Show what a job is trained on: what was read, and samples with what is learned marked."""
     with streams.errors(debug):
-        from zerodrift.train.preview import preview
-        from zerodrift.train.read import read_job
+        from zerodrift.train.job_file import read_job
+        from zerodrift.train.report.summary import preview
 
         with streams.progress(f"reading the data of {job}"):
             read, _ = read_job(job, tuple(set_ or ()))
@@ -71,7 +71,7 @@ def replay(
 ) -> None:
     """Compute steps of a run once more, and say where bits first differ from what it recorded."""
     with streams.errors(debug):
-        from zerodrift.train.replay import replay as again
+        from zerodrift.train.tools.replay import replay as again
 
         code = again(run, first, last, nproc, debug)
     if code:
@@ -90,14 +90,14 @@ def sample(
 ) -> None:
     """Continue a prompt with a trained model, to see what it has learned."""
     with streams.errors(debug):
-        from zerodrift.train.sample import SamplingOptions, TextGenerator
+        from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 
         if not math.isfinite(temperature):
             raise ConfigError("--temperature", "must be a finite number", got=temperature)
 
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)
-        texts = sampler.continued(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
+        texts = sampler.continue_prompt(prompt, SamplingOptions(tokens, temperature, top, seed), chat)
         streams.emit(prompt if not chat else "")
         for text in texts:
             streams.emit(text)

@@ -1,1 +1,1 @@
-"""The reference trainer: a job file, data, a model, one loop over the engine, and what a person sees."""
+"""The reference trainer: job files, data, training loop, report and tools."""

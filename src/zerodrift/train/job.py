@@ -1,10 +1,9 @@
-"""Every key of a job file: which model, which data, how long, and where things go.
+"""Every key of a job file: model, data, length and output of a run.
 
-Precision, sharding, optimizer, schedule and batch sizes are not here: they are the engine's, under
-`config`, with the keys of `docs/config.md` or as the path of a DeepSpeed JSON. `read` makes a `Job` of a
-file; what a key does is told by the docstring under it, and the reference page is made of those.
-
-Invariant: plain values only. A `Job` can be printed as JSON and read back to the same `Job`.
+Precision, sharding, optimizer, schedule and batch sizes are the engine's, under `config`, with the keys of
+`docs/config.md` or as the path of a DeepSpeed JSON. `job_file` reads a file into a `Job`. The docstring under
+a key describes it, and makes the reference page. A `Job` holds plain values: printed as JSON and read back it
+is the same.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from pydantic import Field
 from zerodrift.config.schema import Block, Flag, Natural, Positive, PositiveFloat
 
 HeldOutShare = Annotated[float, Field(ge=0, le=0.5, strict=True)]
-"""Of the documents."""
+"""A share of the documents."""
 
 Paths = str | tuple[str, ...]
 """One path or several."""
 
 
 class Lora(Block):
-    """Low-rank adapters, through `peft`: only they are trained. `zerodrift convert --merge` makes one model
-    of them and theirs."""
+    """Low-rank adapters, through `peft`: only they are trained. `zerodrift convert --merge` merges them into
+    their model."""
 
     rank: Positive = 8
     """Rank of the adapters."""
@@ -37,7 +36,7 @@ class Lora(Block):
 
 
 class Model(Block):
-    """What is trained."""
+    """The model to train."""
 
     source: str
     """A folder with a `transformers` config and perhaps safetensors, a `config.json`, or
@@ -46,8 +45,8 @@ class Model(Block):
     """`load` reads the folder's safetensors, `random` starts from the model's own initialisation; `auto`
     loads where there is something to load."""
     parts: str = ""
-    """With `config.pipeline`, how to cut a model of your own: `package.module:function` of a function that
-    returns `zerodrift.Parts`. `transformers` models do not need it."""
+    """How `config.pipeline` cuts a model of your own: `package.module:function` of a function that returns
+    `zerodrift.Parts`. `transformers` models do not need it."""
     seed: Natural = 0
     """Seed of random weights, which are the same on any number of ranks."""
     activation_checkpointing: Flag = True
@@ -72,7 +71,7 @@ class DataSet(Block):
 
 
 class Data(Block):
-    """What it is trained on."""
+    """The data to train on."""
 
     train: str | tuple[str | DataSet, ...]
     """Files, folders or globs: text, JSON, JSON lines, CSV, parquet, Arrow, each also compressed, or token
@@ -100,16 +99,16 @@ class Data(Block):
     block: Annotated[int, Field(ge=2, le=1 << 24, strict=True)] = 512
     """Tokens of a sample."""
     pack: Flag | None = None
-    """Put several documents into a block: texts are concatenated and cut, conversations stay whole. Otherwise
+    """Put several documents into a block: texts are concatenated and cut, conversations stay whole. If false,
     each document is a block, cut or padded. Default true for text, false for chat."""
     group_by_length: Flag = False
     """Blocks of like length share a micro-batch, which is cut to the longest, so that little padding is
     computed. Every block still comes once in an epoch."""
     attend: Literal["block", "document"] = "block"
-    """What a token of a packed block sees: all that is before it in the block, or only its own document,
-    whose positions then start at 0."""
+    """The tokens that a token of a packed block sees: all before it in the block, or only those of its own
+    document, whose positions then start at 0."""
     loss_on: Literal["answers", "everything"] = "answers"
-    """Which tokens of a conversation are learned: those of the assistant, or all."""
+    """The tokens of a conversation that are learned: those of the assistant, or all."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
     """The share of each label that is spread over the vocabulary, in training and not in evaluations."""
     cache: str = ""
@@ -120,12 +119,12 @@ class Data(Block):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All that is trained on, as it is written."""
+        """Paths of the training data, as they are written."""
         paths = [[paths] if isinstance(paths, str) else paths for paths, _ in self.sets()]
         return tuple(path for several in paths for path in several)
 
     def sets(self) -> list[tuple[Paths, float]]:
-        """What is mixed, with weights; one set where no weights are written."""
+        """Return the paths of each set with its weight; one set if no weights are written."""
         if isinstance(self.train, str) or all(isinstance(each, str) for each in self.train):
             return [(self.train, 1.0)]  # type: ignore[list-item]
         return [(each, 1.0) if isinstance(each, str) else (each.path, each.weight) for each in self.train]
@@ -145,16 +144,16 @@ class Profile(Block):
 
 
 class Run(Block):
-    """How long to train, and what to write when."""
+    """Length of the run, and what it writes when."""
 
     folder: str = ""
-    """Where everything is written. Default `runs/` and the name of the job file."""
+    """Folder for everything that the run writes. Default `runs/` and the name of the job file."""
     steps: Positive | None = None
     """Optimizer steps. Default: as many as `epochs` takes."""
     epochs: PositiveFloat = 1.0
     """Passes over the data, if `steps` is not given."""
     seed: Natural = 0
-    """Seed of whatever is random inside the model, such as dropout."""
+    """Seed of random operations inside the model, such as dropout."""
     nproc: Positive | None = None
     """Processes to start on this machine, unless a launcher did. Default one per GPU, or one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -202,7 +201,7 @@ class Run(Block):
 
 
 class AuditSteps(Block):
-    """When to look at what rounding costs."""
+    """Steps at which to estimate the cost of rounding."""
 
     at: tuple[Positive, ...] = ()
     """Steps after which one more forward and backward estimates what each dtype costs, for the report and the
@@ -213,13 +212,13 @@ class Job(Block):
     """A job file."""
 
     model: Model
-    """What is trained."""
+    """The model to train."""
     data: Data
-    """What it is trained on."""
+    """The data to train on."""
     run: Run = Run()
-    """How long to train, and what to write when."""
+    """Length of the run, and what it writes when."""
     audit: AuditSteps = AuditSteps()
-    """When to look at what rounding costs."""
+    """Steps at which to estimate the cost of rounding."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's config: keys from `docs/config.md`, or the path of a YAML or DeepSpeed JSON file."""
     auto: dict[str, Any] = Field(default_factory=dict)

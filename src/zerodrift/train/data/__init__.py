@@ -1,0 +1,1 @@
+"""Data: files to documents, tokens, blocks and micro-batches."""

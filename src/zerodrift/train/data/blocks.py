@@ -1,0 +1,355 @@
+"""Store blocks of tokens on disk with their loss masks, and read them back.
+
+A part (`train`, `validation`) has a file of tokens, a file of marks that say which tokens are learned and
+where documents start (left out where all are learned), the number of labels of each block, from which every
+rank knows the labels of a step without asking the others, and a checksum of each block.
+
+Blocks are read when they are needed and not mapped into memory: a mapped file that is cut short kills its
+process.
+
+Every block has a label, so that no loss is a mean over nothing. Every token that is read is below the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from zerodrift.errors import ConfigError, Problems, first_line, said
+from zerodrift.files import kind, opened
+
+IGNORED = -100
+"""Label of a token that is not learned, as in torch's cross entropy."""
+INDEX = "blocks.json"
+_MARK = np.dtype(np.uint8)
+LEARNED, STARTS = 1, 2
+"""Marks of a token: it is learned; it is the first of a document that sees no other."""
+
+
+def _checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int, int]:
+    """Return the checksums of a block's tokens with their number of labels, and of its marks."""
+    return zlib.crc32(tokens.tobytes(), labels), zlib.crc32(marks.tobytes())
+
+
+class BlockWriter:
+    """Writes the blocks of a folder. With `separate_documents` those that share a block do not see each
+    other."""
+
+    def __init__(self, folder: Path, length: int, vocabulary: int, separate_documents: bool = False) -> None:
+        self.folder, self.length, self.vocabulary = folder, length, vocabulary
+        self.separate_documents = separate_documents
+        self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        self._files: dict[str, tuple[BinaryIO, BinaryIO]] = {}
+        self._counts: dict[str, list[np.ndarray]] = {}
+        self._sums: dict[str, list[np.ndarray]] = {}
+        self._marked: set[str] = set()
+        """Parts in which some token is not learned."""
+
+    def write(self, part: str, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
+        """Append the blocks that have a label, and return which these are."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
+            must = f"must make tokens from 0 to {self.vocabulary - 1}"
+            raise ConfigError("data.tokenizer", must, got=f"{tokens.min()} to {tokens.max()}")
+        if self.separate_documents:
+            marks = np.where(marks & STARTS, marks & STARTS, marks)
+        else:
+            marks = marks & LEARNED
+        # The first token of a block, and of a separate document, follows from nothing.
+        counts = (marks[:, 1:] & LEARNED).sum(axis=1, dtype=np.int32)
+        keep: np.ndarray = counts > 0
+        if part not in self._files:
+            self._files[part] = (self._at(part, "tokens").open("wb"), self._at(part, "marks").open("wb"))
+        tokens, marks, counts = tokens[keep].astype(self.dtype), marks[keep].astype(_MARK), counts[keep]
+        for file, values in zip(self._files[part], (tokens, marks), strict=True):
+            file.write(values.tobytes())
+        sums = [_checksums(*block) for block in zip(tokens, marks, counts.tolist(), strict=True)]
+        self._counts.setdefault(part, []).append(counts)
+        self._sums.setdefault(part, []).append(np.array(sums, np.uint32).reshape(-1, 2))
+        if (marks != LEARNED).any():
+            self._marked.add(part)
+        return keep
+
+    def close(self, reading: dict[str, Any]) -> None:
+        """Write the index, with the counts of what was read."""
+        parts: dict[str, object] = {}
+        self.release()
+        for part in self._files:
+            counts = np.concatenate(self._counts[part])
+            counts.tofile(self._at(part, "counts"))
+            if part not in self._marked:
+                self._at(part, "marks").unlink()
+            parts[part] = {"blocks": len(counts), "labels": int(counts.sum())}
+            np.concatenate(self._sums[part]).tofile(self._at(part, "sums"))
+        index = {
+            "length": self.length,
+            "dtype": self.dtype.name,
+            "vocabulary": self.vocabulary,
+            "parts": parts,
+            "apart": self.separate_documents,
+            "reading": reading,
+        }
+        (self.folder / INDEX).write_text(_sealed(index))
+
+    def release(self) -> None:
+        """Close the open files."""
+        for file in (file for files in self._files.values() for file in files):
+            file.close()
+
+    def _at(self, part: str, what: str) -> Path:
+        return self.folder / f"{part}.{what}"
+
+
+def _sealed(index: dict[str, Any]) -> str:
+    """Return the index as JSON, and a line with its checksum."""
+    text = json.dumps(index, indent=1)
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of equal length in a file, which must not change while they are read."""
+
+    file: Path
+    dtype: np.dtype[Any]
+    offset: int
+    """Bytes in front of the first row."""
+    count: int
+    length: int
+    stamp: tuple[int, int]
+    """Size and time of the file when it was opened."""
+
+    @staticmethod
+    def of(file: Path, dtype: np.dtype[Any], length: int, offset: int = 0, numbers: int = -1) -> Rows:
+        """Return the whole rows of a file, or of its first `numbers` values."""
+        stat = file.stat()
+        held = (stat.st_size - offset) // dtype.itemsize if numbers < 0 else numbers
+        return Rows(file, dtype, offset, held // length, length, (stat.st_size, stat.st_mtime_ns))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        size = self.length * self.dtype.itemsize
+        try:
+            with opened(self.file) as stream:
+                stat = os.fstat(stream.fileno())
+                data = os.pread(stream.fileno(), size, self.offset + index * size)
+            is_same = (stat.st_size, stat.st_mtime_ns) == self.stamp and len(data) == size
+            got = "" if is_same else f"{stat.st_size:,} bytes for {self.stamp[0]:,}, or another time"
+        except OSError as error:
+            got = error.strerror or said(error)
+        if got:
+            todo = "Start again to go on from the last checkpoint, if the tokens are the same."
+            raise ConfigError(str(self.file), "must stay as it is while a run reads it", got=got, do=todo)
+        return np.frombuffer(data, self.dtype)
+
+    def split(self, row: int) -> tuple[Rows, Rows]:
+        """Return the rows before `row`, and those from it on."""
+        offset = self.offset + row * self.length * self.dtype.itemsize
+        return replace(self, count=row), replace(self, offset=offset, count=self.count - row)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockValues:
+    """Blocks that were read. Shape [blocks, length], int64."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    """Not shifted; the same array as `tokens` where all are learned."""
+    positions: np.ndarray | None
+    """Position of each token in its document, where documents of a block do not see each other."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks on disk, numbered in the order in which they were written."""
+
+    maps: tuple[Rows, ...]
+    """Tokens. Shape [blocks, length] each."""
+    marks: Rows | None
+    """Marks of the only map; None where all tokens are learned."""
+    counts: np.ndarray | None
+    """Labels of each block; None where all have `length - 1`."""
+    length: int
+    vocabulary: int
+    sums: np.ndarray | None = None
+    """Checksums of tokens and marks, shape [blocks, 2]; None for token maps of other programs."""
+    separate_documents: bool = False
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.maps)
+
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of labels of each block."""
+        if self.counts is None:
+            return np.full(len(indices), self.length - 1, dtype=np.int64)
+        return self.counts[indices].astype(np.int64)
+
+    def read(self, indices: np.ndarray) -> BlockValues:
+        read = [self._block(int(index)) for index in indices]
+        tokens = np.stack([tokens for tokens, _ in read])
+        labels, starts = tokens, np.zeros_like(tokens)
+        if self.marks is not None:
+            starts = np.stack([marks for _, marks in read if marks is not None])
+            labels = np.where(starts & LEARNED, tokens, IGNORED)
+        return BlockValues(tokens, labels, _positions(starts) if self.separate_documents else None)
+
+    def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        part, place = self._locate(index)
+        tokens, marks = part[place], None if self.marks is None else self.marks[index]
+        if self.sums is not None and self.counts is not None:
+            held = np.full(self.length, LEARNED, _MARK) if marks is None else marks
+            if _checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
+                raise damaged(part.file.parent, f"another block {index}")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
+            got = f"{tokens.min()} to {tokens.max()} in block {place}"
+            raise ConfigError(str(part.file), _in_vocabulary(self.vocabulary), got=got, do=_TOKENIZER)
+        return tokens.astype(np.int64), marks
+
+    def _locate(self, index: int) -> tuple[Rows, int]:
+        for part in self.maps:
+            if index < len(part):
+                return part, index
+            index -= len(part)
+        raise AssertionError(f"block {index} is beyond the end")
+
+    def split(self, share: float) -> tuple[Blocks, Blocks]:
+        """Split off the last `share` of the blocks of each map, at least one."""
+        keep = [len(part) - min(len(part) - 1, max(1, round(len(part) * share))) for part in self.maps]
+        pairs = [part.split(kept) for part, kept in zip(self.maps, keep, strict=True)]
+        first = replace(self, maps=tuple(before for before, _ in pairs))
+        last = replace(self, maps=tuple(after for _, after in pairs if len(after)))
+        if self.counts is None or self.sums is None:
+            return first, last
+        (kept,) = keep  # of the only map
+        before, after = (None, None) if self.marks is None else self.marks.split(kept)
+        return (
+            replace(first, marks=before, counts=self.counts[:kept], sums=self.sums[:kept]),
+            replace(last, marks=after, counts=self.counts[kept:], sums=self.sums[kept:]),
+        )
+
+
+def _positions(marks: np.ndarray) -> np.ndarray:
+    """Return the distance of each token from the last start. Shape [blocks, length]."""
+    places = np.broadcast_to(np.arange(marks.shape[1]), marks.shape)
+    starts = np.maximum.accumulate(np.where(marks & STARTS, places, 0), axis=1)
+    return (places - starts).astype(np.int64)
+
+
+def _in_vocabulary(vocabulary: int) -> str:
+    return f"must hold tokens below {vocabulary}, the vocabulary, and none below 0"
+
+
+_TOKENIZER = "Name the tokenizer that made it in `data.tokenizer`."
+
+
+# --- folders of blocks --------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index that `BlockWriter` wrote."""
+    try:
+        with opened(folder / INDEX) as stream:
+            written = stream.read().decode()
+        index = json.loads(written[: written.rstrip().rfind("\n")])
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, first_line(error)) from None
+    if not isinstance(index, dict) or _sealed(index) != written:
+        raise damaged(folder, "another index than was written")
+    return index
+
+
+def open_blocks(folder: Path, part: str) -> Blocks:
+    """Open one part of a folder of blocks; empty if it has none."""
+    index = read_index(folder)
+    length, vocabulary = index["length"], index["vocabulary"]
+    count = index["parts"].get(part, {}).get("blocks", 0)
+    if not count:
+        return Blocks((), None, None, length, vocabulary)
+    try:
+        tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
+        file = folder / f"{part}.marks"
+        marks = Rows.of(file, _MARK, length) if file.is_file() else None
+        counts = _numbers(folder / f"{part}.counts", np.dtype(np.int32))
+        sums = _numbers(folder / f"{part}.sums", np.dtype(np.uint32)).reshape(-1, 2)
+    except (OSError, ValueError) as error:
+        raise damaged(folder, first_line(error)) from None
+    if {len(rows) for rows in (tokens, counts, sums, marks) if rows is not None} != {count}:
+        raise damaged(folder, f"files of other lengths than {count} blocks")
+    return Blocks((tokens,), marks, counts, length, vocabulary, sums, index["apart"])
+
+
+def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    if other := kind(file):
+        raise ValueError(f"{other} at {file.name}")
+    return np.memmap(file, dtype, "r")
+
+
+def damaged(folder: Path, got: str) -> ConfigError:
+    todo = "It is damaged: remove the folder, and start again; blocks are made anew and go on in their order."
+    return ConfigError(str(folder), "must hold the blocks that were written", got=got, do=todo)
+
+
+# --- token maps of other programs -----------------------------------------------------------------------
+
+
+def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> Blocks:
+    """Open `.npy` and `.bin` files of token numbers as blocks, without a copy."""
+    problems = Problems()
+    maps = [_tokens(file, dtype, length, vocabulary, problems) for file in files]
+    problems.raise_as(ConfigError)
+    return Blocks(tuple(rows for rows in maps if rows), None, None, length, vocabulary)
+
+
+def _tokens(file: Path, dtype: str, length: int, vocabulary: int, problems: Problems) -> Rows | None:
+    try:
+        open_rows = _npy_rows(file, length) if file.suffix == ".npy" else _bin_rows(file, dtype, length)
+    except ConfigError as error:
+        problems.include(*error.problems)
+        return None
+    except Exception as error:  # a damaged header makes NumPy raise nearly anything
+        got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        problems.add(str(file), "must be a file of token numbers", got=got)
+        return None
+    if not len(open_rows):
+        return open_rows
+    first = open_rows[0]
+    if int(first.min()) < 0 or int(first.max()) >= vocabulary:
+        got = f"{first.min()} to {first.max()} in its first block"
+        problems.add(str(file), _in_vocabulary(vocabulary), got=got, do=_TOKENIZER)
+    elif open_rows.dtype == np.uint16 and first[::2].any() and _every_second_is_zero(open_rows):
+        got = "a 0 in every second place, as 32-bit numbers have"
+        problems.add(str(file), "must hold uint16 numbers", got=got, do="Set `data.token_dtype: uint32`.")
+    return open_rows
+
+
+def _every_second_is_zero(rows: Rows) -> bool:
+    """Check as many first blocks as rule out chance."""
+    some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
+    return len(some) >= 64 and not some[1::2].any()
+
+
+def _npy_rows(file: Path, length: int) -> Rows:
+    array, size = np.load(file, mmap_mode="r", allow_pickle=False), file.stat().st_size
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "ui":
+        got = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else "several arrays"
+        raise ConfigError(str(file), "must be one row of whole numbers", got=got)
+    if size != array.offset + array.nbytes:
+        must = f"must have the {array.offset + array.nbytes:,} bytes that its header says"
+        raise ConfigError(str(file), must, got=f"{size:,} bytes")
+    return Rows.of(file, array.dtype, length, array.offset, len(array))
+
+
+def _bin_rows(file: Path, dtype: str, length: int) -> Rows:
+    number, size = np.dtype(dtype), file.stat().st_size
+    if size % number.itemsize or not size:
+        raise ConfigError(str(file), f"must hold {dtype} numbers", got=f"{size} bytes")
+    return Rows.of(file, number, length)

@@ -1,0 +1,304 @@
+"""Write conversations as tokens, and mark the tokens that are learned (the loss mask).
+
+A tokenizer with a chat template writes a conversation itself. A template that marks what the assistant says
+(`{% generation %}`) gives the loss mask. For any other, the answers are found in the written text: an answer
+begins where the template ends when it asks the assistant to speak, and ends where the template of the
+conversation so far ends. Without a template each turn is `<|role|>`, a line with its content, and the end
+token.
+
+A learned token is one that the assistant says, its end included. A row whose content the template leaves out
+is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from zerodrift.errors import ConfigError
+from zerodrift.train.data.conversation import ASSISTANT, TOOL, USER, Conversation, Message, names
+from zerodrift.train.data.tokenizer import Tokenizer, Tokens, TransformersTokenizer
+
+Render = Callable[..., str]
+"""Messages to text: `render(messages, ask=False)`."""
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+_REFERENCES = {"tool_call_id", "id"}
+"""Keys of a turn that only say which other turn it belongs to."""
+
+
+def encode_conversation(talk: Conversation, tokenizer: Tokenizer, learn_all: bool) -> tuple[Tokens, Tokens]:
+    """Return the tokens of a conversation, and for each whether it is learned."""
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
+        tokens, learned = _with_template(talk, tokenizer, learn_all)
+    else:
+        tokens, learned = _without_template(talk, tokenizer)
+    return tokens, np.ones_like(learned) if learn_all else learned
+
+
+def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Tokens:
+    """Return the tokens of a conversation up to where the assistant begins to speak."""
+    talk = Conversation(tuple(messages), "the prompt")
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.chat_template:
+        return tokenizer.encode(_renderer(talk, tokenizer)(talk.messages, ask=True))
+    return np.concatenate([_without_template(talk, tokenizer)[0], tokenizer.encode(_head(ASSISTANT))])
+
+
+def end_tokens(tokenizer: Tokenizer) -> set[int]:
+    """Return the tokens that end an answer: the end of a text, and the mark that a template writes behind
+    it."""
+    found = {tokenizer.end}
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.has_template:
+        answer = "an answer"
+        turns = ({"role": USER, "content": "a question"}, {"role": ASSISTANT, "content": answer})
+        talk = Conversation(turns, "a conversation")
+        behind = tokenizer.encode(_renderer(talk, tokenizer)(turns).rpartition(answer)[2])
+        found |= {int(token) for token in behind[:1] if int(token) in tokenizer.marks.values()}
+    return found
+
+
+def encode_with_mask(
+    text: str, spans: Sequence[Span], tokenizer: Tokenizer, where: str
+) -> tuple[Tokens, Tokens]:
+    """Return the tokens of a text, and for each whether it belongs to one of the spans."""
+    if isinstance(tokenizer, TransformersTokenizer) and tokenizer.inner.is_fast:
+        tokens, places = tokenizer.encode_with_places(text)
+        learned = np.zeros(len(tokens), dtype=bool)
+        for first, end in spans:
+            learned |= (places[:, 0] < end) & (places[:, 1] > first)
+        return tokens, learned
+    tokens = tokenizer.encode(text).astype(np.int64)
+    learned = np.zeros(len(tokens), dtype=bool)
+    for span in spans:
+        counts = []
+        for cut in span:
+            start = tokenizer.encode(text[:cut])
+            if not np.array_equal(tokens[: len(start)], start):
+                must = "must make tokens that end where an answer begins and ends"
+                todo = "Use a tokenizer with a `tokenizer.json`, or `data.loss_on: everything`."
+                raise ConfigError(where, must, got=f"others of {tokenizer.name}", do=todo)
+            counts.append(len(start))
+        learned[counts[0] : counts[1]] = True
+    return tokens, learned
+
+
+def _head(role: str) -> str:
+    return f"<|{role}|>\n"
+
+
+def _without_template(talk: Conversation, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+    if more := [*_other_keys(talk), *(["tools"] if talk.tools else [])]:
+        must = "must be `role` and `content` alone where the tokenizer has no chat template"
+        todo = "Leave it out, or use a tokenizer with one."
+        raise ConfigError(talk.where, must, got=names(more), do=todo)
+    parts: list[Tokens] = [np.array(tokenizer.start, np.int64)]
+    learned: list[Tokens] = [np.zeros(len(tokenizer.start), dtype=bool)]
+    for number, turn in enumerate(talk.messages):
+        head = tokenizer.encode(_head(turn["role"]))
+        content = np.append(tokenizer.encode(turn["content"]).astype(np.int64), tokenizer.end)
+        parts += [head.astype(np.int64), content]
+        learned += [np.zeros(len(head), dtype=bool), np.full(len(content), number in talk.answers)]
+    return np.concatenate(parts), np.concatenate(learned)
+
+
+# --- with a template --------------------------------------------------------------------------------------
+
+
+def _with_template(
+    talk: Conversation, tokenizer: TransformersTokenizer, learn_all: bool
+) -> tuple[Tokens, Tokens]:
+    talk, text = _accepted_form(talk, tokenizer)
+    every = [number for number, turn in enumerate(talk.messages) if turn["role"] == ASSISTANT]
+    if not learn_all and tokenizer.marks_answers(talk.tools) and list(talk.answers) == every:
+        made = tokenizer.inner.apply_chat_template(
+            tokenizer.turns(talk.messages),
+            tools=list(talk.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return np.asarray(made["input_ids"], np.int64), np.asarray(made["assistant_masks"], bool)
+    render = _renderer(talk, tokenizer)
+    answers = () if learn_all else talk.answers
+    spans = [_answer(talk, number, text, render, tokenizer) for number in answers]
+    return encode_with_mask(text, spans, tokenizer, talk.where)
+
+
+def _renderer(talk: Conversation, tokenizer: TransformersTokenizer) -> Render:
+    def render(messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] = talk.tools) -> str:
+        try:
+            return str(
+                tokenizer.inner.apply_chat_template(
+                    tokenizer.turns(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=ask,
+                )
+            )
+        except Exception as error:  # the template is a program of its owner
+            roles = ", ".join(turn["role"] for turn in messages[:8])
+            must = f"must be a conversation that the chat template of {tokenizer.name} writes"
+            got = f"{roles or 'no turns'}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            todo = "Change the conversation or the template."
+            raise ConfigError(talk.where, must, got=got, do=todo) from error
+
+    return render
+
+
+def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tuple[Conversation, str]:
+    """Return the conversation in the form that the template writes in full, and its text."""
+    has_calls = any("tool_calls" in turn for turn in talk.messages)
+    problems = []
+    for form in _call_forms(talk) if has_calls else [talk]:
+        render = _renderer(form, tokenizer)
+        try:
+            text = render(form.messages)
+            _require_complete(form, text, render, tokenizer)
+            return form, text
+        except ConfigError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _call_forms(talk: Conversation) -> list[Conversation]:
+    """Return a conversation with tool calls in the four forms that templates expect.
+
+    Some templates write arguments as JSON and want a mapping, others want the text. Some see a call only
+    where the content is missing, others where it is empty.
+    """
+
+    def with_arguments(change: Callable[[Any], Any]) -> Conversation:
+        turns = []
+        for turn in talk.messages:
+            calls = [{**call, "function": dict(call["function"])} for call in turn.get("tool_calls", ())]
+            for function in (call["function"] for call in calls if "arguments" in call["function"]):
+                function["arguments"] = change(function["arguments"])
+            turns.append({**turn, "tool_calls": calls} if calls else turn)
+        return replace(talk, messages=tuple(turns))
+
+    def with_other_emptiness(form: Conversation) -> Conversation:
+        return replace(form, messages=tuple(map(_other_emptiness, form.messages)))
+
+    forms = [with_arguments(lambda value: _as_block(value, talk.where)), with_arguments(_as_text)]
+    return [*forms, *map(with_other_emptiness, forms)]
+
+
+def _other_emptiness(turn: Message) -> Message:
+    if "tool_calls" not in turn or turn["content"]:
+        return turn
+    return {**turn, "content": "" if turn["content"] is None else None}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_block(arguments: Any, where: str) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        block = json.loads(arguments)
+    except (ValueError, RecursionError):
+        block = None
+    if not isinstance(block, Mapping):
+        must, got = "must have `arguments` of JSON keys", repr(arguments[:60])
+        raise ConfigError(f"{where}: tool_calls", must, got=got)
+    return block
+
+
+def _answer(
+    talk: Conversation, number: int, text: str, render: Render, tokenizer: TransformersTokenizer
+) -> Span:
+    """Find an answer in the text of its conversation."""
+    try:
+        before = render(talk.messages[:number], ask=True)
+    except ConfigError:  # a template that needs a turn, or a question, in front
+        before = ""
+    # A template may write more when it asks than it keeps, `<think>` for example: then the content is the
+    # answer.
+    kept = bool(before) and text.startswith(before)
+    start = len(before) if kept else _content_span(talk, number, text, render)[0]
+    until = render(talk.messages[: number + 1])
+    if text.startswith(until) and len(until) >= start:
+        return start, len(until)
+    # Or it writes the last answer in another way: what follows the content in both texts is the end.
+    _, last = _content_span(talk, number, text, render)
+    _, there = _content_span(talk, number, until, lambda messages: render(messages[: number + 1]))
+    return start, last + _end(text[last:], until[there:], tokenizer)
+
+
+def _end(behind: str, behind_the_last: str, tokenizer: TransformersTokenizer) -> int:
+    """Return the number of characters that end an answer.
+
+    These are the marks and line ends that follow it both inside a conversation and at its end, or else the
+    first mark.
+    """
+    if not tokenizer.inner.is_fast:
+        return _common(behind, behind_the_last)
+    (here, places), (there, _) = map(tokenizer.encode_with_places, (behind, behind_the_last))
+    marks = set(tokenizer.inner.all_special_ids) | set(tokenizer.inner.added_tokens_decoder)
+    same = _common(here.tolist(), there.tolist())
+    if same < len(there):
+        stops = [n + 1 for n in range(same) if int(here[n]) in marks or behind[places[n, 1] - 1] == "\n"]
+        same = max(stops, default=0)
+    if not same and len(here) and int(here[0]) in marks:
+        same = 1
+    return int(places[same - 1, 1]) if same else 0
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common start."""
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _content_span(talk: Conversation, number: int, text: str, render: Render) -> Span:
+    """Find a turn's content in a text by rendering another content in its place."""
+    content = talk.messages[number]["content"] or ""
+    mark = next(chr(code) for code in range(ord("A"), 0x10FFFF) if chr(code) not in content)
+    other = render(_with_content(talk.messages, number, mark))
+    first = _common(text, other)
+    after = 0
+    while after < min(len(text), len(other)) - first and text[-1 - after] == other[-1 - after]:
+        after += 1
+    return first, len(text) - after
+
+
+def _with_content(messages: Sequence[Message], number: int, content: str) -> tuple[Message, ...]:
+    return (*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :])
+
+
+def _require_complete(talk: Conversation, text: str, render: Render, tokenizer: Tokenizer) -> None:
+    """Refuse a template that leaves out roles, calls or tools without a word."""
+
+    def require(what: str, messages: Sequence[Message], **rest: Any) -> None:
+        """Refuse if a conversation without `what`, or with another one, has the same text."""
+        try:
+            is_same = render(messages, **rest) == text
+        except ConfigError:  # what the template cannot do without is in the text
+            return
+        if is_same:
+            must = f"must be what the chat template of {tokenizer.name} writes"
+            todo = "Leave it out, or use a template that writes it."
+            raise ConfigError(talk.where, must, got=f"{what}, which it leaves out", do=todo)
+
+    for number, turn in enumerate(talk.messages):
+        content = (turn["content"] or "").strip()
+        if content and content not in text:
+            changed = _with_content(talk.messages, number, "A" + content)
+            require(f"turn {number}, of the role {turn['role']!r}", changed)
+    for key in _other_keys(talk):
+        require(f"`{key}` of a turn", tuple({k: turn[k] for k in turn if k != key} for turn in talk.messages))
+    if talk.tools:
+        require("`tools`", talk.messages, tools=())
+
+
+def _other_keys(talk: Conversation) -> list[str]:
+    """Return the keys of turns beside role, content and references; a tool's name is a reference."""
+    keys = {key for turn in talk.messages for key in turn if key != "name" or turn["role"] != TOOL}
+    return sorted(keys - {"role", "content"} - _REFERENCES)

@@ -1,0 +1,339 @@
+"""Read a row of data as a conversation, in the dialects that people publish.
+
+Known are `messages` of `role` and `content`, ShareGPT's `conversations` of `from` and `value`, TRL's `prompt`
+and `completion` as texts or turns, questions with answers under their usual names, and Alpaca's `system` and
+`history`. `chat_template` turns a conversation into tokens.
+
+A row that says something in an unknown way is refused by its place. No value becomes what Python prints for
+it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerodrift.errors import ConfigError
+from zerodrift.train.data.formats import type_name
+
+Message = Mapping[str, Any]
+"""`role`, `content`, and whatever else a chat template may write for a turn."""
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
+SPEAKERS = {
+    SYSTEM: SYSTEM,
+    "human": USER,
+    USER: USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    ASSISTANT: ASSISTANT,
+    "observation": TOOL,
+    TOOL: TOOL,
+}
+"""ShareGPT's speakers -> roles. Its `function_call` is a tool call of the assistant."""
+
+_TURNS = ("messages", "conversations", "conversation")
+PAIRS = (
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
+"""Columns of a question and of its answer."""
+ASKED = {asked for asked, _ in PAIRS}
+_CONTEXT = ("input", "context")
+_SYSTEM = ("system", "system_prompt")
+_UNSUPPORTED = (
+    *("image", "images", "video", "videos", "audio", "audios"),
+    *("functions", "function_call", "documents", "chat_template_kwargs"),
+)
+"""Columns that would change the conversation and cannot be written."""
+_LEARNED = ("weight", "train")
+"""Keys of a turn that say whether it is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns, and what a template needs to write them."""
+
+    messages: tuple[Message, ...]
+    where: str
+    """File and row."""
+    tools: tuple[Any, ...] = ()
+    given: int = 0
+    """Number of turns at the start that are a prompt and not learned."""
+    muted: frozenset[int] = frozenset()
+    """Turns that the row excludes from learning."""
+    form: str = ""
+    """Columns of the conversation, in words."""
+    columns: frozenset[str] = frozenset()
+    """All columns that were read."""
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """Numbers of the turns that are learned."""
+        return tuple(number for number in self._assistant_turns if not _is_silent(self.messages[number]))
+
+    @property
+    def silent(self) -> int:
+        """Number of empty answers, which are not learned."""
+        return len(self._assistant_turns) - len(self.answers)
+
+    @property
+    def _assistant_turns(self) -> list[int]:
+        roles = [turn["role"] for turn in self.messages]
+        numbers = range(self.given, len(roles))
+        return [number for number in numbers if roles[number] == ASSISTANT and number not in self.muted]
+
+
+def _is_silent(turn: Message) -> bool:
+    return not (turn["content"] or "").strip() and turn.keys() == {"role", "content"}
+
+
+def plain_conversation(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
+    """Make a conversation of plain turns."""
+    return Conversation(tuple(messages), where)
+
+
+def is_conversation(row: Mapping[str, Any], key: str) -> bool:
+    """Return True if a row is meant as a conversation."""
+    return any(column in row for column in (key, *_TURNS)) or pair_columns(row) is not None
+
+
+def turns_column(row: Mapping[str, Any], key: str) -> str | None:
+    """Return the column of a row that holds turns."""
+    for column in (key, *_TURNS):
+        value = row.get(column)
+        if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
+            return column
+    return None
+
+
+def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the columns of a question and its answer."""
+    return next((pair for pair in PAIRS if row.keys() >= set(pair)), None)
+
+
+def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
+    """Return the conversation of a row in any known dialect; `key` is `data.messages`."""
+    if key != _TURNS[0] and key not in row:
+        raise ConfigError(
+            where, f"must have `{key}`, which `data.messages` names", got=names(row) or "nothing"
+        )
+    column = turns_column(row, key) or next((name for name in (key, *_TURNS) if name in row), None)
+    pair = pair_columns(row)
+    if column is not None:
+        turns = _turns(_parsed(row[column], f"{where}: {column}"), f"{where}: {column}")
+        given, columns, form = 0, {column}, f"`{column}`"
+    elif pair is not None:
+        turns, given, columns = _question_and_answer(row, pair, where)
+        form = f"`{pair[0]}` and `{pair[1]}`"
+    else:
+        must = f"must have `{key}`, or columns such as `prompt` and `completion`, `instruction` and `output`"
+        raise ConfigError(where, must, got=names(row) or "nothing")
+    if (before := _first(row, _SYSTEM)) and not (turns and turns[0]["role"] == SYSTEM):
+        turns = [{"role": SYSTEM, "content": text_of(row, before, where)}, *turns]
+        given += bool(given)
+        columns |= {before}
+    muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}: turn {number}")}
+    messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
+    tools = _tools(row, where)
+    if other := [name for name in _UNSUPPORTED if name not in columns and has_content(row.get(name))]:
+        raise ConfigError(where, "must be a conversation of text", got=names(other))
+    columns |= {"tools"} if tools else set()
+    return Conversation(messages, where, tools, given, frozenset(muted), form, frozenset(columns))
+
+
+def _question_and_answer(
+    row: Mapping[str, Any], pair: tuple[str, str], where: str
+) -> tuple[list[dict[str, Any]], int, set[str]]:
+    """Return the turns, the number of prompt turns, and the columns that were read."""
+    asked, answered = pair
+    turns = _history(row, where)
+    columns = {asked, answered} | ({"history"} if turns else set())
+    if isinstance(row[asked], list):
+        turns += _turns(row[asked], f"{where}: {asked}")
+    else:
+        question = text_of(row, asked, where)
+        if more := _first(row, [name for name in _CONTEXT if name not in pair]):
+            context = text_of(row, more, where)
+            question = f"{question}\n\n{context}" if question else context
+            columns.add(more)
+        turns.append({"role": USER, "content": question})
+    given = len(turns)
+    if isinstance(row[answered], list):
+        turns += _turns(row[answered], f"{where}: {answered}")
+    else:
+        turns.append({"role": ASSISTANT, "content": text_of(row, answered, where)})
+    # Answers of Alpaca's history are learned; turns that TRL calls a prompt are not.
+    return turns, given if isinstance(row[asked], list) else 0, columns
+
+
+def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return earlier questions and answers in Alpaca's form."""
+    earlier = _parsed(row.get("history"), f"{where}: history")
+    if not has_content(earlier):
+        return []
+    turns: list[dict[str, Any]] = []
+    for number, pair in enumerate(earlier if isinstance(earlier, list) else [earlier]):
+        place = f"{where}: history[{number}]"
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+            raise ConfigError(place, "must be pairs of what was asked and answered", got=type_name(pair))
+        turns += [{"role": USER, "content": unicode(pair[0], place)}]
+        turns += [{"role": ASSISTANT, "content": unicode(pair[1], place)}]
+    return turns
+
+
+# --- turns ------------------------------------------------------------------------------------------------
+
+
+def _turns(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        must = "must be a list of `role` and `content`, or of `from` and `value`"
+        raise ConfigError(where, must, got=type_name(value))
+    return [_turn(turn, f"{where}[{number}]") for number, turn in enumerate(value)]
+
+
+def _turn(turn: Any, where: str) -> dict[str, Any]:
+    keys = turn.keys() if isinstance(turn, Mapping) else set()
+    if keys >= {"from", "value"} and "role" not in keys:
+        speaker, content, roles = "from", "value", SPEAKERS
+    elif "role" in keys and keys & {"content", "tool_calls"}:
+        speaker, content, roles = "role", "content", dict(zip(ROLES, ROLES, strict=True))
+    else:
+        must = "must be `role` and `content`, or `from` and `value`"
+        raise ConfigError(where, must, got=names(keys) or type_name(turn))
+    role = turn[speaker]
+    if content == "value" and role == "function_call":
+        calls = _calls([_parsed(turn[content], where)], where)
+        return {"role": ASSISTANT, "content": "", "tool_calls": calls}
+    if not isinstance(role, str) or role not in roles:
+        got = repr(role) if isinstance(role, str) else type_name(role)
+        raise ConfigError(f"{where}: {speaker}", f"must be one of {', '.join(roles)}", got=got)
+    read: dict[str, Any] = {"role": roles[role], "content": None}
+    if turn.get(content) is not None or not has_content(turn.get("tool_calls")):
+        rest = [key for key in turn if key not in (speaker, content, *_LEARNED) and has_content(turn[key])]
+        read["content"] = _content(turn.get(content), f"{where}: {content}", rest)
+    for key, value in turn.items():
+        if key not in (speaker, content) and has_content(value):
+            read[key] = _other(key, value, f"{where}: {key}")
+    return read
+
+
+def _other(key: str, value: Any, where: str) -> Any:
+    """Return another value of a turn. A template that does not write it is refused later."""
+    if key == "tool_calls":
+        return _calls(value, where)
+    if key in _LEARNED:
+        return value
+    if isinstance(value, str):
+        return unicode(value, where)
+    raise ConfigError(where, "must be a text, or not be there", got=type_name(value), do="Leave it out.")
+
+
+def _content(value: Any, where: str, rest: Sequence[str]) -> str:
+    """Return the content of a turn: a text, or the joined texts of its parts."""
+    if isinstance(value, str):
+        return unicode(value, where)
+    if not isinstance(value, list) or not value:
+        got = type_name(value) + (f" beside {names(rest)}" if rest else "")
+        raise ConfigError(where, "must be a text, or a list of parts that are texts", got=got)
+    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return unicode(part, where)
+    if not isinstance(part, Mapping):
+        raise ConfigError(where, "must be a part that is a text", got=type_name(part))
+    named = part.get("type")
+    more = [key for key, value in part.items() if key not in ("type", "text") and has_content(value)]
+    if named not in (None, "text", "input_text", "output_text") or more or "text" not in part:
+        what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
+        raise ConfigError(where, "must be a part that is a text", got=f"{what} with {names(part)}")
+    return text_of(part, "text", where)
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls as templates expect them: `{"type": "function", "function": {"name",
+    "arguments"}}`."""
+    value = _parsed(value, where)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(where, "must be a list of calls", got=type_name(value))
+    calls = []
+    for number, call in enumerate(value):
+        inner = call.get("function", call) if isinstance(call, Mapping) else {}
+        is_named = isinstance(inner, Mapping) and isinstance(inner.get("name"), str)
+        if not is_named or not isinstance(inner.get("arguments", {}), (Mapping, str)):
+            got = names(call) if isinstance(call, Mapping) else type_name(call)
+            raise ConfigError(f"{where}[{number}]", "must be a call with `name` and `arguments`", got=got)
+        calls.append(dict(call) if "function" in call else {"type": "function", "function": dict(inner)})
+    return calls
+
+
+def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
+    marks = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
+    for key, mark in marks.items():
+        if mark not in (0, 1):
+            raise ConfigError(f"{where}: {key}", "must be 0 or 1, or not be there", got=repr(mark))
+    return all(marks.values())
+
+
+def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...]:
+    tools = _parsed(row.get("tools"), f"{where}: tools")
+    if not has_content(tools):
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ConfigError(f"{where}: tools", "must be a list of descriptions of tools", got=type_name(tools))
+    return tuple(tools)
+
+
+# --- values -----------------------------------------------------------------------------------------------
+
+
+def names(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
+    """Return the text under a key. Any other type is refused: it would be learned as Python prints it."""
+    if not isinstance(row[key], str):
+        raise ConfigError(f"{where}: {key}", "must be a text", got=type_name(row[key]))
+    return unicode(row[key], f"{where}: {key}")
+
+
+def unicode(text: str, where: str) -> str:
+    """Return the text, or refuse half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a character, {text[error.start]!a}, at {error.start:,}"
+        raise ConfigError(where, "must be valid Unicode", got=half) from None
+    return text
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """Return a value that may be JSON inside a text, as in a CSV."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ConfigError(where, "must be JSON where it is a text", got=repr(value[:60])) from None
+
+
+def has_content(value: Any) -> bool:
+    """Return True unless a value is null or empty; 0 says something."""
+    return value is not None and value not in ("", [], {}, ())
+
+
+def _first(row: Mapping[str, Any], columns: Iterable[str]) -> str | None:
+    return next((name for name in columns if has_content(row.get(name))), None)

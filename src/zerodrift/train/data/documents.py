@@ -1,0 +1,234 @@
+"""Read documents from files: whole texts, texts of rows, and conversations of rows.
+
+`files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
+order of files and rows. Their content alone decides which are held out, whatever else is there.
+
+Every row is a document, is counted with the reason why it is left out, or is refused by its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerodrift.errors import ConfigError
+from zerodrift.train.data import conversation as chat
+from zerodrift.train.data import formats
+from zerodrift.train.data.conversation import Conversation, names
+from zerodrift.train.data.files import TOKEN_SUFFIXES
+from zerodrift.train.data.rows import Row, read_rows
+from zerodrift.train.job import Data
+
+TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
+"""Usual names of a column of texts, beside `text`."""
+CONTINUED = ("prompt", "completion")
+"""Columns of a text to continue, and of its continuation."""
+PIECE = 1 << 16
+NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
+"""Reasons why a document is left out."""
+SILENT = "with an answer of nothing, which is not learned"
+"""A warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text or one conversation."""
+
+    text: str = ""
+    talk: Conversation | None = None
+    given: int = 0
+    """Number of characters at the start of the text that are a prompt and not learned."""
+    where: str = ""
+    """File, and row."""
+    file: Path | None = None
+    """The file of a text that may be larger than memory: the text is read where it is needed."""
+
+    def share(self, seed: int) -> float:
+        """Return a number in [0, 1) that depends on the content and the seed."""
+        return self.number(seed) / 2**64
+
+    def number(self, seed: int) -> int:
+        """Return a 64-bit digest of the content and the seed."""
+        digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
+        for piece in self.pieces():
+            digest.update(piece.encode())
+        digest.update(b"\0")
+        for value in (value for turn in (self.talk.messages if self.talk else ()) for value in turn.values()):
+            part = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            digest.update(part.encode() + b"\0")
+        return int.from_bytes(digest.digest(), "little")
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the text in pieces."""
+        if self.file is not None:
+            yield from formats.read_text(self.file)
+        for at in range(0, len(self.text), PIECE):
+            yield self.text[at : at + PIECE]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the document is nothing but white space."""
+        return self.talk is None and not any(piece.strip() for piece in self.pieces())
+
+
+@dataclass
+class DocumentCounts:
+    """Counts of what the files of a set hold."""
+
+    documents: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    """Source of documents, in words -> how many."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Reason why documents are left out -> how many."""
+    noted: Counter[str] = field(default_factory=Counter)
+    """Warning -> how many documents."""
+    unread: dict[str, None] = field(default_factory=dict)
+    """Columns of rows that are not read, and not empty."""
+
+    def add_unread(self, row: Row, read: Collection[str]) -> None:
+        self.unread |= dict.fromkeys(key for key in row if key not in read and chat.has_content(row[key]))
+
+    def counted(self, document: Document, form: str) -> Iterator[Document]:
+        """Yield a document unless it is empty."""
+        self.documents += 1
+        self.forms[form] += 1
+        if document.is_empty:
+            self.left[EMPTY] += 1
+        else:
+            yield document
+
+
+def kind_of(files: Sequence[Path], data: Data) -> str:
+    """Return `text`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first row."""
+    if data.format != "auto":
+        return "text" if data.format == "files" else data.format
+    token_files = [file for file in files if file.suffix.lower() in TOKEN_SUFFIXES]
+    if token_files and len(token_files) < len(files):
+        must, todo = "must not mix token maps with other files", "Name one kind, or set `data.format`."
+        raise ConfigError("data.train", must, got=str(token_files[0]), do=todo)
+    if len(token_files) == len(files):
+        return "tokens"
+    for file in files:
+        if (holds := formats.format_of(file)) == formats.TEXT:
+            continue
+        with contextlib.closing(read_rows(file, holds)) as found:
+            number, row = next(found, (0, None))
+        if row is not None:
+            return _kind_of_row(row, data, f"{file}:{number}")
+    return "text"
+
+
+def _kind_of_row(row: Row, data: Data, where: str) -> str:
+    is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
+    if is_named_text or not chat.is_conversation(row, data.messages):
+        return "text"
+    pair = chat.pair_columns(row)
+    if "text" in row and chat.turns_column(row, data.messages) is None:
+        if pair is None:
+            return "text"
+        must, got = "must be a text or a conversation", f"`text` beside `{pair[0]}` and `{pair[1]}`"
+        raise ConfigError(where, must, got=got, do="Set `data.format: text`, or `data.format: chat`.")
+    return "chat"
+
+
+def read_documents(
+    files: Sequence[Path], data: Data, kind: str, counts: DocumentCounts
+) -> Iterator[Document]:
+    """Yield every document in order, and count what they are."""
+    if kind == "chat" and data.field and len(data.sets()) == 1:
+        must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
+        raise ConfigError("data.field", must, got=repr(data.field), do=todo)
+    columns: tuple[str, ...] = ()
+    for file in files:
+        holds = formats.TEXT if data.format == "files" else formats.format_of(file)
+        if holds == formats.TEXT:
+            if kind == "chat":
+                must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
+                raise ConfigError(str(file), must, got="a text")
+            yield from counts.counted(Document(where=str(file), file=file), "a text per file")
+            continue
+        for number, row in read_rows(file, holds):
+            where = f"{file}:{number}"
+            if kind == "chat":
+                yield from _conversation(row, data, where, counts)
+            else:
+                columns = columns or _text_columns(row, data.field, where)
+                yield from _text(row, columns, where, counts)
+
+
+def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> Iterator[Document]:
+    talk = chat.read_conversation(row, data.messages, where)
+    _require_no_label(row, talk.columns, where)
+    counts.add_unread(row, talk.columns)
+    if talk.silent:
+        counts.noted[SILENT] += 1
+    if data.loss_on == "answers" and not talk.answers:
+        counts.documents += 1
+        counts.left[NO_ANSWER] += 1
+    else:
+        yield from counts.counted(Document(talk=talk, where=where), talk.form)
+
+
+# --- texts of rows --------------------------------------------------------------------------------------
+
+
+def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
+    """Return the text columns: the named one, `text`, a prompt and its completion, or the only one of
+    texts."""
+    if field or "text" in row:
+        return (field or "text",)
+    if row.keys() >= set(CONTINUED):
+        _require_no_label(row, CONTINUED, where)
+        return CONTINUED
+    if row.keys() >= {"chosen", "rejected"}:
+        raise _preferences("`chosen` and `rejected`", where)
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
+    if len(known) != 1 or known[0] in chat.ASKED:
+        must = "must have a text in `text`, or in one column"
+        raise ConfigError(where, must, got=names(row) or "nothing", do=_way_out(row))
+    return (known[0],)
+
+
+def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts) -> Iterator[Document]:
+    for column in columns:
+        if not isinstance(row.get(column), str):
+            got = formats.type_name(row[column]) if column in row else names(row) or "nothing"
+            raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_way_out(row))
+    counts.add_unread(row, columns)
+    parts = [chat.text_of(row, column, where) for column in columns]
+    given = len(parts[0]) if len(parts) > 1 else 0
+    form = "`prompt` continued by `completion`" if given else f"`{columns[-1]}` of rows"
+    yield from counts.counted(Document("".join(parts), given=given, where=where), form)
+
+
+def _way_out(row: Row) -> str:
+    """Say what to do about a row without a text, by what it has instead."""
+    for key, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping) and first.keys() & {"role", "from"}:
+            return f"If its conversation is in `{key}`, set `data.messages: {key}`."
+        if isinstance(first, Mapping):
+            return f"A row is an object by itself: make a file of what is in `{key}`."
+        if isinstance(first, int):
+            return "Token numbers are read from maps, `.npy` or `.bin`; a text is named by `data.field`."
+        if isinstance(first, str):
+            return "A row is an object by itself, with one text: make a row of each."
+    return "Name the column in `data.field`."
+
+
+def _require_no_label(row: Row, read: Collection[str], where: str) -> None:
+    """Refuse completions with a label of good or bad, as KTO has them."""
+    label = row.get("label")
+    if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
+        raise _preferences("`completion` with a `label` of true or false", where)
+
+
+def _preferences(got: str, where: str) -> ConfigError:
+    must, todo = "must be texts or conversations", "TRL trains on preferences: see docs/migrating.md."
+    return ConfigError(where, must, got=f"preferences: {got}", do=todo)

@@ -1,0 +1,389 @@
+"""Prepare a job's data: blocks on disk, made once and found again by what they are made of.
+
+Blocks lie in a folder named by a digest of the files' contents and of every choice that matters. Each of
+several sets has its own folder. A folder with an index is whole: it is written elsewhere and renamed, under a
+lock, so that ranks and runs that need the same blocks make them once. Where a file system has no locks,
+several may make them, and the first that is done is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from zerodrift.errors import ConfigError, Problems
+from zerodrift.files import locked, opened
+from zerodrift.train.data import chat_template, documents, formats, report
+from zerodrift.train.data.blocks import INDEX, Blocks, BlockWriter, open_blocks, open_tokens, read_index
+from zerodrift.train.data.files import TEXTS, TRAIN, VALIDATION, DataFiles, find
+from zerodrift.train.data.formats import readable
+from zerodrift.train.data.packing import Packing, PartWriter
+from zerodrift.train.data.report import DataCounts, PartCounts
+from zerodrift.train.data.sampling import Mixture
+from zerodrift.train.data.tokenizer import Tokenizer, Tokens, encode_pieces
+from zerodrift.train.job import Data, Job
+
+VERSION = 4
+"""Version of the folders of blocks. Another number finds none of this one's."""
+SAMPLES, SAMPLE = 1024, 4096
+"""Places of a token map that its digest covers, and bytes of each: a map may have terabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """The data of a job."""
+
+    train: Blocks | Mixture
+    validation: Blocks | Mixture | None
+    key: str
+    """Digest of all that the blocks depend on."""
+    sets: tuple[DataSource, ...]
+    """Training sets, and the validation files if there are any."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return a labelled line for each set."""
+        if len(self.sets) == 1:
+            return [("data", self.sets[0].counts.line())]
+        return [
+            ("data", f"{each.name}: {self._share(each, '', ', ')}{each.counts.line()}") for each in self.sets
+        ]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return labelled facts of all sets."""
+        if len(self.sets) == 1:
+            return self.sets[0].counts.facts()
+        facts = []
+        for each in self.sets:
+            facts.append((each.name, f"{each.counts.kind}{self._share(each, ', ', ' of training')}"))
+            facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
+        return facts
+
+    def _share(self, source: DataSource, before: str, after: str) -> str:
+        total = sum(each.weight or 0.0 for each in self.sets)
+        return f"{before}{source.weight / total:.1%}{after}" if source.weight else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """The blocks of some files."""
+
+    name: str
+    weight: float | None
+    """Share of training beside the weights of others; None for the only set."""
+    train: Blocks
+    held: Blocks
+    key: str
+    counts: DataCounts
+
+
+def require_validation(job: Job) -> None:
+    """Refuse keys that need validation data where there is none."""
+    problems = Problems()
+    run, todo = job.run, "Hold some out, with `data.validation: 0.02` say, or name files there."
+    for key in ("evaluate_every", "evaluate_blocks", "export_best", "patience"):
+        if (value := getattr(run, key)) and job.data.validation == 0.0:
+            got = f"{str(value).lower()}, and no `data.validation`"
+            problems.add(f"run.{key}", "must go with data to validate on", got=got, do=todo)
+    if run.patience and not run.evaluate_every:
+        todo = "Evaluate now and then, with `run.evaluate_every: 100` say."
+        problems.add("run.patience", "must go with evaluations on the way", got=run.patience, do=todo)
+    problems.raise_as(ConfigError)
+
+
+def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
+    """Return the blocks of a job, made if they are not in the cache."""
+    named = data.sets()
+    share = data.validation if isinstance(data.validation, float) else 0.0
+    found = [find(paths, data, "data.train") for paths, _ in named]
+    held_files = None
+    if not isinstance(data.validation, float):
+        held_files = find(data.validation, data, "data.validation", VALIDATION)
+    maker = _Maker(data, tokenizer, cache)
+    trained = [
+        maker.source(files, share, weight if len(named) > 1 else None, "data.train")
+        for files, (_, weight) in zip(found, named, strict=True)
+    ]
+    sets, held = trained, [each.held for each in trained if len(each.held)]
+    if held_files is not None:
+        _require_other_files(found, held_files)
+        other = maker.source(held_files, 0.0, None, "data.validation")
+        if other.counts.kind not in [each.counts.kind for each in trained]:
+            must = f"must be {trained[0].counts.kind}, as `data.train` is"
+            raise ConfigError("data.validation", must, got=other.counts.kind)
+        other = replace(_with_shared_documents(other, trained, cache), name="validation")
+        held, sets = [other.train], [*trained, other]
+    key = sets[0].key if len(sets) == 1 else _digest([[each.key, each.weight] for each in sets])
+    train: Blocks | Mixture = trained[0].train
+    if len(trained) > 1:
+        train = Mixture(tuple(each.train for each in trained), tuple(each.weight or 1.0 for each in trained))
+    validation = held[0] if len(held) == 1 else Mixture(tuple(held), (1.0,) * len(held)) if held else None
+    return PreparedData(train, validation, key, tuple(sets))
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
+
+
+def _with_shared_documents(held: DataSource, trained: Sequence[DataSource], cache: Path) -> DataSource:
+    """Warn of validation documents that are trained on."""
+    if held.counts.kind == "tokens":
+        return held
+    folders = [(cache / each.key, each.counts.train.documents) for each in trained]
+    count = report.shared_documents((cache / held.key, held.counts.train.documents), folders)
+    noted = {**held.counts.noted, **({report.TRAINED_ON: count} if count else {})}
+    return replace(held, counts=replace(held.counts, noted=noted))
+
+
+def _require_other_files(train: Sequence[DataFiles], held: DataFiles) -> None:
+    trained = {path.resolve() for found in train for path in found.files}
+    if both := trained & {path.resolve() for path in held.files}:
+        got = f"{min(both)} in both"
+        raise ConfigError("data.validation", "must name other files than `data.train`", got=got)
+
+
+def packing_of(data: Data, kind: str) -> Packing:
+    """Return how documents fill blocks."""
+    if kind == "chat":
+        return "whole" if data.pack else "alone"
+    return "alone" if data.pack is False else "stream"
+
+
+def has_separate_documents(data: Data, kind: str) -> bool:
+    """Return True if documents that share a block do not see each other."""
+    return data.attend == "document" and packing_of(data, kind) != "alone"
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the blocks of sets of files."""
+
+    data: Data
+    tokenizer: Tokenizer
+    cache: Path
+
+    def source(self, found: DataFiles, share: float, weight: float | None, where: str) -> DataSource:
+        """Return the blocks of some files, of which `share` of the documents is held out."""
+        files, data = found.files, self.data
+        kind = documents.kind_of(files, data)
+        if kind == "tokens":
+            return self._token_maps(found, share, weight, where)
+        name = str(files[0]) if len(files) == 1 else f"{files[0].parent}"
+        self.cache.mkdir(parents=True, exist_ok=True)
+        before = _stamps(files)
+        key = self._key(files, share, kind)
+        folder = self.cache / key
+        with locked(self.cache / f"{key}.lock") as is_alone:
+            if not (folder / INDEX).is_file():
+                if is_alone:
+                    _remove_unfinished(folder)
+                _make_blocks(folder, files, share, data, self.tokenizer, kind)
+                _require_unchanged(before, _stamps(files), folder)
+        train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
+        counts = replace(DataCounts.from_json(read_index(folder)["reading"]), beside=found.left)
+        if share and not len(train):
+            # Of very few documents all may have been drawn: then none is held out.
+            train, held, counts = held, train, replace(counts, train=counts.held, held=counts.train)
+        if not len(train):
+            got = "nothing to learn" if counts.left or counts.train.documents else "no documents"
+            raise _too_little(where, "; ".join((got, *counts.reasons())))
+        if share and not len(held):
+            # Of very few documents none may have been drawn: then the last blocks are held out.
+            if len(train) == 1:
+                raise _too_little("data.validation", "one block in all, which is trained on")
+            train, held = train.split(share)
+            labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
+            tokens = min(count * data.block, labels + count)
+            last = PartCounts(0, tokens, tokens, count, count * data.block - tokens)
+            counts = counts.with_last_blocks_held(last)
+        return DataSource(name, weight, train, held, key, counts)
+
+    def _token_maps(self, found: DataFiles, share: float, weight: float | None, where: str) -> DataSource:
+        length, vocabulary = self.data.block, self.tokenizer.vocabulary
+        problems = Problems()
+        for file in found.files:
+            if formats.suffix_of(file) in (*formats.OF_ROWS, *TEXTS, ".json"):
+                must = "must be a map of token numbers, `.npy` or `.bin`"
+                problems.add(file, must, got="text or rows by its name")
+        problems.raise_as(ConfigError)
+        blocks = open_tokens(found.files, self.data.token_dtype, length, vocabulary)
+        if not len(blocks):
+            raise _too_little(where, f"less than {length} tokens")
+        held = Blocks((), None, None, length, vocabulary)
+        if share:
+            blocks, held = blocks.split(share)
+            if not len(held):
+                raise _too_little("data.validation", "files of one block each, which are trained on")
+        key = _digest([[_sampled(file) for file in found.files], length, share])
+        parts = [PartCounts(0, size * length, size * length, size) for size in (len(blocks), len(held))]
+        counts = DataCounts("tokens", len(found.files), length, parts[0], parts[1], beside=found.left)
+        return DataSource(str(found.files[0]), weight, blocks, held, key, counts)
+
+    def _key(self, files: Sequence[Path], share: float, kind: str) -> str:
+        """Return a digest of the files and of all choices that the blocks depend on."""
+        data, digests = self.data, _Digests(self.cache / "digests.json")
+        made_of = {
+            "version": VERSION,
+            "files": [digests.of(path) for path in files],
+            "suffixes": [formats.suffix_of(path) for path in files],
+            "share": share,
+            "seed": data.seed,
+            "tokenizer": self.tokenizer.fingerprint,
+            "kind": kind,
+            "whole": data.format == "files",
+            "block": data.block,
+            "way": packing_of(data, kind),
+            "apart": has_separate_documents(data, kind),
+            "keys": [data.field, data.messages, data.loss_on],
+        }
+        digests.save()
+        return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _too_little(where: str, got: str) -> ConfigError:
+    must, todo = "must fill at least one block", "Name more files, or lower `data.block`."
+    return ConfigError(where, must, got=got, do=todo)
+
+
+# --- digests of files -----------------------------------------------------------------------------------
+
+
+def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of each file."""
+    stamps = {}
+    for file in files:
+        with readable(file):
+            stat = file.stat()
+        stamps[file] = (stat.st_size, stat.st_mtime_ns)
+    return stamps
+
+
+def _require_unchanged(
+    before: dict[Path, tuple[int, int]], now: dict[Path, tuple[int, int]], folder: Path
+) -> None:
+    """Refuse files that changed between their digest and their blocks."""
+    problems = Problems()
+    for file in (file for file in now if now[file] != before[file]):
+        problems.add(str(file), "must stay as it is while it is read", got="another size or time")
+    if problems:
+        shutil.rmtree(folder, ignore_errors=True)
+    problems.raise_as(ConfigError)
+
+
+def _sampled(file: Path) -> str:
+    """Return a digest of a file's size and of evenly spread places in it."""
+    size = file.stat().st_size
+    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    with readable(file), opened(file) as stream:
+        for place in range(0, size, max(SAMPLE, size // SAMPLES)):
+            digest.update(os.pread(stream.fileno(), SAMPLE, place))
+    return digest.hexdigest()
+
+
+class _Digests:
+    """Digests of files' contents, kept by path, size and time."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[str, str] = {}
+        self._is_new = False
+        with contextlib.suppress(OSError, ValueError, RecursionError), opened(file) as stream:
+            known = json.loads(stream.read())
+            if isinstance(known, dict):
+                self._known = {stamp: digest for stamp, digest in known.items() if isinstance(digest, str)}
+
+    def of(self, path: Path) -> str:
+        stat = path.stat()
+        stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if stamp not in self._known:
+            digest = hashlib.blake2b(digest_size=16)
+            with readable(path), opened(path) as file:
+                while part := file.read(1 << 20):
+                    digest.update(part)
+            self._known[stamp] = digest.hexdigest()
+            self._is_new = True
+        return self._known[stamp]
+
+    def save(self) -> None:
+        if self._is_new:
+            beside = self._file.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps(self._known))
+            beside.replace(self._file)
+
+
+# --- making blocks ------------------------------------------------------------------------------------
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left beside a folder."""
+    for left in folder.parent.glob(f"{folder.name}.*"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _make_blocks(
+    folder: Path, files: Sequence[Path], share: float, data: Data, tokenizer: Tokenizer, kind: str
+) -> None:
+    beside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+    beside.mkdir()
+    blocks = BlockWriter(beside, data.block, tokenizer.vocabulary, has_separate_documents(data, kind))
+    try:
+        packing = packing_of(data, kind)
+        writers = [PartWriter(blocks, part, packing, tokenizer.end) for part in (TRAIN, VALIDATION)]
+        seen = documents.DocumentCounts()
+        watch = report.DocumentWatch(tokenizer, seen.noted)
+        for document in documents.read_documents(files, data, kind, seen):
+            number = document.number(data.seed)
+            is_held = number / 2**64 < share
+            if not is_held:
+                watch.add_trained(number)
+            writers[is_held].add(watch.watched(document, tokens_of(document, data, tokenizer)))
+        watch.close(beside)
+        train, held = (writer.close() for writer in writers)
+        counts = DataCounts(
+            *(kind, len(files), data.block, train, held),
+            forms=dict(seen.forms),
+            left=dict(seen.left),
+            cut=sum(writer.cut for writer in writers),
+            cut_tokens=sum(writer.cut_tokens for writer in writers),
+            noted=dict(seen.noted),
+            empty_blocks=sum(writer.empty_blocks for writer in writers),
+            unread=tuple(seen.unread),
+        )
+        blocks.close(counts.to_json())
+        try:
+            beside.rename(folder)
+        except OSError:
+            if not (folder / INDEX).is_file():
+                raise
+    finally:
+        blocks.release()
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def tokens_of(
+    document: documents.Document, data: Data, tokenizer: Tokenizer
+) -> Iterator[tuple[Tokens, Tokens]]:
+    """Yield a document's tokens with its end, and which of them are learned."""
+    learn_all = data.loss_on == "everything"
+    if document.talk is not None:
+        yield chat_template.encode_conversation(document.talk, tokenizer, learn_all)
+        return
+    given = 0 if learn_all else document.given
+    start = np.array(tokenizer.start, np.int64)
+    yield start, np.full(len(start), not given)
+    if given:
+        span = (given, len(document.text))
+        yield chat_template.encode_with_mask(document.text, [span], tokenizer, document.where)
+    else:
+        for tokens in encode_pieces(document.pieces(), tokenizer):
+            yield tokens, np.ones(len(tokens), dtype=bool)
+    yield np.array([tokenizer.end]), np.array([True])

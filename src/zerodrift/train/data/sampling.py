@@ -1,0 +1,243 @@
+"""Choose the blocks of a step, by the seed and the number of samples before it alone.
+
+An epoch is a permutation that is computed and not stored: a data set of any size costs no memory, and any
+place in any epoch is reached at once. The engine deals the micro-batches of a step to ranks, so its samples
+are the same on any number of ranks. Several sets are mixed by weight. Blocks of like length may share a
+micro-batch, to save padding.
+
+Within an epoch every block comes exactly once. Of as many samples as a mixture has blocks, each set gives its
+share to within one, and every block of a set comes once before any comes again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from zerodrift.files import opened
+from zerodrift.train.data.blocks import LEARNED, Blocks, BlockValues
+from zerodrift.train.data.formats import readable
+
+ROUNDS = 6
+_MASK = (1 << 64) - 1
+WINDOW = 50
+"""Steps whose blocks are ordered by length together."""
+MULTIPLE = 8
+"""The length of a micro-batch is a multiple of this: GPUs compute other shapes slowly."""
+_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSampler:
+    """The order of `count` blocks, epoch after epoch."""
+
+    count: int
+    seed: int
+
+    def at(self, position: int) -> int:
+        """Return the block of a sample, counted from the start of training."""
+        epoch, place = divmod(position, self.count)
+        return permute(place, self.count, epoch_key(self.seed, epoch))
+
+    def step(self, number: int, samples: int) -> np.ndarray:
+        """Return the `samples` blocks of step `number`, counted from 0."""
+        return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
+
+
+def blocks_of(indices: np.ndarray, micro_batch: int, size: int) -> np.ndarray:
+    """Return the `size` blocks of one micro-batch of a step, numbered over all ranks."""
+    return indices[micro_batch * size : (micro_batch + 1) * size]
+
+
+def permute(place: int, count: int, key: int) -> int:
+    """Return where `place` goes in a permutation of `range(count)`.
+
+    A Feistel network permutes the next power of four. A result outside the range goes through again.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for turn in range(ROUNDS):
+            left, right = right, left ^ (mix_bits(key ^ (right * ROUNDS + turn)) & low)
+        place = left << half | right
+        if place < count:
+            return place
+
+
+def mix_bits(value: int) -> int:
+    """SplitMix64's finisher: every bit of the input changes half of the bits of the output."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31
+
+
+def epoch_key(seed: int, epoch: int) -> int:
+    return mix_bits(seed * 0x9E3779B97F4A7C15 + epoch)
+
+
+# --- several sets -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Blocks of several sets, numbered one set after the other."""
+
+    sets: tuple[Blocks, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def length(self) -> int:
+        return self.sets[0].length
+
+    @property
+    def separate_documents(self) -> bool:
+        return any(blocks.separate_documents for blocks in self.sets)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of labels of each block."""
+        return np.array([int(self.sets[n].labels(np.array([at]))[0]) for n, at in self._places(indices)])
+
+    def read(self, indices: np.ndarray) -> BlockValues:
+        read = [self.sets[number].read(np.array([at])) for number, at in self._places(indices)]
+        positions = [np.arange(self.length)[None] if one.positions is None else one.positions for one in read]
+        return BlockValues(
+            np.concatenate([one.tokens for one in read]),
+            np.concatenate([one.labels for one in read]),
+            np.concatenate(positions) if self.separate_documents else None,
+        )
+
+    def _places(self, indices: np.ndarray) -> list[tuple[int, int]]:
+        """Return set and block of each index."""
+        ends = np.cumsum([len(blocks) for blocks in self.sets])
+        sets = np.searchsorted(ends, indices, side="right")
+        starts = ends - [len(blocks) for blocks in self.sets]
+        return [(int(n), int(index - starts[n])) for n, index in zip(sets, indices, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSampler:
+    """The order of the blocks of several sets."""
+
+    counts: tuple[int, ...]
+    """Blocks of each set."""
+    shares: tuple[int, ...]
+    """Samples of each set among as many as there are blocks in all."""
+    seed: int
+
+    def at(self, position: int) -> int:
+        """Return the block of a sample, counted from the start of training."""
+        total = sum(self.counts)
+        turn, place = divmod(position, total)
+        place = permute(place, total, epoch_key(self.seed, turn))
+        first = 0
+        for number, (count, share) in enumerate(zip(self.counts, self.shares, strict=True)):
+            if place < share:
+                return first + BlockSampler(count, mix_bits(self.seed + number + 1)).at(turn * share + place)
+            place -= share
+            first += count
+        raise AssertionError("shares must add up to the blocks in all")
+
+    def step(self, number: int, samples: int) -> np.ndarray:
+        """Return the `samples` blocks of step `number`, counted from 0."""
+        return np.array([self.at(number * samples + sample) for sample in range(samples)], dtype=np.int64)
+
+
+def sampler_of(blocks: Blocks | Mixture, seed: int) -> BlockSampler | MixtureSampler:
+    """Return the order in which blocks are trained on."""
+    if isinstance(blocks, Blocks):
+        return BlockSampler(len(blocks), seed)
+    counts = tuple(map(len, blocks.sets))
+    return MixtureSampler(counts, divide_by_weight(counts, blocks.weights), seed)
+
+
+def divide_by_weight(counts: tuple[int, ...], weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Divide as many samples as there are blocks by weight, at least one for each set."""
+    total = sum(counts)
+    wanted = np.array(weights) / sum(weights) * total
+    given = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    while given.sum() < total:
+        given[np.argmax(wanted - given)] += 1
+    while given.sum() > total:
+        given[np.argmax(np.where(given > 1, given - wanted, -np.inf))] -= 1
+    return tuple(int(count) for count in given)
+
+
+# --- grouped by length ------------------------------------------------------------------------------------
+
+
+def lengths_of(blocks: Blocks | Mixture) -> np.ndarray:
+    """Return the tokens of each block up to its last label: no learned token sees what follows."""
+    if isinstance(blocks, Mixture):
+        return np.concatenate([lengths_of(each) for each in blocks.sets])
+    lengths, marks = np.full(len(blocks), blocks.length, dtype=np.int64), blocks.marks
+    if marks is None:
+        return lengths
+    with readable(marks.file), opened(marks.file) as stream:
+        for first in range(0, len(blocks), _ROWS):
+            count = min(_ROWS, len(blocks) - first)
+            data = os.pread(stream.fileno(), count * marks.length, marks.offset + first * marks.length)
+            learned = np.frombuffer(data, np.uint8).reshape(count, marks.length) & LEARNED
+            lengths[first : first + count] -= np.argmax(learned[:, ::-1], axis=1)
+    return lengths
+
+
+class GroupedSampler:
+    """The order of another sampler, with blocks of like length in one micro-batch.
+
+    A window of steps takes the blocks that it would take anyway, ordered by length, and deals them to its
+    steps in an order of its own. A step still depends on its number alone.
+    """
+
+    def __init__(self, order: BlockSampler | MixtureSampler, lengths: np.ndarray, seed: int) -> None:
+        self.lengths = lengths
+        self._order, self._seed = order, seed
+        self._cached: tuple[tuple[int, int], np.ndarray] = ((-1, 0), np.empty(0))
+
+    def step(self, number: int, samples: int) -> np.ndarray:
+        """Return the blocks of step `number`, counted from 0, the longest first."""
+        first, size = window(number, samples, len(self.lengths))
+        if self._cached[0] != (first, samples):
+            chosen = np.concatenate([self._order.step(first + at, samples) for at in range(size)])
+            ordered = chosen[np.argsort(-self.lengths[chosen], kind="stable")].reshape(size, samples)
+            key = epoch_key(self._seed, mix_bits(first))
+            dealt = [permute(at, size, key) for at in range(size)]
+            self._cached = ((first, samples), ordered[dealt])
+        return self._cached[1][number - first]
+
+    def padded_length(self, chosen: np.ndarray, most: int) -> int:
+        """Return the length of a micro-batch of these blocks."""
+        return min(most, -(-int(self.lengths[chosen].max()) // MULTIPLE) * MULTIPLE)
+
+
+def padding_shares(
+    sampler: GroupedSampler, steps: int, samples: int, micro: int, most: int
+) -> tuple[float, float]:
+    """Return the share of padding in the first steps: grouped, and in whole blocks."""
+    used = cut = 0
+    for number in range(steps):
+        chosen = sampler.step(number, samples)
+        used += int(sampler.lengths[chosen].sum())
+        cut += sum(
+            micro * sampler.padded_length(chosen[at : at + micro], most) for at in range(0, samples, micro)
+        )
+    return 1 - used / cut, 1 - used / (steps * samples * most)
+
+
+def window(number: int, samples: int, count: int) -> tuple[int, int]:
+    """Return the first step and the size of a step's window.
+
+    No window reaches over the end of an epoch of `count` blocks: a step that does is a window by itself.
+    """
+    epoch = number * samples // count
+    first, end = -(-epoch * count // samples), (epoch + 1) * count // samples
+    if not first <= number < end:
+        return number, 1
+    start = first + (number - first) // WINDOW * WINDOW
+    return start, min(WINDOW, end - start)

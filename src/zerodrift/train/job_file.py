@@ -1,0 +1,143 @@
+"""Read a job file or dict into a checked `Job`, with every wrong key at once and its nearest match.
+
+A job is read as a config is (`config/tree.py`), and the block under `config` is checked as one, so one error
+tells everything that is wrong with a file. Nothing is started, and no other file is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from zerodrift.config import fields
+from zerodrift.config.load import load
+from zerodrift.config.plain import join, override
+from zerodrift.config.schema import Config
+from zerodrift.config.tree import Keys, TreeReader, tree_of
+from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
+from zerodrift.train.data.hub import from_cache
+from zerodrift.train.job import Job
+
+UNDER_CONFIG = "config."
+
+
+def read_job(
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> tuple[Job, Config]:
+    """Return the job and its engine config, after overrides such as `run.steps=10`."""
+    heading, tree, problems = tree_of(source, "job")
+    for_config = [text.removeprefix(UNDER_CONFIG) for text in overrides if text.startswith(UNDER_CONFIG)]
+    override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
+    given = tree.get("config")
+    job = _validated(tree, problems)
+    config, wrong = _config(given, for_config)
+    if wrong is not None:
+        raise ConfigError.joined([ConfigError.of(problems, heading), wrong] if problems else [wrong])
+    problems.raise_as(ConfigError, heading)
+    if job is None or config is None:
+        raise AssertionError("a job that is not valid must have a problem")
+    if not job.run.folder:
+        name = Path(heading).stem if heading != "job" else "job"
+        job = job.model_copy(update={"run": job.run.model_copy(update={"folder": f"runs/{name}"})})
+    # The job keeps the config as it was written, with its file and overrides put in their places.
+    _, tree, problems = tree_of({} if given is None else given, "config")
+    override(tree, for_config, problems)
+    return from_cache(job).model_copy(update={"config": tree}), config
+
+
+def read_back(path: Path) -> Job:
+    """Return the job of a run from its folder, without a check of its `config`."""
+    heading, tree, problems = tree_of(path, "job")
+    job = _validated(tree, problems)
+    problems.raise_as(ConfigError, heading)
+    if job is None:
+        raise AssertionError("a job that is not valid must have a problem")
+    return job
+
+
+def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
+    walk = TreeReader(KEYS, problems)
+    return walk.validated(walk.used(tree))
+
+
+def _config(given: Any, overrides: list[str]) -> tuple[Config | None, ConfigError | None]:
+    """Return the engine's config, or the error of its file or block."""
+    if given is not None and not isinstance(given, (dict, str)):
+        return None, None  # already a problem of the job's key
+    try:
+        return load({} if given is None else given, overrides), None
+    except ConfigError as error:
+        return None, error if isinstance(given, str) else ConfigError.of(
+            error.problems, "`config` of the job"
+        )
+
+
+def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
+    """Suggest the key that was probably meant: in this block, in another, or in the engine's config."""
+    known = fields.fields(block) if block is not None else {}
+    paths = [join(path, word) for word in nearest(key, known)]
+    paths += [other for other in every_path() if other.rpartition(".")[2] == key and other not in paths]
+    paths += [UNDER_CONFIG + key] if key in fields.fields(Config) else []
+    if not paths:
+        last = {other.rpartition(".")[2]: other for other in every_path()}
+        paths = [last[word] for word in nearest(key, last)]
+        paths += [UNDER_CONFIG + word for word in nearest(key, fields.fields(Config)) if not paths]
+    if not paths:
+        return "docs/job.md lists every key."
+    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
+
+
+def every_path() -> Iterator[str]:
+    """Yield every key of a job, dotted."""
+    for key in fields.every_key(Job):
+        yield key.path
+
+
+KEYS = Keys("job", Job, "a job", _suggestion, free="a block of keys")
+
+
+# --- advice of the library, in the words of a job -------------------------------------------------------
+
+_IN_A_JOB = (
+    (
+        r"Pass --auto (\S+?)=\.\.\. on the command line, or auto=\{.*?\} in Python\.",
+        r"Set it in the job's `auto`: `--set 'auto={\1: NUMBER}'`.",
+    ),
+    (
+        r"Any (other elementwise optimizer|torch scheduler): build it and pass it to `initialize`\.",
+        r"A job takes these alone; any \1 goes to `zerodrift.initialize`, in Python.",
+    ),
+    (
+        r"Build the optimizer yourself and pass it to `initialize`\.",
+        r"One that is built by hand goes to `zerodrift.initialize`, in Python.",
+    ),
+    (
+        r"[Pp]ass `parts=zerodrift\.Parts\(\.\.\.\)`(?: to `initialize`)?",
+        r"Name a function that returns `zerodrift.Parts` in `model.parts`",
+    ),
+    (r"`device='cpu'`", r"`run.device: cpu`"),
+)
+
+
+def for_a_job(text: str) -> str:
+    """Replace arguments of `initialize` in advice by keys of a job."""
+    for pattern, words in _IN_A_JOB:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+@contextmanager
+def worded_for_a_job() -> Iterator[None]:
+    """Raise errors with advice for a job."""
+    try:
+        yield
+    except ZerodriftError as error:
+        if for_a_job(str(error)) == str(error):
+            raise
+        raise error.reworded(for_a_job) from error.__cause__

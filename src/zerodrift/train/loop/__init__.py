@@ -1,0 +1,1 @@
+"""The run of a job: model, session, steps, resume, evaluation and ranks."""

@@ -1,0 +1,142 @@
+"""Evaluate on held-out data and continue prompts, during a run and of one checkpoint alone.
+
+`zerodrift evaluate` gives the number that training wrote at the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import ConfigError
+from zerodrift.legible import legible
+from zerodrift.train.data.batches import validation_batches
+from zerodrift.train.data.tokenizer import Tokenizer
+from zerodrift.train.job import Job
+from zerodrift.train.loop.model_checks import positions
+from zerodrift.train.loop.resume import checkpoint_to_resume
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.session import Session
+from zerodrift.train.loop.step import losses_of
+from zerodrift.train.report.display import Display
+
+LONGEST = 64
+"""Tokens of a sample."""
+
+
+def evaluate(session: Session) -> tuple[float, int]:
+    """Return the mean loss over the labels of the held-out blocks, and their number. Collective."""
+    assert session.validation is not None
+    seat, most = session.seat, session.job.run.evaluate_blocks
+    held = list(validation_batches(session.validation, seat, most))
+    losses = losses_of(session.engine, [batch.batch for batch in held])
+    counts = torch.tensor([batch.labels for batch in held], device=losses.device)
+    # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
+    # number.
+    places = losses.new_zeros(len(held), seat.ranks, 2)
+    places[:, seat.rank, 0] = torch.where(counts > 0, losses * counts, 0.0)
+    places[:, seat.rank, 1] = counts.double()
+    every = session.engine.comm.all_reduce_sum(places.view(-1, 2), "data").tolist()
+    labels = sum(count for _, count in every)
+    return sum(total for total, _ in every) / labels, int(labels)
+
+
+class BestEvaluation:
+    """The lowest validation loss so far, and the number of evaluations after it.
+
+    It depends on the losses in their order alone, so a resumed run knows what an unbroken one would.
+    """
+
+    def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
+        """`patience` is how many evaluations may follow the best; 0 for any number."""
+        self._patience = patience
+        self._loss, self._since = math.inf, 0
+        for loss in losses:
+            self.add(math.nan if loss is None else loss)
+
+    def add(self, loss: float) -> bool:
+        """Return True if a loss is the best so far; NaN never is."""
+        is_better = loss < self._loss
+        self._loss, self._since = (loss, 0) if is_better else (self._loss, self._since + 1)
+        return is_better
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        return 0 < self._patience <= self._since
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends early; empty while it goes on."""
+        times = f"{self._since} evaluation" + ("s" if self._since > 1 else "")
+        reason = f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
+        return reason if self.is_out_of_patience else ""
+
+
+# --- samples ----------------------------------------------------------------------------------------------
+
+
+def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
+    """Continue a prompt greedily with the engine's own forward, for the page of the run. Collective.
+
+    All ranks run each forward, so a model that fits no single rank writes too. It has no cache, and suits a
+    few dozen tokens. It ends at the end token, at the model's positions, or after `LONGEST` tokens.
+    """
+    given = [*letters.start, *map(int, letters.encode(prompt))] or [letters.end]
+    room = positions(engine.module)
+    written: list[int] = []
+    engine.eval()
+    try:
+        while len(written) < LONGEST and (room is None or len(given) + len(written) < room):
+            token = engine.comm.broadcast_object(_likeliest(engine, [*given, *written]), 0)
+            if token == letters.end:
+                break
+            written.append(token)
+    finally:
+        engine.train()
+    return letters.decode(written)
+
+
+@torch.no_grad()
+def _likeliest(engine: Engine, tokens: list[int]) -> int:
+    out = engine(input_ids=torch.tensor([tokens], device=engine.mesh.device))
+    return int(getattr(out, "logits", out)[0, -1].argmax())
+
+
+# --- a checkpoint alone -----------------------------------------------------------------------------------
+
+
+def overrides_to_evaluate(job: Job, overrides: Sequence[str]) -> list[str]:
+    """Return overrides with which an evaluation leaves the folder of its run alone."""
+    if not job.data.validation:
+        must = "must say what to evaluate on: a share of the documents, or files"
+        raise ConfigError("data.validation", must, got=job.data.validation)
+    folder = RunFolder.of(job)
+    start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, folder)
+    return [*overrides, *folder.separate_run(job, folder.evaluation, "" if start is None else str(start))]
+
+
+def evaluate_here(job: Job, session: Session, show: Display) -> None:
+    """Evaluate one checkpoint on this rank, and print the result."""
+    own = None if job.run.resume == "never" else Path(job.run.resume)
+    # A run that is going on may save another checkpoint between two ranks' looks.
+    path = session.engine.comm.broadcast_object(own, 0)
+    if path is None:
+        show.say(legible(f"no checkpoint: {job.model.source} as it is before its first step"))
+    else:
+        resumed, _ = session.load(path)
+        show.say(legible(f"after step {resumed.step}, from {path}"))
+        for change in resumed.changes:
+            matters = change.what.startswith(("data.", "model.", "config.precision"))
+            if matters and change.what != "data.cache":
+                show.say(legible(f"  {change.what}: was {change.was}, is {change.now}"))
+    with show.doing("evaluating"):
+        loss, labels = evaluate(session)
+    show.say(f"validation loss {loss:.6f}  perplexity {math.exp(min(loss, 700.0)):.4g}  {labels:,} labels")
+    for prompt in job.run.samples:
+        with show.doing("writing samples"):
+            text = continue_prompt(session.engine, session.tokenizer, prompt)
+        show.say(legible(f"{prompt}{text}"))

@@ -1,0 +1,297 @@
+"""Launch the ranks of a run: one here, several here, or one of many that another launcher started.
+
+With the variables of torchrun or of a SLURM step this process is a rank and joins. Otherwise it starts a
+process per device of this machine and watches over them: it passes signals on, prints the error of the first
+rank to fail once, and leaves no process behind. If it dies, its processes end by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from zerodrift.checkpoint.paths import free
+from zerodrift.errors import ZerodriftError
+from zerodrift.train.loop import signals
+from zerodrift.train.loop.signals import IN_ORDER, SIGNALS
+
+GRACE = 20.0
+"""Seconds for the others to end by themselves after one rank has failed."""
+
+
+def join() -> bool:
+    """Return True if another launcher started this process as a rank, with SLURM's variables translated."""
+    os.environ.update(slurm(os.environ) or {})
+    return "RANK" in os.environ
+
+
+def joined_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return torchrun's variables for a task of a SLURM step; None outside of one."""
+    names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    if "RANK" in environment or any(name not in environment for name in names):
+        return None
+    if int(environment["SLURM_NTASKS"]) < 2:
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + job % 20_000),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list: `gpu[03-05,9]-ib,login` -> `gpu03-ib`."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "" if match is None else "".join(part or "" for part in match.groups())
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """Options of a command beside its job."""
+
+    command: str = ""
+    """The command as it was typed."""
+    whole_plan: bool = False
+    """Print every parameter's dtypes before the first step."""
+    launched: bool = False
+    """Whether our launcher started the rank, and announces signals before the first step."""
+    evaluation: bool = False
+    """Evaluate a checkpoint, and train nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """The command line of a rank, as JSON."""
+
+    source: str
+    """The job file."""
+    overrides: tuple[str, ...]
+    failure: str
+    """The file for an error."""
+    watch: int
+    """A pipe that closes when the launcher ends."""
+    debug: bool
+    request: LaunchRequest
+    replay: dict[str, Any] | None = None
+    """The request of a replay; see `tools/replay.py`."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankArguments:
+        values = json.loads(text)
+        request = LaunchRequest(**values["request"])
+        return cls(**{**values, "overrides": tuple(values["overrides"]), "request": request})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The error of a rank."""
+
+    when: float
+    """One clock for all ranks: the first failure causes the others."""
+    message: str
+    refused: bool
+    """Whether zerodrift refused something; False for a defect of the program."""
+
+    def write(self, path: str) -> None:
+        beside = Path(path).with_suffix(".writing")
+        beside.write_text(json.dumps(asdict(self)))
+        beside.replace(path)
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    failure: Path
+    log: Path
+
+    @property
+    def failed_alone(self) -> bool:
+        """True if the rank ended otherwise than all ranks do in the end."""
+        code = self.process.poll()
+        return code not in (None, 0) and not _is_in_order(code)
+
+
+class RankFailedError(Exception):
+    """A rank ended with a defect of the program, whose traceback was printed."""
+
+
+class Launcher:
+    """The ranks of this machine, from their start to their end."""
+
+    def __init__(
+        self,
+        source: str,
+        overrides: Sequence[str],
+        count: int,
+        logs: Path,
+        debug: bool,
+        *,
+        request: LaunchRequest | None = None,
+        threads: int | None = None,
+        replay: dict[str, Any] | None = None,
+    ) -> None:
+        """`threads` of each rank; by default OMP_NUM_THREADS, else a share of the processors."""
+        self._count = count
+        self._asked: list[int] = []
+        """Signals that were passed on."""
+        self._read, self._write = os.pipe()
+        logs.mkdir(parents=True, exist_ok=True)
+        threads_of_rank = threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": str(threads_of_rank),
+        }
+        asked = replace(request or LaunchRequest(), launched=True)
+        self._ranks: list[_Rank] = []
+        for number in range(count):
+            failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
+            failure.unlink(missing_ok=True)
+            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, asked, replay)
+            environment = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
+            with log.open("wb") as errors:
+                process = self._start(number, work, environment, errors)
+            self._ranks.append(_Rank(number, process, failure, log))
+        os.close(self._read)
+
+    def _start(
+        self, number: int, work: RankArguments, environment: dict[str, str], errors: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+        return subprocess.Popen(
+            [sys.executable, "-m", "zerodrift.train.loop.rank", work.to_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=None if number == 0 else errors,
+            stderr=errors,
+            env=environment,
+            pass_fds=(self._read,),
+            start_new_session=True,
+        )
+
+    def wait(self) -> int:
+        """Wait for all ranks; return 0, or 128 and the number of a signal; raise the first failure."""
+        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        try:
+            return self._watch()
+        finally:
+            for rank in self._ranks:
+                if rank.process.poll() is None:
+                    rank.process.kill()
+                rank.process.wait()
+            os.close(self._write)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int:
+        deadline: float | None = None
+        while any(rank.process.poll() is None for rank in self._ranks):
+            if deadline is None and any(rank.failed_alone for rank in self._ranks):
+                deadline = time.monotonic() + GRACE
+                if not self._asked:
+                    self._send(signal.SIGTERM)
+            if deadline is not None and time.monotonic() > deadline:
+                self._send(signal.SIGKILL)
+            time.sleep(0.05)
+        codes = [rank.process.returncode for rank in self._ranks]
+        if not any(codes):
+            return 0
+        if len(self._asked) > 1:
+            return 128 + self._asked[-1]
+        in_order = [code - IN_ORDER for code in codes if _is_in_order(code)]
+        if len(in_order) == len(codes):
+            return 128 + (max(in_order) or signal.SIGINT)
+        if self._asked and {*codes} <= {128 + self._asked[0], -self._asked[0]}:
+            signals.announce(signals.EARLY, self._asked[0])
+            return 128 + self._asked[0]
+        raise _first_failure([rank for rank in self._ranks if rank.process.returncode], self._count)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._asked.append(number)
+        if len(self._asked) == 2:
+            signals.announce(signals.SECOND, number)
+        self._send(signal.Signals(number) if len(self._asked) == 1 else signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.process.send_signal(number)
+
+
+def _is_in_order(code: int | None) -> bool:
+    return code is not None and code - IN_ORDER in (0, *SIGNALS)
+
+
+def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
+    """Return the error of the rank that failed first.
+
+    A killed rank writes no error, and comes before those that only missed it.
+    """
+    failures = [
+        (Failure(**json.loads(rank.failure.read_text())), rank) for rank in failed if rank.failure.is_file()
+    ]
+    failures.sort(key=lambda pair: pair[0].when)
+    silent = [rank for rank in failed if not rank.failure.is_file()]
+    killed = [rank for rank in silent if rank.process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
+    if killed and all(failure.refused for failure, _ in failures):
+        rank = killed[0]
+        name = signal.Signals(-rank.process.returncode).name
+        cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
+        todo = f"{cause}Start again to go on from the last checkpoint. What it printed is in {rank.log}."
+        must, got = f"all {count} ranks must live to the end", f"one that was ended by {name}"
+        return ZerodriftError(f"rank {rank.number}", must, got=got, do=todo)
+    if failures:
+        failure, rank = failures[0]
+        if failure.refused:
+            prefix = f"rank {rank.number}: " if count > 1 else ""
+            return ZerodriftError.relayed(f"{prefix}{failure.message}")
+        return RankFailedError(f"rank {rank.number} of {count}:\n{failure.message}")
+    # Ranks that were ended because of another one have no error of their own.
+    rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])
+    if rank.process.returncode == 2:  # something was refused, and the error could not be written
+        must, got = "must be written where a rank is refused something", f"nothing of rank {rank.number}"
+        todo = f"{free(rank.failure)}Make room, or look into {rank.log}."
+        return ZerodriftError(rank.failure, must, got=got, do=todo)
+    tail = rank.log.read_text(errors="replace")[-4000:] if rank.log.is_file() else ""
+    return RankFailedError(f"rank {rank.number} of {count} ended with {rank.process.returncode}:\n{tail}")
+
+
+def _threads(count: int) -> int:
+    """Return the threads of each rank: an equal share of the processors."""
+    try:
+        processors = len(os.sched_getaffinity(0))
+    except AttributeError:
+        processors = os.cpu_count() or 1
+    return max(1, processors // count)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

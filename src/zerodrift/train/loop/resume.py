@@ -1,0 +1,190 @@
+"""Resume from a checkpoint with a job that may have changed, and report each difference once.
+
+The job's numbers hold wherever they can: rates and weight decay are those on the screen from the first step
+on. The checkpoint alone gives weights and moments, and a key that would have decided them is reported as one
+without effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.checkpoint.folder import CheckpointFolder
+from zerodrift.checkpoint.manifest import MANIFEST
+from zerodrift.errors import CheckpointError
+from zerodrift.train.job import Job
+from zerodrift.train.loop.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from zerodrift.engine.engine import Engine
+
+JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
+"""Keys of the `client` state that checkpoints of a run carry."""
+_ALLOWED: tuple[Allowed, ...] = ("schedule", "loss_scale")
+"""Differences in which this run's config holds."""
+_LOCATION = ("run.folder", "run.resume")
+_DECIDED = {
+    "model.source": "the checkpoint's weights hold",
+    "model.weights": "the checkpoint's weights hold",
+    "model.seed": "the checkpoint's weights hold",
+    "config.fp16.initial_scale_power": "the checkpoint's scale goes on",
+}
+"""Keys without effect once a checkpoint is loaded."""
+_BY_KEYS = ("optimizer block", "scheduler block", "schedule", "loss_scale")
+"""Differences of the plan that are reported by their keys."""
+_WITHOUT_EFFECT = ("random numbers", "client state", "plan")
+"""Random numbers belong to a step, whatever came before it, and a layout changes no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference between the job that saved the checkpoint and this one."""
+
+    what: str
+    """A key of the job, or a description."""
+    was: str
+    now: str
+    holds: str
+    """The one that holds, in words."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: was {self.was}, is {self.now}; {self.holds}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The step and the checkpoint that a run begins with."""
+
+    step: int
+    """Steps tried before; 0 for a new run."""
+    checkpoint: Path | None
+    changes: tuple[Change, ...] = ()
+
+
+def checkpoint_to_resume(wanted: str, folder: RunFolder) -> Path | None:
+    """Return the checkpoint that `run.resume` names; None for a new run. Called on one rank."""
+    own = CheckpointFolder(folder.checkpoints)
+    if wanted == "auto":
+        return own.newest()
+    must = "must be `auto`, `never`, the tag of a checkpoint, or a path to a run or a checkpoint"
+    if not wanted:
+        raise CheckpointError("run.resume", must, got="no name")
+    path = Path(wanted).expanduser()
+    if wanted in own.tags() or not (path.exists() or "/" in wanted):
+        return own.find(wanted)
+    if not path.exists():
+        got = f"{wanted!r}, which is not there (looked for in {Path.cwd()})"
+        raise CheckpointError("run.resume", must, got=got)
+    if (path / MANIFEST).is_file():
+        there = path
+    else:
+        below = RunFolder(path).checkpoints
+        there = CheckpointFolder(below if below.is_dir() else path).find("latest")
+    # `run.resume` says where a run begins. Started again, the run goes on with its own checkpoints.
+    newest = None if there.parent.resolve() == own.path.resolve() else own.newest()
+    return there if newest is None else newest
+
+
+def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tuple[Loaded, tuple[Change, ...]]:
+    """Load a checkpoint, restore the job's own numbers, and return the differences."""
+    own = copy.deepcopy(states.groups(engine))
+    try:
+        is_aside = path.name.startswith(".")  # about to be replaced when its run ended
+        loaded = (
+            checkpoints.resume(allow=_ALLOWED) if is_aside else checkpoints.load(path.name, allow=_ALLOWED)
+        )
+        assert loaded is not None
+    except CheckpointError as error:
+        raise _for_a_job(error, path) from error
+    _restore_numbers(engine, own, any(difference.what == "schedule" for difference in loaded.differences))
+    engine.seed = job.run.seed
+    client = loaded.client if isinstance(loaded.client, dict) else {}
+    saved = json.loads(client[JOB]) if isinstance(client.get(JOB), str) else None
+    keys = tuple(_key_changes(saved, job, int(client[STEP]))) if isinstance(saved, dict) else ()
+    return loaded, (*keys, *_plan_changes(loaded, keys))
+
+
+def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_is_new: bool) -> None:
+    """Restore rates, betas and weight decay of this run's config, and a loss scale that is constant.
+
+    The schedule goes on at the place where the checkpoint was saved.
+    """
+    if engine.optimizer is not None:
+        for group, options in zip(engine.optimizer.param_groups, own, strict=True):
+            group.update(options)
+    if engine.schedule is not None and engine.global_steps:
+        here = {"last_batch_iteration": engine.global_steps - 1}
+        engine.schedule.load_state_dict(here if schedule_is_new else engine.schedule.state_dict())
+    scale = engine.plan.policy.loss_scale
+    if scale is not None and not scale.dynamic:
+        engine.scaler.scale = scale.initial
+
+
+def _for_a_job(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return the same refusal with advice for a job."""
+    another = "Set it as it was, or begin another run with another `run.folder`."
+    optimizer = (
+        "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
+        "`run.folder`, and `model.source` the `export` of this one."
+    )
+    problems = [
+        replace(problem, do=optimizer if problem.where == "optimizer" else another)
+        if "allow=" in problem.do
+        else problem
+        for problem in error.problems
+    ]
+    return CheckpointError.of(problems, f"{path} cannot be gone on from") if problems else error
+
+
+def packed(job: Job) -> str:
+    """Return the job as checkpoints carry it."""
+    return json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf; a list is one value."""
+    if isinstance(tree, Mapping) and (tree or not path):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def _key_changes(before: Mapping[str, Any], job: Job, step: int) -> Iterator[Change]:
+    """Yield the keys that differ between two jobs."""
+    old, new = dict(_leaves(before)), dict(_leaves(json.loads(packed(job))))
+    for key in dict.fromkeys([*old, *new]):
+        if key not in _LOCATION and old.get(key) != new.get(key):
+            holds = _DECIDED.get(key, f"the job's holds from step {step + 1} on")
+            yield Change(key, _shown(old.get(key)), _shown(new.get(key)), holds)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "not given"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plan_changes(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
+    """Yield the differences that no key explains."""
+    known = {change.what.removeprefix("config.") for change in keys}
+    known |= {change.what.rpartition(".")[2] for change in keys if change.what.startswith("config.")}
+    if any(difference.what == "ranks" for difference in loaded.differences):
+        known |= {"averaging", "batch"}  # they count ranks
+    for difference in loaded.differences:
+        what = difference.what
+        if what in _WITHOUT_EFFECT or what in known or (keys and what in _BY_KEYS):
+            continue
+        holds = difference.effect or "this run's holds"
+        if what in ("optimizer block", "scheduler block"):
+            holds = "the job's holds"
+        yield Change(what, difference.saved, difference.now, holds)
+        known.add(what)

@@ -1,0 +1,400 @@
+"""Put a run together: data, model, engine and folder of a job, and the work between steps.
+
+Everything that is wrong with a job is found here, before the first step; `training` only trains. Every rank
+does the same in the same order, and only rank 0 writes what there is one of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerodrift.api import initialize
+from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
+from zerodrift.checkpoint.lock import Lock
+from zerodrift.checkpoint.paths import full_disk_named
+from zerodrift.comm.mesh import started
+from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.config.schema import Config, Pipeline
+from zerodrift.engine.digest import computed_by
+from zerodrift.engine.engine import Engine
+from zerodrift.errors import CheckpointError, ConfigError, Problems
+from zerodrift.legible import legible
+from zerodrift.policy.nouns import Policy
+from zerodrift.policy.pipelining import SPLIT
+from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.blocks import Blocks
+from zerodrift.train.data.hub import cached_names
+from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
+from zerodrift.train.data.sampling import Mixture
+from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
+from zerodrift.train.job import Job
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop import model_checks as checks
+from zerodrift.train.loop import resume
+from zerodrift.train.loop.launcher import LaunchRequest
+from zerodrift.train.loop.resume import ResumePoint
+from zerodrift.train.loop.run_folder import RunFolder, require_writable
+from zerodrift.train.report.display import Display
+from zerodrift.train.report.metrics import RunLines, check_boards
+from zerodrift.train.report.page import run_page
+from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
+from zerodrift.train.tools.adapters import base_digest
+from zerodrift.train.tools.profiler import require_steps
+
+NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
+TOTALS = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that a job fills in where the config has "auto"."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that is ready to train."""
+
+    job: Job
+    folder: RunFolder
+    engine: Engine
+    tokenizer: Tokenizer
+    feed: Feed
+    validation: Blocks | Mixture | None
+    steps: int
+    """Optimizer steps of the whole run."""
+    checkpoints: Checkpoints
+    key: str
+    """Digest of the blocks."""
+    data: tuple[tuple[str, str], ...]
+    """Facts about the data, for the page."""
+    command: str
+    base: str
+    """Digest of the base of adapters; empty without adapters."""
+    smoothed: models.SmoothedLoss | None
+    lock: Lock | None
+    """Lock of the folder, on rank 0."""
+
+    def close(self) -> None:
+        self.engine.destroy()
+        if self.lock is not None:
+            self.lock.release()
+
+    @property
+    def seat(self) -> BatchLayout:
+        return self.feed.seat
+
+    def resume(self) -> ResumePoint:
+        """Load the checkpoint that `run.resume` names, if there is one. Collective."""
+        wanted, comm = self.job.run.resume, self.engine.comm
+        if wanted == "never":
+            if there := comm.broadcast_object(CheckpointFolder(self.folder.checkpoints).tags(), 0):
+                must = "must be `auto` for a folder with checkpoints"
+                got = f"never, and {', '.join(there)} in {self.folder.checkpoints}"
+                todo = "Use another `run.folder`, or remove them."
+                raise CheckpointError("run.resume", must, got=got, do=todo)
+            return ResumePoint(0, None)
+        own: Path | None = None
+        with raise_on_all_ranks(comm):
+            if comm.mesh.rank() == 0:  # other ranks may see a folder a moment later
+                own = resume.checkpoint_to_resume(wanted, self.folder)
+        path: Path | None = comm.broadcast_object(own, 0)
+        if path is None:
+            return ResumePoint(0, None)
+        resumed, place = self.load(path)
+        if place != self.place:
+            must = "must go on with the data and the batch of the checkpoint"
+            keys = [change for change in resumed.changes if _is_of_data(change.what)]
+            changed = "; ".join(f"`{change.what}` {change.now}, which was {change.was}" for change in keys)
+            got = f"{changed or 'other data, or another `train_batch_size`'}, than in {resumed.checkpoint}"
+            todo = "Set them as they were, or use another `run.folder`."
+            raise CheckpointError("run.resume", must, got=got, do=todo)
+        return resumed
+
+    def load(self, path: Path) -> tuple[ResumePoint, Any]:
+        """Load a checkpoint, and return the place in the data that its step stands for."""
+        is_own = path.parent == self.folder.checkpoints
+        there = self.checkpoints if is_own else Checkpoints(self.engine, path.parent, quiet=True)
+        loaded, changes = resume.load(there, path, self.job, self.engine)
+        self.checkpoints.run, self.checkpoints.digest = there.run, there.digest
+        client = loaded.client if isinstance(loaded.client, dict) else {}
+        if self.base and client.get(resume.BASE, self.base) != self.base:
+            must, got = "must be the base that the adapters were trained on", "one with other values"
+            todo = "Set `model.source`, `model.weights` and `model.seed` as they were."
+            raise CheckpointError("model.source", must, got=f"{got} than {loaded.path} says", do=todo)
+        step = int(client.get(resume.STEP, loaded.step))
+        return ResumePoint(step, loaded.path, changes), client.get(resume.PLACE)
+
+    def is_own(self, resumed: ResumePoint) -> bool:
+        """Return True if the checkpoint is in the folder of this run."""
+        return resumed.checkpoint is not None and resumed.checkpoint.parent == self.folder.checkpoints
+
+    def start_line(self, resumed: ResumePoint) -> dict[str, Any]:
+        """Return the metrics line for the start of training, and write the environment."""
+        computed = computed_by(self.engine.mesh.device)
+        here = environment(self.command, computed)
+        self.folder.save_environment(here)
+        return {
+            "ranks": self.seat.ranks,
+            "steps": self.steps,
+            **computed,
+            "environment": here,
+            "data": self.data,
+            "from": "" if resumed.checkpoint is None else str(resumed.checkpoint),
+            "changed": [astuple(change) for change in resumed.changes],
+        }
+
+    def resume_lines(self, resumed: ResumePoint, early: str) -> list[str]:
+        """Return what to print of a resumed run; `early` is why it is over before its last step."""
+        if resumed.checkpoint is None:
+            return []
+        step, steps, where = resumed.step, self.steps, resumed.checkpoint
+        lines = [f"going on after step {step} of {steps}, from {where}"]
+        if step >= steps:
+            key = "run.epochs" if self.job.run.steps is None else "run.steps"
+            lines = [
+                f"nothing to train: the run has had {step} of {steps} steps ({where}). To train on, raise "
+                f"`{key}`; to begin anew, use another `run.folder`."
+            ]
+        elif early:
+            lines = [f"nothing to train: {early} after step {step} of {steps} ({where})"]
+        wanted = self.job.run.resume
+        if wanted not in ("auto", "never", LATEST, where.name) and self.is_own(resumed):
+            lines += [f"  and not from {wanted}, where it once began: {self.folder.path} is further"]
+        lines += ["changed since it was saved:"] if resumed.changes else []
+        return [*lines, *(f"  {change}" for change in resumed.changes)]
+
+    @property
+    def place(self) -> list[Any]:
+        """The choices that give a step's number its meaning in the data."""
+        grouped = ["grouped"] if self.job.data.group_by_length else []
+        return [self.key, self.job.data.seed, self.seat.samples, *grouped]
+
+    def checkpoint(self, step: int) -> None:
+        """Save the run after `step` steps. Collective."""
+        base = {resume.BASE: self.base} if self.base else {}
+        client = {resume.STEP: step, resume.PLACE: self.place, resume.JOB: resume.packed(self.job), **base}
+        self.checkpoints.save(client=client)
+
+    def export(self, folder: Path) -> None:
+        """Export the model. Collective."""
+        from zerodrift.train.tools.export import export
+
+        export(self.engine, folder, self.job, self.tokenizer, self.base)
+
+    def report(self, lines: RunLines) -> None:
+        """Write the page of the run. Called on one rank."""
+        text = run_page(self.job, self.engine.plan, lines, self.steps)
+        with new_file(self.folder.report) as page:
+            page.write_text(text, encoding="utf-8")
+
+
+def _is_of_data(key: str) -> bool:
+    return key.startswith("data.") or "batch" in key or "gradient_accumulation" in key
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A job with its data and model on some ranks, before an engine is started."""
+
+    folder: RunFolder
+    tokenizer: Tokenizer
+    prepared: PreparedData
+    steps: int
+    source: models.ModelSource
+    model: nn.Module
+    smoothed: models.SmoothedLoss | None
+
+
+def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
+    """Read the data, build the model, and check both."""
+    check_boards(job.run)
+    for text in cached_names(job):
+        display.say(legible(text))
+    folder = RunFolder.of(job)
+    cache = folder.cache(job.data.cache)
+    if job.run.device == "cuda" and not torch.cuda.is_available():
+        must, got = "must be a device that this machine has", "'cuda', where torch finds no GPU"
+        raise ConfigError("run.device", must, got=got, do="Set `run.device: cpu`.")
+    require_writable("run.folder", folder.path)
+    require_writable("data.cache", cache)
+    letters = tokenizer(job.data.tokenizer, job.model.source)
+    require_validation(job)
+    source = models.source_of(job.model)
+    with display.doing("building the model"):
+        model = models.build(job.model, source)
+    checks.check_model(model, job, letters)
+    smoothed = models.smooth_loss(model, job.data.label_smoothing)
+    with display.doing("reading the data"), full_disk_named(cache):
+        prepared = prepare(job.data, letters, cache)
+    policy, steps = length_of(job, config, prepared, world)
+    _require_decided(policy)
+    _require_within_run(job, model, letters, steps)
+    require_steps(job.run.profile, steps)
+    return Outline(folder, letters, prepared, steps, source, model, smoothed)
+
+
+def assemble(job: Job, config: Config, display: Display, request: LaunchRequest | None = None) -> Session:
+    """Put a run together, and print what there is. Collective."""
+    request = request or LaunchRequest()
+    made = outline(job, config, display, started()[1])
+    folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
+    base = "" if job.model.lora is None else base_digest(made.model)
+    with display.doing("placing the model"):
+        engine = _engine(job, config, made, numbers_of(job, config, steps))
+    lock = None
+    try:
+        lock = _locked(folder, engine)
+        models.prepare(engine.module, [unit.name for unit in engine.plan.units], job.model)
+        if engine.mesh.rank() == 0:
+            folder.save_job(job)
+            folder.save_plan(engine.plan)
+            display.say(head_text(engine.plan, display, request.whole_plan))
+            display.say(data_text(job, prepared, steps, engine.plan, display))
+            if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
+                display.say(NO_COMPILER)
+        engine.seed = job.run.seed
+        mesh, numbers = engine.mesh, engine.micro_batches_of_this_rank()
+        micro = engine.plan.policy.batch.micro
+        seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
+        feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
+        if prepared.train.separate_documents:
+            checks.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
+        return Session(
+            job=job,
+            folder=folder,
+            engine=engine,
+            tokenizer=letters,
+            feed=feed,
+            validation=prepared.validation,
+            steps=steps,
+            checkpoints=Checkpoints(
+                engine,
+                folder.checkpoints,
+                keep=job.run.keep,
+                asynchronous=job.run.asynchronous_checkpoints,
+                quiet=True,
+            ),
+            key=prepared.key,
+            data=data_facts(job, prepared, letters, steps, engine.plan),
+            command=request.command,
+            base=base,
+            smoothed=made.smoothed,
+            lock=lock,
+        )
+    except BaseException:
+        engine.destroy()
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _locked(folder: RunFolder, engine: Engine) -> Lock | None:
+    """Lock the run folder on rank 0. Two runs in one folder would overwrite each other's files."""
+    with raise_on_all_ranks(engine.comm):
+        if engine.mesh.rank() != 0:
+            return None
+        try:
+            return Lock.take(folder.path)
+        except CheckpointError as error:
+            must, todo = "must have one run at a time", "Wait for it, or use another `run.folder`."
+            got = f"{folder.path} with {error.got}"
+            raise CheckpointError("run.folder", must, got=got, do=todo) from error
+
+
+def _engine(job: Job, config: Config, made: Outline, numbers: Mapping[str, Any]) -> Engine:
+    if config.pipeline is not None and config.pipeline.stages > 1:
+        _require_cuttable(job, config.pipeline)
+    is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
+    return initialize(
+        made.model,
+        None,
+        config,
+        parts=models.parts(job.model) if is_cut else None,
+        weights=models.streamed_weights(job.model, made.source),
+        device=None if job.run.device == "auto" else job.run.device,
+        auto=numbers,
+        quiet=True,
+    )
+
+
+def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
+    problems = Problems()
+    if job.model.lora is not None:
+        must = "must be absent with `config.pipeline`: adapters are not cut"
+        problems.add("model.lora", must, got="both", do="Use one of the two.")
+    if job.run.samples:
+        must = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
+        problems.add("run.samples", must, got=f"{len(job.run.samples)} of them", do="Use `zerodrift sample`.")
+    if job.data.group_by_length:
+        must = "must be false with `config.pipeline`, whose stages pass on one shape"
+        problems.add("data.group_by_length", must, got="true", do="Use `data.pack: true`.")
+    if job.model.compile and pipeline.schedule in SPLIT:
+        must = f"must be false under {pipeline.schedule}, which splits backwards"
+        problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
+    problems.raise_as(ConfigError)
+
+
+# --- numbers ------------------------------------------------------------------------------------------
+
+
+def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> tuple[Policy, int]:
+    """Return the policy on these ranks, and the number of steps."""
+    mesh = mesh_for(config, world)
+    policy = resolve(config, mesh, numbers_of(job, config, job.run.steps or 1))
+    if job.run.steps is not None:
+        return policy, job.run.steps
+    samples = max(1, policy.batch.micro) * policy.batch.accumulation * mesh.data
+    steps = math.floor(job.run.epochs * len(prepared.train) / samples)
+    if steps < 1:
+        must = f"must make at least one step of {samples} blocks"
+        got = f"{job.run.epochs:g} of {len(prepared.train)} blocks"
+        todo = "Set `run.steps`, lower the batch size, or lower `data.block`."
+        raise ConfigError("run.epochs", must, got=got, do=todo)
+    return policy, steps
+
+
+def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int) -> None:
+    """Refuse audits beyond the last step, and prompts that fill the model's positions."""
+    problems = Problems()
+    if late := [step for step in job.audit.at if step > steps]:
+        problems.add("audit.at", f"must be steps of the run, which has {steps:,}", got=f"{late[0]:,}")
+    room = checks.positions(model)
+    for prompt in job.run.samples:
+        count = len(letters.start) + len(letters.encode(prompt))
+        if room is not None and count >= room:
+            must = f"must leave room in the model's {room:,} positions"
+            problems.add("run.samples", must, got=f"{count:,} tokens of {prompt[:40]!r}", do="Shorten it.")
+    problems.raise_as(ConfigError)
+
+
+def _require_decided(policy: Policy) -> None:
+    """Refuse a config without optimizer or batch size, which a library user would pass."""
+    problems = Problems()
+    if policy.optimizer is None:
+        problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
+    if not policy.batch.micro:
+        must = "must be given, or `train_batch_size`: nothing else decides it here"
+        problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
+    problems.raise_as(ConfigError)
+
+
+def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
+    """Return the values of "auto" keys: the job's, and the number of steps."""
+    return {**job.auto, **{key: steps for key in _totals(config) if key not in job.auto}}
+
+
+def _totals(config: Config) -> list[str]:
+    """Return the keys of the config that ask for the number of steps."""
+    params = {} if config.scheduler is None else config.scheduler.params
+    return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
+
+
+def needs_length(job: Job, config: Config) -> bool:
+    """Return True if the config asks for a number of steps that only the data can tell."""
+    return job.run.steps is None and any(key not in job.auto for key in _totals(config))

@@ -1,0 +1,161 @@
+"""Start a run: in this process, as a rank of another launcher, or in processes of our own.
+
+Whatever happens, the process group is destroyed and the screen is in order at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from zerodrift.checkpoint.paths import full_disk_named
+from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
+from zerodrift.legible import legible
+from zerodrift.train.job import Job
+from zerodrift.train.job_file import read_job, worded_for_a_job
+from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join, joined_ranks
+from zerodrift.train.loop.run_folder import RunFolder, require_writable
+from zerodrift.train.loop.signals import exit_code, listen
+from zerodrift.train.report.display import display
+
+MOST = 1024
+"""Most processes of one machine."""
+
+
+def train(
+    source: str,
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    debug: bool = False,
+    whole_plan: bool = False,
+) -> int:
+    """Run a job here, as a joined rank, or in processes of our own; return the exit code."""
+    job, _ = read_job(source, overrides)
+    request = LaunchRequest(_command(source, overrides, nproc), whole_plan)
+    is_joined = join()
+    if is_joined and (nproc is not None or job.run.nproc is not None):
+        print("zerodrift: `nproc` is not used: a launcher has started the ranks", file=sys.stderr)
+    count = 1 if is_joined else processes(job, nproc)
+    return _run(source, overrides, count, RunFolder.of(job), debug, request)
+
+
+def evaluate(
+    source: str, overrides: Sequence[str] = (), nproc: int | None = None, debug: bool = False
+) -> int:
+    """Evaluate the newest checkpoint, or the one that `run.resume` names; return the exit code.
+
+    Nothing is trained, and the run stays as it is.
+    """
+    from zerodrift.train.loop.evaluation import overrides_to_evaluate
+
+    job, _ = read_job(source, overrides)
+    request = LaunchRequest(_command(source, overrides, nproc, "evaluate"), evaluation=True)
+    is_joined = join()
+    with refused_files(), worded_for_a_job():
+        overrides = overrides_to_evaluate(job, overrides)
+    count = 1 if is_joined else processes(job, nproc)
+    return _run(source, overrides, count, RunFolder(RunFolder.of(job).evaluation), debug, request)
+
+
+def _run(
+    source: str, overrides: Sequence[str], count: int, folder: RunFolder, debug: bool, request: LaunchRequest
+) -> int:
+    if count == 1:
+        return run_here(source, overrides, request)
+    require_writable("run.folder", folder.path)
+    with full_disk_named(folder.path):
+        launcher = Launcher(source, overrides, count, folder.logs, debug, request=request)
+    try:
+        return launcher.wait()
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
+    """Print what `train` would print before its first step."""
+    from zerodrift.train.tools.outline import dry_run as run
+
+    job, _ = read_job(source, overrides)
+    ranks = joined_ranks() if join() else processes(job, nproc)
+    with refused_files(), worded_for_a_job():
+        run(source, overrides, ranks, whole_plan)
+
+
+def processes(job: Job, nproc: int | None) -> int:
+    """Return how many processes to start."""
+    count = nproc or job.run.nproc
+    if count is None and job.run.device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count()
+    count = count or 1
+    if count > MOST:
+        must = f"must be at most {MOST:,} processes of one machine"
+        raise ConfigError("--nproc" if nproc else "run.nproc", must, got=f"{count:,}")
+    return count
+
+
+def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str = "train") -> str:
+    """Return the command that starts this again."""
+    sets = [word for text in overrides for word in ("--set", text)]
+    count = ["--nproc", str(nproc)] if nproc else []
+    return shlex.join(["zerodrift", verb, str(source), *sets, *count])
+
+
+def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
+    """Run one rank from the job file to the end; return the exit code."""
+    from zerodrift.comm.mesh import started
+    from zerodrift.train.loop import nonfinite
+    from zerodrift.train.loop.evaluation import evaluate_here
+    from zerodrift.train.loop.session import assemble
+    from zerodrift.train.loop.training import Loop
+
+    request = request or LaunchRequest()
+    job, config = read_job(source, overrides)
+    rank, _ = started()
+    show = display(rank, job.run.log_every)
+    full_disk = full_disk_named(RunFolder.of(job).path)
+    with refused_files(), worded_for_a_job(), full_disk, listen(rank == 0, request.launched) as stop:
+        try:
+            session = assemble(job, config, show, request)
+        except BaseException:
+            show.stop()
+            raise
+        try:
+            if request.evaluation:
+                evaluate_here(job, session, show)
+                return 0
+            stopped = Loop(session, show, stop).run()
+        except Exception as error:
+            if nonfinite.is_out_of_memory(error):
+                plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
+                raise nonfinite.out_of_memory(plan, session.seat.micro, checkpointing) from error
+            raise
+        finally:
+            show.stop()
+            session.close()
+        show.say(f"report: {legible(str(session.folder.report))}")
+        if session.folder.export.is_dir() and not stopped and job.run.export:
+            show.say(f"model: {legible(str(session.folder.export))}")
+        return exit_code(stopped) if stopped else 0
+
+
+@contextmanager
+def refused_files() -> Iterator[None]:
+    """Turn errors of the system, and a closed stdout, into refusals by name."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Python flushes stdout once more at exit, which needs somewhere to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        must, todo = "must stay open while a run prints", "Start again to go on from the last checkpoint."
+        raise ZerodriftError("stdout", must, got="nobody who reads it", do=todo) from error
+    except OSError as error:
+        refused = refused_by_system(error)
+        if refused is None:
+            raise
+        raise refused from error

@@ -1,0 +1,339 @@
+"""Train: run steps, evaluate, save checkpoints, and end.
+
+The engine trains, `data.batches` has the data, `nonfinite` finds the cause of skipped steps, `report.display`
+shows the run. A step counts when it was tried, skipped ones too, so the count alone gives the place in the
+data, and is all that a checkpoint needs.
+
+With the same job, number of ranks and machine, a run that was stopped and resumed has the same losses, to the
+last digit, as an unbroken one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from zerodrift.engine.engine import Engine
+from zerodrift.engine.progress import StepResult
+from zerodrift.errors import NonFiniteError, ZerodriftError, said
+from zerodrift.inspect.audit.estimates import probe, require_probe
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe
+from zerodrift.inspect.trace.records import merged
+from zerodrift.legible import legible
+from zerodrift.train.loop import nonfinite
+from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
+from zerodrift.train.loop.model import require_smoothed
+from zerodrift.train.loop.session import Session
+from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
+from zerodrift.train.loop.step import StepDigests, StepRun, run_step
+from zerodrift.train.report.display import Display
+from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
+from zerodrift.train.tools.flops import TRAINING, ForwardFlops
+from zerodrift.train.tools.profiler import StepRecorder
+
+LONGEST_ERROR = 4000
+"""Characters of an error on the page."""
+
+
+@dataclass
+class _Clock:
+    """Seconds of training, without evaluations, checkpoints and reports."""
+
+    spent: float
+    since: float = field(default_factory=time.perf_counter)
+
+    def pause(self) -> None:
+        self.spent += time.perf_counter() - self.since
+
+    def go_on(self) -> None:
+        self.since = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return self.spent + time.perf_counter() - self.since
+
+
+class Loop:
+    """The training loop of one run."""
+
+    def __init__(self, session: Session, display: Display, stop: Stop) -> None:
+        self._session, self._display, self._stop = session, display, stop
+        self._engine: Engine = session.engine
+        self._feed, self._run = session.feed, session.job.run
+        self._is_first = True
+        """Whether the next step is this process's first, which is watched."""
+        self._skips = 0
+        """Skipped steps in a row."""
+        self._metrics: Metrics | None = None
+        self._tokens = 0
+        """Tokens of all steps so far, with padding."""
+        self._asked = ""
+        self._best = BestEvaluation(self._run.patience)
+        self._done = 0
+        """Steps tried."""
+        mesh, traces = self._engine.mesh, session.folder.traces
+        self._recorder = StepRecorder(self._run.profile, traces, mesh.rank(), mesh.device.type)
+
+    @property
+    def _leads(self) -> bool:
+        return self._engine.mesh.rank() == 0
+
+    def run(self) -> str:
+        """Train to the end, or until asked to stop; return the signal that ended the run, or an empty
+        text."""
+        session, say = self._session, self._display.say
+        if session.job.audit.at:
+            require_probe(self._engine.plan)
+        with self._display.doing("looking for a checkpoint"):
+            resumed = session.resume()
+        step = self._done = resumed.step
+        if self._leads:
+            self._metrics = Metrics(session.folder, self._run, step)
+            self._tokens = self._metrics.tokens(step, self._feed.seat.samples * self._feed.blocks.length)
+            if self._metrics.lost:
+                lost = f"{self._metrics.lost} that cannot be read, which are left out"
+                say(f"{legible(str(session.folder.metrics))}: lines of earlier steps, {lost}")
+        losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
+        losses = list(self._engine.comm.broadcast_object(losses, 0))
+        self._best = BestEvaluation(self._run.patience, losses)
+        has_ended = step >= session.steps or self._best.is_out_of_patience
+        if self._leads:
+            if not has_ended:
+                self._write("start", {"step": step, **session.start_line(resumed)})
+            missed = "" if has_ended else self._recorder.missed(step)
+            for text in (*session.resume_lines(resumed, self._best.reason), *filter(None, [missed])):
+                say(legible(text))
+        try:
+            self._display.start(step, session.steps, self._micro_batches)
+            self._stop.doing = STEP
+            step = self._train(step)
+            self._stop.doing = END
+            self._finish(step, is_saved=has_ended and session.is_own(resumed))
+        except Exception as error:
+            if self._leads:
+                with contextlib.suppress(OSError):  # a disk that is full now was so before
+                    is_ours = isinstance(error, ZerodriftError)
+                    text = str(error)[:LONGEST_ERROR] if is_ours else said(error)
+                    self._write("end", {"step": self._done, "error": text})
+                    session.report(self._lines)
+            raise
+        finally:
+            self._display.stop()
+            if self._metrics is not None:
+                self._metrics.close()
+        return self._asked
+
+    def _train(self, step: int) -> int:
+        run, session, began = self._run, self._session, step
+        clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
+        while step < session.steps and not self._asked and not self._best.is_out_of_patience:
+            step = self._done = self._step(step, clock)
+            clock.pause()
+            if self._recorder.is_due(step):
+                self._write_trace()
+            is_last = step == session.steps or bool(self._asked)
+            if _is_due(run.evaluate_every, step) and not is_last:
+                self._evaluate(step)
+                self._write_samples(step)
+            is_last = is_last or self._best.is_out_of_patience
+            if _is_due(run.export_every, step) and not is_last:
+                self._export(session.folder.export_of(step))
+            if _is_due(run.checkpoint_every, step) and not is_last:
+                self._checkpoint(step)
+            clock.go_on()
+        if self._best.reason and not self._asked and began < step < session.steps:
+            self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
+        return step
+
+    def _micro_batches(self) -> tuple[int, int]:
+        """Return the finished micro-batches of this step, and all of them."""
+        return self._engine.micro_batches, self._engine.accumulation
+
+    def _finish(self, step: int, is_saved: bool) -> None:
+        """Evaluate, save and export after the last step."""
+        session = self._session
+        self._write_trace()
+        if not self._asked and not self._has_line("evaluation", step):
+            self._evaluate(step)
+        if not self._asked and not self._has_line("sample", step):
+            self._write_samples(step)
+        if not is_saved:
+            with self._display.doing("saving"):
+                session.checkpoint(step)
+                session.checkpoints.wait()
+        if self._asked:
+            again = "" if self._run.resume == "auto" else " with `--set run.resume=auto`"
+            done = f"{signal_name(self._asked)}: step {step} is finished and saved"
+            self._display.say(f"{done}; start again{again} to go on")
+        elif self._run.export:
+            self._export(session.folder.export)
+        if self._leads:
+            early = self._best.reason if step < session.steps and not self._asked else ""
+            self._write("end", {"step": step, "stopped": self._asked, "early": early})
+            session.report(self._lines)
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def _step(self, step: int, clock: _Clock) -> int:
+        """Run step `step`, counted from 0; return the number of steps tried."""
+        before = clock.seconds
+        engine, job, is_first = self._engine, self._session.job, self._is_first
+        digests = StepDigests(engine) if _is_due(self._run.digest_every, step + 1) else None
+        with self._recorder.around(step + 1):
+            watched = self._watched(step + 1, digests)
+            tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
+        if is_first:
+            require_smoothed(self._session.smoothed, engine.comm, type(engine.module).__name__)
+        if digests is not None:
+            self._write("digest", digests.line(step + 1, tried.losses))
+        result, loss = tried.result, tried.loss
+        if tried.asked:
+            self._asked = self._stop.by or "another rank"
+        if (result.skipped and not engine.scaler.active) or not math.isfinite(loss):
+            self._report_nonfinite(step + 1, tried)
+        else:
+            self._skips = 0
+        if self._leads:
+            self._report_step(step + 1, loss, result, clock.seconds, clock.seconds - before)
+        if step + 1 in job.audit.at:
+            seen = probe(engine, [batch.inputs() for batch in tried.batches])
+            self._write("audit", {"step": step + 1, **asdict(seen)})
+        return step + 1
+
+    def _report_step(self, step: int, loss: float, result: StepResult, seconds: float, took: float) -> None:
+        tokens = sum(self._feed.tokens(step - 1))
+        self._tokens += tokens
+        line = StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
+            lr=result.lr[0] if result.lr else 0.0,
+            loss_scale=result.loss_scale,
+            tokens=self._tokens,
+            epoch=self._feed.epoch(step),
+            seconds=seconds,
+            tokens_per_second=tokens / took,
+            memory=memory(self._feed.seat.device),
+            skipped=result.skipped,
+        )
+        if self._metrics is not None:
+            self._metrics.step(line)
+        if self._session.lock is not None:
+            self._session.lock.touch()
+        self._display.step(line)
+
+    @contextlib.contextmanager
+    def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
+        """Watch this process's first step, which must do what the plan says."""
+        is_first, self._is_first = self._is_first, False
+        is_compared = is_first and self._run.check_precision
+        compared = self._compared_with_plan(step) if is_compared else contextlib.nullcontext()
+        with compared, digests or contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _compared_with_plan(self, step: int) -> Iterator[None]:
+        engine, plan, is_compiled = self._engine, self._engine.plan, self._session.job.model.compile
+        flops = ForwardFlops()
+        # Compiled code has no operations to observe.
+        counted = contextlib.nullcontext() if is_compiled else flops.counting(engine.module)
+        with observe(engine, operations=not is_compiled) as mine, counted:
+            yield
+        if flops.found and self._leads and plan.policy.pipeline is None:
+            tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
+            self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
+        seen = merged(engine.comm.all_gather_object(mine))
+        line, wider = compare.line(plan, seen), compare.widened(plan, seen)
+        self._display.say(line)
+        for note in wider:
+            self._display.say(legible(note))
+        if self._leads:
+            cells = [
+                [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
+                for c in compare.table(plan, seen)
+            ]
+            values = {"step": step, "line": line, "logits": sorted(seen.logits)}
+            self._write("precision", {**values, "cells": cells, "notes": wider})
+            self._session.folder.save_plan(plan.noted(wider))
+        compare.require_declared(plan, seen)
+
+    def _report_nonfinite(self, step: int, tried: StepRun) -> None:
+        mesh, folder = self._engine.mesh, self._session.folder
+        trouble = nonfinite.examine(self._engine, step, tried.batches, tried.own, tried.result)
+        saved = []
+        if not mesh.rank("pipeline"):
+            saved = nonfinite.save(folder.bad, trouble, tried.batches, mesh.rank("data"))
+        self._skips += 1
+        where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
+        self._display.say(legible(f"{trouble}{where}"))
+        places = "; ".join(f"{p.rank}, {p.micro_batch}, {p.loss:.4g}" for p in trouble.places)
+        self._write("skip", {"step": step, "parameters": list(trouble.parameters), "places": places})
+        if self._skips > self._run.max_skips:
+            must = f"at most {self._run.max_skips} steps in a row may be skipped"
+            look_at = f"Look at the batches in {folder.bad}, lower the learning rate"
+            todo = f"{look_at}, or clip (`config.gradient_clipping`)."
+            raise NonFiniteError(
+                "run.max_skips", must, got=f"{self._skips}, the last of them {trouble}", do=todo
+            )
+
+    # --- between steps ----------------------------------------------------------------------------------
+
+    def _has_line(self, kind: str, step: int) -> bool:
+        """Return True if an ended run has a line of its last step; the same on every rank."""
+        found = any(line["step"] == step for line in self._lines.of_kind(kind))
+        return bool(self._engine.comm.broadcast_object(found, 0))
+
+    def _write_trace(self) -> None:
+        """Write the recorded steps once; every rank writes its own."""
+        with self._display.doing("writing a trace"):
+            recorded = self._recorder.write()
+        if recorded is not None:
+            self._display.say(legible(str(recorded)))
+            steps = {"step": recorded.last, "first": recorded.first}
+            self._write("trace", {**steps, "folder": str(recorded.folder)})
+
+    def _write_samples(self, step: int) -> None:
+        for prompt in self._run.samples:
+            with self._display.doing("writing samples"):
+                text = continue_prompt(self._engine, self._session.tokenizer, prompt)
+            self._write("sample", {"step": step, "prompt": prompt, "text": text})
+
+    def _evaluate(self, step: int) -> None:
+        if self._session.validation is None:
+            return
+        with self._display.doing("evaluating"):
+            loss, labels = evaluate(self._session)
+        self._display.evaluation(step, loss)
+        self._write("evaluation", {"step": step, "validation_loss": loss, "labels": labels})
+        if self._best.add(loss) and self._run.export_best:
+            self._export(self._session.folder.best)
+
+    def _export(self, folder: Path) -> None:
+        with self._display.doing("exporting"):
+            self._session.export(folder)
+
+    def _checkpoint(self, step: int) -> None:
+        started = time.perf_counter()
+        with self._display.doing("saving"):
+            self._session.checkpoint(step)
+        if self._leads:
+            took, digest = time.perf_counter() - started, str(self._session.checkpoints.digest)
+            self._write("checkpoint", {"step": step, "took": took, "digest": digest})
+            self._session.report(self._lines)
+
+    def _write(self, kind: str, values: dict[str, object]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, values)
+
+    @property
+    def _lines(self) -> RunLines:
+        return self._metrics.lines if self._metrics is not None else RunLines()
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

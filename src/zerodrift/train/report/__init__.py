@@ -1,0 +1,1 @@
+"""Metrics, live display, curves, page and provenance of a run."""

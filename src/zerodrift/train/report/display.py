@@ -1,0 +1,252 @@
+"""Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
+
+Ranks but the first show nothing. Texts beside the live line (the plan, notes, evaluations) are printed above
+it. The line is drawn several times a second, so that a step of minutes shows its micro-batches and a long
+evaluation its name. It is never wider than the terminal: figures are dropped in the order of `DROPPED`, and
+the step, the loss and the time left stay.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from zerodrift.legible import encodable, legible
+from zerodrift.report.figures import elements, significant, size
+from zerodrift.report.frame import WIDTH
+from zerodrift.train.report.metrics import StepMetrics
+
+DROPPED = ("memory", "norm", "micro-batch", "scale", "lr", "speed", "val", "doing")
+"""Figures of the live line in the order in which a narrow terminal drops them."""
+BAR = 10
+"""Narrowest bar, in cells."""
+LONG = 2.0
+"""Seconds after which a step shows its micro-batches."""
+
+
+class Display:
+    """Shows nothing: the display of every rank but the first."""
+
+    color = False
+
+    @property
+    def width(self) -> int:
+        return WIDTH
+
+    def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
+        """`micro_batches` returns the finished micro-batches of the step, and all of them."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Show an activity that takes time and is no step."""
+        return nullcontext()
+
+    def step(self, step: StepMetrics) -> None:
+        pass
+
+    def evaluation(self, step: int, loss: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def display(rank: int, every: int) -> Display:
+    """Return the display of a rank for its stdout; `every` is `run.log_every`."""
+    if rank:
+        return Display()
+    return LiveDisplay() if sys.stdout.isatty() else LineDisplay(every)
+
+
+def figures(step: StepMetrics) -> dict[str, str]:
+    """Return the figures of a step by name, from left to right."""
+    norm = significant(step.grad_norm) if math.isfinite(step.grad_norm) else f"{step.grad_norm}"
+    texts = {"loss": f"loss {step.loss:.4f}", "norm": f"norm {norm}", "lr": f"lr {step.lr:.2e}"}
+    if step.loss_scale != 1.0:
+        texts["scale"] = f"scale {step.loss_scale:g}"
+    texts["speed"] = f"{elements(round(step.tokens_per_second))} tokens/s"
+    texts["memory"] = size(step.memory)
+    return texts
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03`, `4:05`."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{hours}:{rest:02d}:{left:02d}" if hours else f"{rest}:{left:02d}"
+
+
+class Pace:
+    """Estimates the time left by the last steps."""
+
+    def __init__(self) -> None:
+        self._recent: list[tuple[int, float]] = []
+
+    def remaining(self, step: StepMetrics, steps: int) -> float | None:
+        """Return the seconds to the end; None before two steps."""
+        self._recent = [*self._recent[-20:], (step.step, step.seconds)]
+        (first, since), (last, now) = self._recent[0], self._recent[-1]
+        return (now - since) / (last - first) * (steps - step.step) if last > first else None
+
+
+class LineDisplay(Display):
+    """Prints lines into a file or a pipe, one per so many steps."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._steps, self._pace = every, 0, Pace()
+
+    def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
+        self._steps = steps
+
+    def say(self, text: str) -> None:
+        print(encodable(text, sys.stdout.encoding), flush=True)
+
+    def step(self, step: StepMetrics) -> None:
+        left = self._pace.remaining(step, self._steps)
+        if step.step % self._every and step.step != self._steps and not step.skipped:
+            return
+        skipped = ["skipped"] if step.skipped else []
+        eta = [f"eta {clock(left)}"] if left is not None else []
+        self.say("  ".join([f"step {step.step}/{self._steps}", *figures(step).values(), *skipped, *eta]))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self.say(f"step {step}  validation loss {loss:.4f}")
+
+
+# --- the live line ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LineState:
+    """The values of the live line."""
+
+    steps: int = 0
+    done: int = 0
+    last: StepMetrics | None = None
+    validation: str = ""
+    left: float | None = None
+    """Seconds to the end."""
+    doing: str = ""
+    micro_batch: str = ""
+    """`3/8` in a long step."""
+    spent: float = 0.0
+    """Seconds since the last step ended, or since the activity began."""
+
+
+def line(state: LineState, width: int) -> Text:
+    """Return one line of at most `width` cells."""
+    parts = _parts(state)
+    end = f"eta {clock(state.left)}" if state.left is not None else ""
+    if not end and state.spent >= 1 and (state.doing or state.last is None):
+        end = clock(state.spent)
+    for name in (None, *DROPPED):
+        parts.pop(name or "", None)
+        text = "  ".join([*parts.values(), *([end] if end else [])])
+        if len(text) <= width:
+            break
+    shown = Text("  ".join(parts.values()))
+    room = width - len(text) - len("  ") - len("100%  ")
+    if state.steps and room >= BAR:
+        share = state.done / state.steps
+        full = round(room * min(share, 1.0))
+        shown.append("  ").append("━" * full, style="green").append("━" * (room - full), style="bright_black")
+        shown.append(f" {share:>4.0%}")
+    if end:
+        shown.append("  ").append(end, style="dim")
+    shown.truncate(width)
+    return shown
+
+
+def _parts(state: LineState) -> dict[str, str]:
+    """Return the figures of the line by name, from left to right."""
+    step = figures(state.last) if state.last is not None else {}
+    parts = {
+        "step": f"step {state.done}/{state.steps}" if state.steps else "",
+        "doing": state.doing,
+        "micro-batch": f"micro-batch {state.micro_batch}" if state.micro_batch else "",
+        "loss": step.pop("loss", ""),
+        "val": f"val {state.validation}" if state.validation else "",
+        **step,
+    }
+    return {name: text for name, text in parts.items() if text}
+
+
+class LiveDisplay(Display):
+    """Draws the live line on a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False)
+        self.color = self._console.color_system is not None and not self._console.no_color
+        self._state = LineState()
+        self._since = time.monotonic()
+        self._pace = Pace()
+        self._micro_batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._live: Any = None
+
+    @property
+    def width(self) -> int:
+        return self._console.width
+
+    def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
+        self._state.steps, self._state.done = steps, step
+        self._micro_batches = micro_batches
+        self._show()
+
+    def say(self, text: str) -> None:
+        self._console.print(Text.from_ansi(text), soft_wrap=False)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        before = self._since
+        self._state.doing = legible(what)
+        self._show()
+        try:
+            yield
+        finally:
+            self._state.doing = ""
+            self._since = before if self._state.steps else time.monotonic()
+
+    def step(self, step: StepMetrics) -> None:
+        state = self._state
+        state.done, state.last = step.step, step
+        state.left = self._pace.remaining(step, state.steps)
+        self._since = time.monotonic()
+        if step.skipped:
+            self.say(f"step {step.step} skipped, loss scale {step.loss_scale:g}")
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._state.validation = f"{loss:.4f}"
+        self.say(f"step {step}  validation loss {loss:.4f}")
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._state.micro_batch = ""
+            if not self._state.steps:
+                self._live.transient = True
+            self._live.stop()
+            self._live = None
+
+    def _show(self) -> None:
+        self._since = time.monotonic()
+        if self._live is None:
+            self._live = Live(console=self._console, get_renderable=self._line, refresh_per_second=5)
+            self._live.start()
+
+    def _line(self) -> Text:
+        state = self._state
+        state.spent = time.monotonic() - self._since
+        done, of = self._micro_batches()
+        is_long = state.spent > LONG and state.done < state.steps and not state.doing
+        state.micro_batch = f"{min(done + 1, of)}/{of}" if is_long and of > 1 else ""
+        return line(state, self._console.width)

@@ -1,0 +1,198 @@
+"""Summarize a job in words: its plan, its data with a preview, the length of the run, and the environment.
+
+A dry run, training and the page say the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from zerodrift import legible
+from zerodrift.pipeline.schedules import timeline
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.report.brief import brief_text
+from zerodrift.report.frame import grid, printed
+from zerodrift.report.rows import grouped
+from zerodrift.report.terminal import plan_text
+from zerodrift.train.data.blocks import IGNORED, BlockValues
+from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
+from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding_shares, sampler_of
+from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
+from zerodrift.train.job import Job, Run
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop.model_checks import check_model
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.report.display import Display
+from zerodrift.versions import TESTED, __version__
+
+SAMPLES = 3
+HEAD, TAIL = 300, 200
+"""Characters shown of the start and the end of a long text."""
+NARROWEST, WIDEST = 40, 120
+_MARKS = "[[learned]] not learned. The order is that of training."
+
+
+def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
+    """Return the plan in a few lines, or in full."""
+    look: Any = {"color": display.color, "width": display.width}
+    if whole_plan:
+        return plan_text(plan, cost(plan), grouped(plan), timeline(plan), **look)
+    return brief_text(plan, cost(plan), grouped(plan), "train", **look).rstrip("\n")
+
+
+def _samples(plan: Plan) -> int:
+    """Return the blocks of a step."""
+    batch = plan.policy.batch
+    return plan.mesh.data * max(1, batch.micro) * batch.accumulation
+
+
+def data_facts(
+    job: Job, prepared: PreparedData, letters: Tokenizer, steps: int, plan: Plan
+) -> tuple[tuple[str, str], ...]:
+    """Return labelled facts about the data, for the page."""
+    train, blocks = prepared.train, steps * _samples(plan)
+    whole = " in whole blocks" if job.data.group_by_length else ""
+    run = f"{blocks * train.length:,} tokens{whole}, {blocks / len(train):.2f} epochs"
+    filled = _padding(job, prepared, steps, plan)
+    return (*prepared.facts(), ("tokenizer", letters.name), ("padding", filled), ("this run", run))
+
+
+def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display: Display) -> str:
+    """Return the data and the length of the run in a few lines."""
+    samples = _samples(plan)
+    training = f"{steps:,} steps of {samples} blocks, {steps * samples / len(prepared.train):.2f} epochs"
+    if job.run.steps is not None and job.run.epochs != Run().epochs:
+        training += f"; `run.epochs` {job.run.epochs:g} is not used, as `run.steps` is given"
+    facts = [*prepared.lines(), ("training", training)]
+    if job.data.group_by_length:
+        facts.append(("padding", _padding(job, prepared, steps, plan)))
+    lines = [(label.ljust(len("optimizer")), text) for label, text in facts]  # as wide as the plan's lines
+    return printed([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
+
+
+def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
+    """Return the share of the computed tokens that is padding."""
+    train = prepared.train
+    if not job.data.group_by_length:
+        trained = [(each.weight or 1.0, each.counts.train) for each in prepared.sets if len(each.train)]
+        shares = [(weight, part.padding / (part.blocks * train.length)) for weight, part in trained]
+        return f"{sum(w * share for w, share in shares) / sum(w for w, _ in shares):.1%} of what is computed"
+    some = min(steps, 2 * WINDOW)
+    sampler = GroupedSampler(sampler_of(train, job.data.seed), lengths_of(train), job.data.seed)
+    micro = max(1, plan.policy.batch.micro)
+    with_groups, without = padding_shares(sampler, some, _samples(plan), micro, train.length)
+    what = "of what is computed" if some == steps else f"of the first {some} steps"
+    return f"{with_groups:.1%} {what}; {without:.1%} without `data.group_by_length`"
+
+
+# --- a preview of the data --------------------------------------------------------------------------------
+
+
+def preview(job: Job, *, color: bool, width: int) -> str:
+    """Return what was read, and the first blocks in the order of training.
+
+    Learned text stands between `[[` and `]]`, and is green where there is colour. Blocks are made if they are
+    not in the cache.
+    """
+    require_validation(job)
+    letters = tokenizer(job.data.tokenizer, job.model.source)
+    _check_model(job, letters)
+    prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
+    width = max(NARROWEST, min(width, WIDEST))
+    facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
+    parts: list[RenderableType] = [grid(facts, (24,), ("bold",), width)]
+    count = len(prepared.train)
+    for index in sampler_of(prepared.train, job.data.seed).step(0, min(SAMPLES, count)):
+        read = prepared.train.read(np.array([index]))
+        learned = f"{int((read.labels[0] != IGNORED).sum()):,} of {len(read.tokens[0]):,} tokens learned"
+        parts.append(Text(f"\nblock {index + 1:,} of {count:,}, {learned}", style="bold"))
+        parts.append(Padding(_text(read, letters), (0, 0, 0, 2)))
+    return printed([*parts, Text(f"\n{_MARKS}", style="dim")], color, width)
+
+
+def _check_model(job: Job, letters: Tokenizer) -> None:
+    """Check the data against the model's config. The model of a function is not built for this."""
+    source = models.source_of(job.model)
+    if source.config is not None and job.model.lora is None:
+        check_model(models.build(job.model, source), job, letters)
+
+
+def _text(read: BlockValues, letters: Tokenizer) -> Text:
+    """Return the text of a block with its learned parts marked."""
+    tokens, learned = read.tokens[0], read.labels[0] != IGNORED
+    content = np.flatnonzero(learned | (tokens != letters.end))
+    used = int(content[-1]) + 1 if len(content) else 0
+    text = Text()
+    places = None if read.positions is None else read.positions[0]
+    for first, end, is_learned in _runs(learned[:used], places):
+        if first and places is not None and places[first] == 0:
+            text.append("\n--- another document ---\n", style="dim")
+        shown = _shortened(legible.lines(letters.shown(tokens[first:end].tolist())))
+        text.append(f"[[{shown}]]" if is_learned else shown, style="green" if is_learned else "")
+    if used < len(tokens):
+        text.append(f"\n(padding: {len(tokens) - used:,})", style="dim")
+    return text
+
+
+def _runs(learned: np.ndarray, places: np.ndarray | None) -> Iterator[tuple[int, int, bool]]:
+    """Yield runs of tokens of one document that are all learned, or all not."""
+    changes = np.flatnonzero(np.diff(learned.astype(np.int8))) + 1
+    starts = np.flatnonzero(places[: len(learned)] == 0) if places is not None else changes
+    cuts = sorted({0, *map(int, changes), *map(int, starts), len(learned)})
+    for first, end in itertools.pairwise(cuts):
+        yield first, end, bool(learned[first])
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= HEAD + TAIL + 40:
+        return text
+    return f"{text[:HEAD]} [... {len(text) - HEAD - TAIL:,} characters ...] {text[-TAIL:]}"
+
+
+# --- the environment --------------------------------------------------------------------------------------
+
+
+def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
+    """Return the facts that can be found out; `computed` is what the bits of a run depend on.
+
+    The `folder` is the working folder, which relative paths of a job start from. Versions are those of
+    imported packages.
+    """
+    packages = [name for name in (*TESTED, "peft", "triton") if name != "python"]
+    found = {
+        "command": command,
+        "folder": os.getcwd(),
+        "commit": _commit(),
+        "host": socket.gethostname(),
+        "system": platform.platform(terse=True),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "zerodrift": __version__,
+        "python": platform.python_version(),
+        **{name: str(getattr(sys.modules.get(name), "__version__", "")) for name in packages},
+        **{key: str(value) for key, value in computed.items() if key != "torch"},
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _commit() -> str:
+    """Return the commit of the working folder, `-dirty` with other files; empty outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

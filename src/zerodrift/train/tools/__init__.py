@@ -1,0 +1,1 @@
+"""Commands beside training: sample, merge, export, replay, doctor and others."""

@@ -1,0 +1,162 @@
+"""Examine this machine for training: versions, devices, compiler, communication, and what is slow or missing.
+
+Every fact is looked up or measured now. Nothing is changed, and what is missing is a line and not an error.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from zerodrift.comm.shared import can_share
+from zerodrift.engine.digest import computed_by
+from zerodrift.kernels import native
+from zerodrift.kernels.build import COMPILERS, find_compiler
+from zerodrift.report.figures import size
+from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
+from zerodrift.versions import TESTED, __version__, warning
+
+EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "pyarrow": "hf",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+    "wandb": "",
+    "matplotlib": "plot",
+    "deepspeed": "",
+    "lightning": "",
+    "accelerate": "",
+    "triton": "",
+}
+"""Optional packages -> the extra that installs them, if there is one."""
+SLOW = 1.5
+"""Ratio to the time of fp32 products from which bf16 products are slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFact:
+    """One line of the report."""
+
+    part: str
+    what: str
+    found: str
+    note: str = ""
+    """The consequence, and what to do."""
+    bad: bool = False
+
+
+def examine(environment: Mapping[str, str]) -> list[MachineFact]:
+    """Return all facts in the order of the report."""
+    return [*_versions(), *_cpu(environment), *_gpus(), *_communication(), *_kernels()]
+
+
+def _versions() -> Iterator[MachineFact]:
+    yield MachineFact("versions", "zerodrift", __version__, f"in {Path(__file__).parents[2]}")
+    for name in ("python", "torch", *EXTRAS):
+        found = platform.python_version() if name == "python" else _installed(name)
+        if not found:
+            extra = f"'zerodrift[{EXTRAS[name]}]'" if EXTRAS[name] else name
+            yield MachineFact("versions", name, "-", f"not installed: pip install {extra}")
+            continue
+        is_untested = bool(warning({name: found})) if name in TESTED else False
+        tested = f"tested: {' to '.join(TESTED[name])}" if name in TESTED else ""
+        note = f"not {tested}: check results" if is_untested else tested
+        yield MachineFact("versions", name, found, note, bad=is_untested)
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
+    asked = environment.get("OMP_NUM_THREADS")
+    name = str(computed_by(torch.device("cpu"))["processor"])
+    yield MachineFact("CPU", "processor", name or platform.machine(), f"{os.cpu_count()} logical")
+    threads = str(torch.get_num_threads())
+    yield MachineFact("CPU", "threads", threads, f"OMP_NUM_THREADS={asked}" if asked else "")
+    ratio = _seconds(torch.bfloat16) / _seconds(torch.float32)
+    todo = "use config.precision.mode: fp32 where a model is trained on this CPU" if ratio > SLOW else ""
+    yield MachineFact("CPU", "bf16 products", f"{ratio:.2g} times the time of fp32", todo, bad=ratio > SLOW)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Return the best time of a product of moderate matrices."""
+    left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _gpus() -> Iterator[MachineFact]:
+    built = torch.version.cuda or torch.version.hip
+    if not torch.cuda.is_available():
+        why = "no driver, or no GPU" if built else "this torch is built for CPUs alone"
+        yield MachineFact("GPU", "none", "-", why)
+        return
+    for number in range(torch.cuda.device_count()):
+        seen = torch.cuda.get_device_properties(number)
+        is_slow = not torch.cuda.is_bf16_supported(including_emulation=False)
+        note = "no bf16 units: use config.precision.mode: fp16" if is_slow else ""
+        found = f"{seen.name}, {size(seen.total_memory)}, {seen.major}.{seen.minor}"
+        yield MachineFact("GPU", f"cuda:{number}", found, note, bad=is_slow)
+    yield MachineFact("GPU", "CUDA", str(built))
+
+
+def _communication() -> Iterator[MachineFact]:
+    there = distributed.is_available()
+    gloo, nccl, shared = (
+        there and distributed.is_gloo_available(),
+        there and distributed.is_nccl_available(),
+        can_share(),
+    )
+    note = "" if gloo else "ranks on a CPU need it"
+    yield MachineFact("ranks", "gloo", "yes" if gloo else "no", note, bad=not gloo)
+    slow = "no memfd, or no /proc: ranks of one CPU machine exchange through sockets, slower"
+    yield MachineFact("ranks", "shared memory", "yes" if shared else "no", "" if shared else slow)
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
+    found = f"yes {version}".strip() if nccl else "no"
+    yield MachineFact("ranks", "NCCL", found, "" if nccl else "GPUs of several ranks need it")
+
+
+def _kernels() -> Iterator[MachineFact]:
+    """Say which compiled kernels are used, and whether there is a compiler where there are none."""
+    library, compiler = native.library(), find_compiler()
+    slow = "" if library else "updates on a CPU run in plain PyTorch: the same bits, several times slower"
+    yield MachineFact(
+        "kernels", "CPU updates", library.origin if library else "plain PyTorch", slow, bad=library is None
+    )
+    todo = "" if library or compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
+    yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=bool(todo))
+    if torch.cuda.is_available():
+        plain = not _installed("triton")
+        slow = "updates on a GPU run in plain PyTorch: pip install triton"
+        found = "plain PyTorch" if plain else "Triton"
+        yield MachineFact("kernels", "GPU updates", found, slow if plain else "", plain)
+
+
+def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH) -> str:
+    """Return the report; what is wrong comes again at the end."""
+    parts = [title("doctor", width=width)]
+    for part in dict.fromkeys(finding.part for finding in findings):
+        rows = [(f.what, f.found, f.note) for f in findings if f.part == part]
+        parts += [section(part), grid(rows, (16, 40), ("", "bold"), width)]
+    wrong = [(f.what, f"{f.found}; {f.note}" if f.note else f.found) for f in findings if f.bad]
+    parts.append(section("slow or missing" if wrong else "nothing is slow or missing"))
+    if wrong:
+        parts.append(pairs(wrong, width=width))
+    return printed(parts, color, width)

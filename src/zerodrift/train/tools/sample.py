@@ -1,0 +1,146 @@
+"""Sample text from a trained model, to see that it learned.
+
+The exported model of a run, or its newest checkpoint before there is one, continues a prompt on this
+machine's device. It is for looking, not for serving. Equal seed, prompt and settings give equal text.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from zerodrift.errors import ConfigError, NonFiniteError
+from zerodrift.model.factory import importable
+from zerodrift.train.data import chat_template
+from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
+from zerodrift.train.loop import model as models
+from zerodrift.train.loop.model_checks import positions
+from zerodrift.train.tools import adapters, export
+from zerodrift.train.tools.artifacts import TrainedModel, base_of, model_at
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    tokens: int
+    """Most tokens."""
+    temperature: float
+    """0 takes the likeliest."""
+    top: int
+    """Number of likeliest tokens to choose from; 0 for all."""
+    seed: int
+
+
+class TextGenerator:
+    """A trained model and its tokenizer."""
+
+    def __init__(self, path: Path, device: str | None = None) -> None:
+        """`path` is a run, its export, or a checkpoint of it, from any working folder."""
+        found = model_at(path)
+        self._letters: Tokenizer = _tokenizer(found)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        with importable(found.started_in):
+            self._model = load(found).to(self._device).eval()
+        self._cache = cache_name(self._model)
+
+    def continue_prompt(self, prompt: str, options: SamplingOptions, as_chat: bool = False) -> Iterator[str]:
+        """Continue a prompt piece by piece; a wrong prompt is refused at once."""
+        ends = {self._letters.end}
+        if as_chat:
+            ends = chat_template.end_tokens(self._letters)
+            given = chat_template.encode_prompt([{"role": "user", "content": prompt}], self._letters)
+        else:
+            given = np.append(self._letters.start, self._letters.encode(prompt)).astype(np.int64)
+        tokens = [int(token) for token in given] or [self._letters.end]
+        room = positions(self._model)
+        if room is not None:
+            if len(tokens) >= room:
+                must = f"must leave room in the model's {room:,} positions"
+                raise ConfigError("--prompt", must, got=f"{len(tokens):,} tokens", do="Shorten it.")
+            options = replace(options, tokens=min(options.tokens, room - len(tokens)))
+        return self._pieces(tokens, options, ends)
+
+    def _pieces(self, tokens: list[int], options: SamplingOptions, ends: Collection[int]) -> Iterator[str]:
+        generator = torch.Generator().manual_seed(options.seed)
+        written: list[int] = []
+        shown = ""
+        for token in self._tokens(tokens, options, generator):
+            if token in ends:
+                break
+            written.append(token)
+            # A character that is cut at the end of the text is not shown yet.
+            complete = self._letters.decode(written).rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(complete) > len(shown):
+                yield complete[len(shown) :]
+                shown = complete
+
+    @torch.no_grad()
+    def _tokens(
+        self, given: list[int], options: SamplingOptions, generator: torch.Generator
+    ) -> Iterator[int]:
+        cache: Any = None
+        tokens = ahead = torch.tensor([given], device=self._device)
+        for _ in range(options.tokens):
+            if self._cache:
+                out = self._model(input_ids=ahead, use_cache=True, **{self._cache: cache})
+                cache = getattr(out, self._cache)
+            else:
+                out = self._model(input_ids=tokens)
+            logits = getattr(out, "logits", out)
+            token = choose(logits[0, -1].float().cpu(), options, generator)
+            yield token
+            ahead = torch.tensor([[token]], device=self._device)
+            tokens = torch.cat([tokens, ahead], dim=1)
+
+
+def cache_name(model: Any) -> str:
+    """Return what a model of `transformers` calls its cache of keys and values; nothing if it takes none."""
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # one with adapters
+    taken = inspect.signature(inside.forward).parameters if hasattr(model, "generate") else ()
+    return next((name for name in ("cache", "past_key_values") if name in taken), "")
+
+
+def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+    """Choose the next token. Shape [vocabulary]."""
+    if not logits.max().isfinite() or logits.isnan().any():
+        todo = "The model has diverged: sample an earlier one."
+        raise NonFiniteError("logits", "must be finite", got="NaN or infinity", do=todo)
+    if options.temperature <= 0:
+        return int(logits.argmax())
+    logits = logits / options.temperature
+    if options.top:
+        least = logits.topk(min(options.top, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def _tokenizer(found: TrainedModel) -> Tokenizer:
+    """Return the tokenizer beside the weights, else the job's, else bytes."""
+    job, beside = found.job, found.export
+    if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
+        return tokenizer("auto", str(beside))
+    return tokenizer("bytes", "") if job is None else tokenizer(job.data.tokenizer, job.model.source)
+
+
+def load(found: TrainedModel) -> nn.Module:
+    """Return the model of an export or a checkpoint."""
+    if found.export is not None:
+        return export.read(found.export, found.job)
+    job, checkpoint = found.job, found.checkpoint
+    if job is None or checkpoint is None:
+        must = "must carry the job that it was trained by, or lie in its run"
+        raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
+    model = models.whole_model(job.model, models.source_of(job.model))
+    if job.model.lora is not None:
+        lora, base = job.model.lora, base_of(checkpoint)
+        return adapters.read_from_checkpoint(model, lora, checkpoint, base, torch.float32)
+    export.read_checkpoint(model, checkpoint)
+    return model
