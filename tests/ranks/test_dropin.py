@@ -340,7 +340,7 @@ def waiting() -> None:
         with pytest.raises(UnsupportedError, match="inside itself"), engine.no_sync():
             pass
     engine.micro_steps += 1
-    engine.tell()
+    engine.update_boundary()
     engine.backward(engine(batch(1)).square().mean())
     engine.step()
     assert engine.was_step_applied()

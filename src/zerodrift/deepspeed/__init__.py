@@ -11,7 +11,6 @@ DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from zerodrift.alias import activate
 from zerodrift.deepspeed.data import DeepSpeedDataLoader
@@ -25,18 +24,6 @@ from zerodrift.deepspeed.names import ROOT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.errors import ConfigError as DeepSpeedConfigError
 from zerodrift.versions import DEEPSPEED
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    accelerator: ModuleType
-    checkpointing: ModuleType
-    comm: ModuleType
-    ops: ModuleType
-    pipe: ModuleType
-    runtime: ModuleType
-    utils: ModuleType
-    zero: ModuleType
 
 __version__ = DEEPSPEED
 __git_hash__ = __git_branch__ = "unknown"

@@ -214,7 +214,7 @@ class CheckpointedEngine(nn.Module):
             steps = saved.get("micro_steps", self.global_steps * per_step)
             self.micro_steps = steps - steps % per_step  # gradients of an unfinished step are not saved
             self.global_samples = saved.get("global_samples", self.global_steps * self.train_batch_size())
-        self.tell()
+        self.update_boundary()
 
 
 def _find(path: Path, tag: str | None) -> tuple[bool, str]:

@@ -63,7 +63,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
         self._losses: list[torch.Tensor] = []
         """The losses of this step, if a monitor writes them."""
-        self._stepping = False
+        self._in_step = False
         self._backwards = 0
         """Backwards since the last step."""
         self._last_step_applied = False
@@ -95,7 +95,7 @@ class DeepSpeedEngine(CheckpointedEngine):
             native(engine.executor).gradients.exposure_scale = engine.progress.unscale_of
         attach_loading(engine)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-        self.tell()
+        self.update_boundary()
 
     @property
     def running(self) -> Engine:
@@ -182,16 +182,16 @@ class DeepSpeedEngine(CheckpointedEngine):
         if self._boundary is not None:
             return self._boundary
         if not self._managed:
-            return self._stepping
+            return self._in_step
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set the boundary for all micro-batches until the next call."""
         self._require_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
-        self.tell()
+        self.update_boundary()
 
-    def tell(self) -> None:
+    def update_boundary(self) -> None:
         """Set the boundary of the engine below. See [Note: boundary]."""
         self._engine.progress.boundary = self.is_gradient_accumulation_boundary()
 
@@ -202,12 +202,12 @@ class DeepSpeedEngine(CheckpointedEngine):
         self._require_optimizer("step")
         if self._inside_no_sync:
             raise MisuseError("step", "must be called outside of `no_sync`", do="Leave that first.")
-        self._stepping = True
-        self.tell()
+        self._in_step = True
+        self.update_boundary()
         try:
             result = self._engine.step(schedule_arguments=lr_kwargs)
         finally:
-            self._stepping = False
+            self._in_step = False
         ends = self._engine.progress.boundary
         if self._first_step is not None and ends:
             first, self._first_step = self._first_step, None
@@ -222,7 +222,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         if self.monitor.enabled and ends:
             self._write_curves()
         self.micro_steps += 1
-        self.tell()
+        self.update_boundary()
 
     def _write_curves(self) -> None:
         """Write the numbers of the step that has ended, by the samples of all ranks so far."""
@@ -310,7 +310,7 @@ class DeepSpeedEngine(CheckpointedEngine):
             must = f"must be a multiple of micro-batch x ranks, {per_round}"
             raise ValueError(str(Problem("train_batch_size", must, got=str(train_batch_size))))
         self._engine.progress.accumulation = train_batch_size // per_round
-        self.tell()
+        self.update_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of a micro-batch for loaders that are made afterwards."""

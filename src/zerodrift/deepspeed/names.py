@@ -232,7 +232,7 @@ ABSENT_MODULES: Mapping[str, str] = {
         checkpoint.universal_checkpoint
     """,
 }
-"""What to use instead -> modules of which every name is absent."""
+"""Advice -> modules of which every name is absent."""
 
 ABSENT_NAMES: Mapping[str, str] = {
     # top level
@@ -338,7 +338,7 @@ ABSENT_NAMES: Mapping[str, str] = {
     "Use `torch.distributed._symmetric_memory` itself.": "comm comm.comm: enable_symm_mem_for_group",
     "Use `torch.distributed.device_mesh.init_device_mesh`.": "comm comm.comm: initialize_mesh_device",
 }
-"""What to use instead -> absent names of modules that are here in part."""
+"""Advice -> absent names of modules that are here in part."""
 
 ENGINE_ABSENT: Mapping[str, str] = {
     "Call `torch.compile` on the model's blocks before `initialize`.": """
@@ -356,4 +356,4 @@ ENGINE_ABSENT: Mapping[str, str] = {
         train_batch eval_batch set_dataloader set_dataiterator set_batch_fn reset_activation_shape
     """,
 }
-"""What to use instead -> attributes of DeepSpeed's engine that are not here."""
+"""Advice -> attributes of DeepSpeed's engine that are not here."""

@@ -1,5 +1,5 @@
-"""What DeepSpeed's functions and others read from a parameter: its engine, `ds_id` and its kin, the dtype on
-the wire.
+"""The attributes of a parameter that DeepSpeed's functions and others read: its engine, `ds_id` and its kin,
+the dtype on the wire.
 
 DeepSpeed's functions get a parameter and nothing else. So the place of a parameter in an engine is an
 attribute of it, and so are the attributes that PEFT, TRL and transformers read.
