@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
-from zerodrift.engine.step.norm import Norm, Scaler
+from zerodrift.engine.progress import Scaler
+from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError
 from zerodrift.policy.nouns import LossScale
 
