@@ -272,7 +272,7 @@ def one_raises(where: str) -> list[tuple[str, float]]:
             armed[:] = [where]
         run(first, second)
 
-    engine.executor._learnt.clear()
+    engine.executor._schedules.clear()
     engine.executor.turns.run = pair
     found = [until_it_ends(lambda: engine.train_batch(batches)) for _ in range(2)]
     engine.destroy()

@@ -247,26 +247,6 @@ def detached_parameters(stage: int) -> Any:
 # --- copies, other engines, the end -------------------------------------------------------------------------
 
 
-def a_deep_copy_is_a_plain_module(stage: int) -> Any:
-    """Made where the weights are there, it is its own model, and using it does not disturb the engine."""
-    engine, plain = pair(GPT(), stage)
-    with engine.gathered():
-        copied = copy.deepcopy(engine.module)
-    loss = engine(batch(0))
-    copied(batch(1)).backward()
-    plain(batch(1)).backward()
-    wrong = [n for n, p in copied.named_parameters() if not torch.equal(p.grad, plain.get_parameter(n).grad)]
-    engine.backward(loss)
-    plain.zero_grad()
-    plain(batch(0)).backward()
-    wrong += differs(engine, plain)
-    engine.step()
-    if not torch.equal(copied.norm.weight, plain.norm.weight):
-        wrong.append("the copy moved with the engine")
-    engine.destroy()
-    return wrong
-
-
 def two_engines(stage: int) -> Any:
     """One's output is the other's input, and one backward goes through both."""
     torch.manual_seed(0)
@@ -374,7 +354,6 @@ CHECKS = [
     reading_a_sharded_parameter,
     loading,
     detached_parameters,
-    a_deep_copy_is_a_plain_module,
     two_engines,
     an_engine_that_is_destroyed_is_gone,
     buffers_stay,

@@ -14,7 +14,7 @@ from zerodrift.config.load import load
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.pipeline.cut import Elsewhere, Parts, PassThrough, check_names, prune
+from zerodrift.pipeline.cut import AbsentModule, Parts, PassThrough, check_names, prune
 from zerodrift.plan.build import build
 from zerodrift.plan.stages import names_of
 from zerodrift.policy.resolve import resolve
@@ -45,7 +45,7 @@ def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert middle.get_submodule("layers.2") is model.layers[2]
     assert isinstance(middle.get_submodule("layers.0"), PassThrough)
-    assert isinstance(first.get_submodule("norm"), Elsewhere)
+    assert isinstance(first.get_submodule("norm"), AbsentModule)
     assert last.get_submodule("head").weight is first.get_submodule("embed").weight  # tied, by both names
     called: list[str] = []
     first.register_forward_pre_hook(lambda module, args: called.append("first"))

@@ -342,7 +342,7 @@ class Backwards:
     def forward_begins(self, group: LiveGroup) -> None:
         """Count a forward of a group outside of any backward."""
         if self._running and self.callbacks is not None:
-            # autograd drops its callbacks when a backward raises, so only the next forward tells.
+            # autograd drops its callbacks when a backward raises, so only the next forward can know.
             self.callbacks.failed()
         self._began = True
         # Below 2^40, so that a sum over ranks stays far below 2^63.

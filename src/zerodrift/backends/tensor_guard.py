@@ -1,7 +1,7 @@
 """Check that the model's parameters still are what the engine was given, and let loading reach them.
 
 The counterpart of `engine/habits/parameter_guard.py`: torch swaps a parameter between its sharded and its
-gathered form, and any other object in its place would be trained by nobody. Loading is let in only where full
+gathered form, and any other object in its place would not be trained. Loading is allowed only where full
 values are shown, by name, as there.
 
 Invariant: a parameter that is neither form is named in an error before anything is computed with it, and so

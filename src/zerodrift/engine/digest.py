@@ -1,11 +1,11 @@
-"""One number for a run's whole state: equal where every bit is, whoever holds which slice.
+"""Digest a run's whole state: one number that is equal where every bit is, on whatever ranks the slices are.
 
-An element adds its bits times an odd weight that depends on what it is (weight, visible weight, a moment or a
-gradient), its parameter's name and its place in it; everything is added modulo 2^64. So the digest of a model
-is the sum of its slices', on any number of ranks, at any stage and on any backend. A change of one element
+An element adds its bits times an odd weight that depends on its kind (weight, visible weight, a moment or a
+gradient), its parameter's name and its place; everything is added modulo 2^64. So the digest of a model is
+the sum of its slices', on any number of ranks, at any stage and on any backend. A change of one element
 always changes it; changes that happened without knowing of the weights cancel about once in 2^32.
 
-What several ranks hold alike is counted once, and compared: a rank whose copy is another is named.
+State that several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
 
 Invariant: the digests of a state never change from one version to the next, because runs record them.
 """
@@ -164,9 +164,9 @@ class _Copy:
 
 
 def _compare(copies: Sequence[_Copy], comm: Collectives) -> None:
-    told = [(parameter_key(str(copy.spans)), copy.digest & _WORD) for copy in copies if copy.spans]
+    mine = [(parameter_key(str(copy.spans)), copy.digest & _WORD) for copy in copies if copy.spans]
     ranks: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for rank, theirs in enumerate(comm.all_gather_object(told)):
+    for rank, theirs in enumerate(comm.all_gather_object(mine)):
         for spans, digest in theirs:
             ranks[spans][digest].append(rank)
     for by_digest in ranks.values():

@@ -57,26 +57,24 @@ class BatchRunner(Protocol):
 
 
 class Executor(Protocol):
-    """Executes one rank's part of a plan over one model."""
+    """Executes one rank's part of a plan over one model.
+
+    `part`, `module` and `forwards` are all of the plan, the model and its forward, except in a pipeline:
+    there they are this rank's part, the tree that was cut, and its pieces, and `whole` is the model without
+    values for what is on other ranks. `runner` runs micro-batches in an order of its own; it is None where a
+    caller runs each by itself. `updater` is None where nothing is trained, or no optimizer was given.
+    """
 
     part: Plan
-    """The part of the plan that this rank executes: all of it, except in a pipeline."""
     module: nn.Module
-    """The model; in a pipeline, the tree that was cut."""
     whole: nn.Module
-    """All of the model; in a pipeline, without values for what is on other ranks."""
     forwards: Sequence[nn.Module]
-    """The modules whose forwards are the model's: itself, or this rank's pieces."""
     precision: ForwardPrecision
 
     @property
-    def runner(self) -> BatchRunner | None:
-        """Runs micro-batches in an order of its own; None where a caller runs each by itself."""
-
+    def runner(self) -> BatchRunner | None: ...
     @property
-    def updater(self) -> OptimizerState | None:
-        """None where nothing is trained, or no optimizer was given."""
-
+    def updater(self) -> OptimizerState | None: ...
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
         """Begin training; `callbacks` hear of backwards that the engine does not call."""
 
@@ -84,7 +82,7 @@ class Executor(Protocol):
         """Raise if another rank is known to have ended all of them."""
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a forward. Raises at once where the model is not what it was."""
+        """Return a context for a forward. This, like `step`, raises where the model is not what it was."""
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Return a context for the backward of a loss, which counts as a micro-batch."""
@@ -93,11 +91,9 @@ class Executor(Protocol):
         """End what is under way after an exception; gradients of whole micro-batches stay."""
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a step. Raises at once where the model is not what it was."""
+        """Return a context for a step, in which `norm` reduces the gradients and `update` uses them."""
 
-    def norm(self) -> Norm:
-        """Reduce all gradients of a step, and return their norm."""
-
+    def norm(self) -> Norm: ...
     def reduced(self) -> Iterator[tuple[Sequence[Span], torch.Tensor]]:
         """Yield this rank's share of the gradients, between `norm` and `update`: each element is on one
         rank."""
@@ -113,19 +109,10 @@ class Executor(Protocol):
 
     @property
     def values(self) -> WholeValues: ...
-
-    def pieces(self) -> Iterator[SegmentShard]:
-        """Yield what this rank owns, one per segment in the order of the plan."""
-
-    def drop(self) -> None:
-        """Free what is gathered, because values are about to change."""
-
-    def sync_storage(self) -> None:
-        """Show what was filled into pieces on every rank."""
-
-    def update_statistics(self) -> UpdateReport:
-        """See `Engine.update_statistics`."""
-
+    def pieces(self) -> Iterator[SegmentShard]: ...
+    def drop(self) -> None: ...
+    def sync_storage(self) -> None: ...
+    def update_statistics(self) -> UpdateReport: ...
     def leave(self) -> None:
         """Take the hooks off; nothing is under way."""
 

@@ -29,7 +29,7 @@ from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.habits.parameter_guard import find_other_engines
 from zerodrift.engine.step.accumulation import GradientBuffers
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment, make_segment
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import resting
@@ -38,7 +38,7 @@ from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.rounding import split
 from zerodrift.plan.layout import round_up
 from zerodrift.plan.prefetch import gathered_bytes
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan.table import Plan, Row, Segment
 from zerodrift.policy.nouns import Master
 
 Masters = dict[int, torch.Tensor]
@@ -87,7 +87,7 @@ def place(
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = make_segment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
+        segment = _make_segment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
         filler = SegmentFiller(segment)
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
@@ -112,6 +112,22 @@ def place(
         if isinstance(filler.segment, TrainedSegment)
     }
     return segments, _units(plan, model, segments), masters
+
+
+def _make_segment(
+    number: int,
+    spec: Segment,
+    rows: list[Row],
+    parameters: list[nn.Parameter],
+    comm: Collectives,
+    pools: GradientBuffers,
+    unit: str,
+) -> FlatSegment:
+    """Make a segment of the plan, trained or frozen."""
+    update = spec.columns.update
+    if update is None:
+        return FlatSegment(number, spec, rows, parameters, comm, unit)
+    return TrainedSegment(update, number, spec, rows, parameters, comm, pools, unit)
 
 
 def check(

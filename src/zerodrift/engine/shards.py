@@ -62,35 +62,28 @@ class Span:
 
 
 class SegmentShard(Protocol):
-    """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage. Flat
-    tensors in and out have `numel` elements."""
+    """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage.
+
+    Flat tensors in and out have `numel` elements, weights in `dtype`: fp32 where there is a master, else that
+    of storage. `rows` are all with a part in the piece, on whatever rank. `held` is what this rank holds,
+    `share` the part that no other rank reads, `filled` the part that this rank fills from files. `updated`
+    says that an optimizer owns it: there is a master, and there may be moments.
+    """
 
     @property
-    def held(self) -> tuple[Span, ...]:
-        """All that this rank holds."""
-
+    def held(self) -> tuple[Span, ...]: ...
     @property
-    def share(self) -> tuple[Span, ...]:
-        """The part that no other rank reads."""
-
+    def share(self) -> tuple[Span, ...]: ...
     @property
-    def filled(self) -> tuple[Span, ...]:
-        """The part that this rank fills where values come from files."""
-
+    def filled(self) -> tuple[Span, ...]: ...
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """All rows with a part in it, on whatever rank."""
-
+    def rows(self) -> tuple[Row, ...]: ...
     @property
     def numel(self) -> int: ...
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights in and out: fp32 where there is a master, else that of storage."""
-
+    def dtype(self) -> torch.dtype: ...
     @property
-    def updated(self) -> bool:
-        """Whether an optimizer owns it: there is a master, and there may be moments."""
-
+    def updated(self) -> bool: ...
     def zeros(self) -> torch.Tensor: ...
     def weights(self) -> torch.Tensor:
         """Return the masters, exact; storage where there is none."""

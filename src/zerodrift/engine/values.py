@@ -44,9 +44,7 @@ class WholeValues(Protocol):
 
     def gathered(
         self, rows: Mapping[str, Row], write: bool
-    ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
-        """See `Engine.gathered`; by the names that were asked for."""
-
+    ) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]: ...
     def shape(self, row: Row) -> tuple[int, ...]: ...
     def value(self, row: Row) -> torch.Tensor: ...
     def set_value(self, row: Row, value: torch.Tensor) -> None: ...
@@ -57,11 +55,9 @@ class WholeValues(Protocol):
         """Return whether anything was accumulated in this step; what waits to be reduced is reduced."""
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
-        """Return the sum, in fp32, times `unscale`. Only where there is one."""
+        """Return the sum, in fp32, times `unscale`. Only where there is one, like `set_gradient`."""
 
-    def set_gradient(self, row: Row, value: torch.Tensor) -> None:
-        """Replace the accumulated sum. Only where there is one."""
-
+    def set_gradient(self, row: Row, value: torch.Tensor) -> None: ...
     def moment_names(self, row: Row) -> tuple[str, ...]: ...
     def moments(self, row: Row) -> dict[str, torch.Tensor]: ...
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None: ...
@@ -80,9 +76,7 @@ class ParameterHandle:
         self.name = name
         self.row = row
         """Its row of the plan."""
-        self._values = values
-        self._progress = progress
-        self._comm = comm
+        self._values, self._progress, self._comm = values, progress, comm
 
     def __repr__(self) -> str:
         return f"ParameterHandle({self.name!r}, {list(self.shape)})"
@@ -94,12 +88,12 @@ class ParameterHandle:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the model computes with, in the compute dtype."""
+        """What the model computes with, in the compute dtype. When it is assigned the master follows; an
+        element that stays the same keeps every bit of its master."""
         return self._values.value(self.row)
 
     @value.setter
     def value(self, value: torch.Tensor) -> None:
-        """The master follows; an element that stays the same keeps every bit of its master."""
         with raise_on_all_ranks(self._comm):
             self._check(f"{self.name}.value", value, self.row.columns.compute.torch)
         self._values.set_value(self.row, value)
@@ -111,7 +105,6 @@ class ParameterHandle:
 
     @master.setter
     def master(self, value: torch.Tensor) -> None:
-        """What the model computes with follows."""
         with raise_on_all_ranks(self._comm):
             self._check(f"{self.name}.master", value)
         self._values.set_master(self.row, value)
@@ -122,9 +115,9 @@ class ParameterHandle:
         none."""
         self._require_trained()
         self._progress.require_whole_sum(self.name)
-        if not self._values.has_gradient(self.row):
-            return torch.zeros(self.shape, device=self._comm.mesh.device)
-        return self._values.gradient(self.row, self._progress.unscale)
+        if self._values.has_gradient(self.row):
+            return self._values.gradient(self.row, self._progress.unscale)
+        return torch.zeros(self.shape, device=self._comm.mesh.device)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor) -> None:
@@ -209,8 +202,7 @@ def row_of(plan: Plan, name: str) -> Row:
     """Return the row of a parameter, by any of its names."""
     row = plan.row(name)
     if row is None:
-        known = [name for row in plan.rows for name in row.names]
-        todo = did_you_mean(name, known)
+        todo = did_you_mean(name, [name for row in plan.rows for name in row.names])
         raise ModelError(name, "must be a parameter of the model", got="no such name", do=todo)
     return row
 
@@ -254,7 +246,9 @@ class SegmentValues:
         for segment in segments:
             for row in () if self.guard.is_open(segment) else rows_written_while_held(segment):
                 segment.is_stale = True
-                problems.add(row.name, WRITE, got=READ, do=_DROPPED)
+                problems.add(
+                    row.name, WRITE, got=READ, do="Nobody else would have seen it, and it is dropped."
+                )
         problems.raise_as(ModelError)
 
     @contextlib.contextmanager
@@ -319,8 +313,6 @@ class SegmentValues:
                 for segment in separate:
                     take_over_writes(segment, self.updater, accept_all=accept_all)
 
-    # --- values and masters -----------------------------------------------------------------------------
-
     def shape(self, row: Row) -> tuple[int, ...]:
         return row.whole_shape
 
@@ -363,8 +355,6 @@ class SegmentValues:
         segment.sync_storage().wait()
         mark_storage_changed(segment)
 
-    # --- gradients --------------------------------------------------------------------------------------
-
     def has_gradient(self, row: Row) -> bool:
         self.gradients.flush()
         self.gradients.show_again()
@@ -397,8 +387,6 @@ class SegmentValues:
         segment.give_back(whole)
         self.gradients.show_again()
 
-    # --- moments ----------------------------------------------------------------------------------------
-
     def moment_names(self, row: Row) -> tuple[str, ...]:
         return tuple(self._states(self._trained(row)))
 
@@ -427,8 +415,6 @@ class SegmentValues:
         keys = dict.fromkeys(key for keys in self.comm.all_gather_object(list(mine), "data") for key in keys)
         empty = torch.zeros_like(segment.owned, dtype=torch.float32)
         return {key: mine.get(key, empty) for key in keys}
-
-    # --- rows -------------------------------------------------------------------------------------------
 
     def _of(self, row: Row) -> FlatSegment:
         return self.segments[row.segment]
@@ -461,6 +447,3 @@ class SegmentValues:
             return value
         first = self._of(row).first_of(row)
         return value.reshape(-1)[first : first + row.numel].view(row.shape)
-
-
-_DROPPED = "Nobody else would have seen it, and it is dropped."

@@ -6,7 +6,7 @@ ranks of its experts, the module runs what arrives on its own experts, results r
 the weights where the token came from. Which rows are experts, and over how many ranks, is in the plan.
 
 Invariant: all ranks exchange as often and in the same order, forward and backward, whatever the data does;
-and the order of every sum is the order of experts, whoever has them.
+and the order of every sum is the order of experts, on whatever rank they are.
 
 [Note: no token] Where no token comes to a rank, its module runs one row of zeros, which is dropped. So the
 result has the module's dtype and its graph on every rank, and the exchange of gradients takes place; what
@@ -77,12 +77,7 @@ class Exchange:
     """Replaces a module's forward."""
 
     def __init__(
-        self,
-        path: str,
-        forward: Callable[..., torch.Tensor],
-        experts: int,
-        comm: Collectives,
-        turns: Turns,
+        self, path: str, forward: Callable[..., torch.Tensor], experts: int, comm: Collectives, turns: Turns
     ) -> None:
         self._path, self._forward, self._experts = path, forward, experts
         self._comm, self._turns = comm, turns

@@ -1,8 +1,9 @@
-"""Two computations of one rank in turns: while what one exchanges with other ranks travels, the other runs.
+"""Run two computations of one rank in turns: while the exchange of one with other ranks travels, the other
+runs.
 
-Whoever has begun an exchange hands the turn over, and has it back when the other has begun one too, or has
-ended. So one of them computes at any time, and whose turn it is follows from the exchanges that they come to
-and from no clock.
+A computation that has begun an exchange hands the turn over, and has it back when the other has begun one
+too, or has ended. So one of them computes at any time, and the turns follow from the exchanges that they come
+to and from no clock.
 
 Invariant: ranks whose two computations come to the same exchanges begin all of them in the same order.
 
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 Computation = Callable[[], None]
 
 
-class Abandoned(BaseException):
+class PairAborted(BaseException):
     """Ends a computation because of the error of the other. Nothing that a model catches."""
 
 
@@ -99,7 +100,7 @@ class _Pair:
     def _run(self, number: int, computation: Computation) -> None:
         try:
             computation()
-        except Abandoned:
+        except PairAborted:
             pass
         except BaseException as error:
             self._raised = self._raised or error
@@ -125,7 +126,7 @@ class _Pair:
             self._turn[own].acquire()
             self._put(random)
         if self._raised is not None:
-            raise Abandoned
+            raise PairAborted
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]

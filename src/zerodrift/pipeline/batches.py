@@ -1,11 +1,11 @@
-"""The micro-batches of a step, as ranks of a pipeline must agree on them before the first message.
+"""Describe the micro-batches of a step, which ranks of a pipeline compare before the first message.
 
-Every rank is given the same ones. What a rank tells the others is shapes, which lay out memory for what
-travels, and a checksum of everything that is in them: the first stage reads tokens, the last one labels, and
-ranks with different data would train on pairs that are none.
+Every rank is given the same ones. A description has shapes, which lay out memory for what travels, and a
+checksum of all values: the first stage reads tokens, the last one labels, and ranks with different data would
+train on pairs that are none.
 
-Invariant: two ranks with equal `Given` would compute the same from their micro-batches, up to objects that
-are neither containers, tensors, numbers nor text.
+Invariant: two ranks with equal descriptions would compute the same from their micro-batches, up to objects
+that are neither containers, tensors, numbers nor text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Signature = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BatchDescription:
     """The micro-batches of one rank."""
 
     problem: Problem | None
@@ -43,19 +43,19 @@ def signature(batch: Any) -> Signature:
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(batch))
 
 
-def given(
+def describe_batches(
     batches: Sequence[Any],
     weights: Sequence[Any],
     wanted: int | None,
     problem_of: Callable[[Any], Problem | None],
-) -> Given:
+) -> BatchDescription:
     """Describe the micro-batches. `wanted` is how many a step has, None for any number; `problem_of` returns
     what no piece can do."""
     shapes = [signature(batch) for batch in batches]
     numbers, wrong = numbers_of(weights, len(batches))
     problem = wrong_number(len(batches), wanted) or _unlike(shapes)
     problem = problem or next(filter(None, map(problem_of, batches)), None) or wrong
-    return Given(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
+    return BatchDescription(problem, tuple(shapes[:1]), numbers, tuple(map(checksum, batches)))
 
 
 def _unlike(signatures: list[Signature]) -> Problem | None:
@@ -70,7 +70,7 @@ def _unlike(signatures: list[Signature]) -> Problem | None:
     )
 
 
-def difference(given_by_rank: Mapping[int, Given]) -> Problem | None:
+def difference(given_by_rank: Mapping[int, BatchDescription]) -> Problem | None:
     """Return the first difference between the micro-batches of ranks, given by world rank."""
     (first, mine), *others = given_by_rank.items()
     for rank, other in others:

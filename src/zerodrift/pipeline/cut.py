@@ -100,7 +100,7 @@ class Parts:
     def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
         model = (piece,) if _positional(self.each) == 4 else ()
         for layer in piece.get_submodule(self.layers).children():
-            if not isinstance(layer, PassThrough | Elsewhere):
+            if not isinstance(layer, PassThrough | AbsentModule):
                 hidden = self.each(*model, layer, hidden, batch)
         return hidden
 
@@ -260,12 +260,12 @@ CAUSAL: dict[str, Causal] = {
         (
             "cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
             "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3",
-            "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+            "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"
         ),
-        Causal(),
+        Causal()
     ),
     "gpt2": Causal("transformer.h", ("transformer.wpe", "transformer.wte", "transformer.ln_f")),
-    "phi": Causal(passes=("model.final_layernorm",)),
+    "phi": Causal(passes=("model.final_layernorm",))
 }  # fmt: skip
 """Model types of `transformers` whose pieces are tested to compute what the whole model computes."""
 
@@ -273,7 +273,7 @@ TESTED_SINCE = "5.20"
 """The first `transformers` whose pieces are tested so."""
 
 OLDER = (
-    "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
+    "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"
 )  # fmt: skip
 """Model types that are tested with `transformers` 4.57 and 5.0 too. Layers of others return more than a
 tensor there, or the model looks into its first layer."""
@@ -332,7 +332,7 @@ class PassThrough(nn.Module):
         return torch.zeros((), device=hidden.device) if looks_up else hidden
 
 
-class Elsewhere(nn.Module):
+class AbsentModule(nn.Module):
     """Replaces a module of another piece that nothing here may run."""
 
     def __init__(self, path: str) -> None:
@@ -395,7 +395,7 @@ def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
     prefix = f"{path}." if path else ""
     held = {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)}
     if path in wanted.absent or (held and not held & wanted.names and path):
-        return PassThrough(module) if wanted.passed(path) else Elsewhere(path)
+        return PassThrough(module) if wanted.passed(path) else AbsentModule(path)
     if held <= wanted.names and not any(layer.startswith(prefix) for layer in wanted.absent):
         return module
     clone = _shallow(module)

@@ -1,12 +1,12 @@
-"""Matrix products whose weight gradient can be formed later: which calls they are, and what each needs.
+"""Recognise matrix products whose weight gradient can be formed later, and form their gradients.
 
 A call of torch is recognised when its weight is a parameter, or a view of one: `linear`, `matmul`, `mm`,
 `addmm`, `bmm` and grouped products cover `nn.Linear`, attention projections, and experts that are stacked in
 one parameter, in whatever module they are written. A call that is not recognised is left to autograd, whose
-gradient comes at once and is as good. So is one whose weight's gradient somebody looks at or changes on its
-way, with a hook or in a view of their own: nothing may come between a weight and its late gradient.
+gradient comes at once and is as good. So is one whose weight has a hook, or whose gradient goes through a
+view of the user's: nothing may come between a weight and its late gradient.
 
-Invariant: a product's output has the bits that torch's own call has; only when its weight gradient is
+Invariant: a product's output has the bits of torch's own call. Only the time at which its weight gradient is
 formed differs, and that it is formed in the dtype asked for and not rounded before.
 """
 
@@ -99,7 +99,7 @@ VIEWS = frozenset(
     for name in (
         "Alias", "AsStrided", "Narrow", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
         "SplitWithSizes", "T", "Transpose", "Unbind", "Unfold", "Unsqueeze", "UnsafeSplit", "UnsafeView",
-        "View",
+        "View"
     )
 ) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1"}  # fmt: skip
 """Names of autograd's nodes for views that move elements and change none (2.11 to 2.13)."""

@@ -31,11 +31,11 @@ from zerodrift.engine.step import compute
 from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
-from zerodrift.pipeline.batches import Signature, difference, given, signature
+from zerodrift.pipeline.batches import Signature, describe_batches, difference, signature
 from zerodrift.pipeline.cut import Cut
 from zerodrift.pipeline.deferred import defer_in_piece
-from zerodrift.pipeline.stage import Draws, Piece, Shared, Stage
-from zerodrift.pipeline.stage_units import ScheduledUnits
+from zerodrift.pipeline.stage import Piece, PieceContext, RandomStreams, Stage
+from zerodrift.pipeline.stage_units import StageUnits
 from zerodrift.pipeline.values import StagedValues
 from zerodrift.plan.boundaries import of_piece
 from zerodrift.plan.stages import beside, pieces_of, rank_of
@@ -45,7 +45,7 @@ from zerodrift.policy.pipelining import queues
 
 
 @dataclass(frozen=True, slots=True)
-class _Learnt:
+class _LearnedShapes:
     """A schedule of torch, and the shapes that it has learnt."""
 
     shapes: tuple[Signature, ...]
@@ -69,10 +69,10 @@ class PipelineExecutor(NativeExecutor):
         self._late = queues(pipeline)
         self._count = pipeline.chunks * plan.mesh.pipeline
         self._last = rank_of(pipeline, plan.mesh, self._count - 1)
-        self._draws = Draws(comm.mesh.device)
+        self._draws = RandomStreams(comm.mesh.device)
         self._cut: Cut
         self._pieces: tuple[Piece, ...] = ()
-        self._learnt: dict[bool, _Learnt] = {}
+        self._schedules: dict[bool, _LearnedShapes] = {}
         """Schedules for training (True) and for forwards alone (False)."""
         self._begun = False
         self._weights: tuple[float, ...] = ()
@@ -84,7 +84,7 @@ class PipelineExecutor(NativeExecutor):
 
     def _attach(self) -> list[Any]:
         """Put no hooks: the schedule says what is gathered when."""
-        self._units = ScheduledUnits(self.part, self.units, self.gradients)
+        self._units = StageUnits(self.part, self.units, self.gradients)
         return []
 
     def cut_into(self, parts: Sequence[nn.Module], cut: Cut) -> None:
@@ -96,7 +96,7 @@ class PipelineExecutor(NativeExecutor):
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
             if segment.spec.copies
         }
-        shared = Shared(self._units, self.precision, self.gradients, self._draws, self.comm.mesh, tied)
+        shared = PieceContext(self._units, self.precision, self.gradients, self._draws, self.comm.mesh, tied)
         numbers = pieces_of(self.plan, self.comm.mesh.rank("pipeline"))
         self._pieces = tuple(
             Piece(number, self._count, part, cut, shared) for number, part in zip(numbers, parts, strict=True)
@@ -134,7 +134,7 @@ class PipelineExecutor(NativeExecutor):
             if piece.queue is not None:
                 piece.queue.clear()
                 piece.queue.detach()
-        self._learnt.clear()
+        self._schedules.clear()
         self._alarm.stop()
         super().leave()
 
@@ -158,7 +158,7 @@ class PipelineExecutor(NativeExecutor):
                 self._units.end()
                 return self._losses_of_all(len(batches))
         except BaseException:
-            self._learnt.pop(True, None)  # what torch had under way is not to be found by the next step
+            self._schedules.pop(True, None)  # what torch had under way is not to be found by the next step
             raise
 
     def losses(self, batches: list[Any]) -> tuple[float, ...]:
@@ -221,10 +221,10 @@ class PipelineExecutor(NativeExecutor):
 
     def _end_of_draws(self, training: bool) -> None:
         """Advance the generator of every stage if any stage has drawn, so that seeds stay alike."""
-        known = self._learnt[training]
+        known = self._schedules[training]
         if known.draws is None:
             draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
-            known = self._learnt[training] = replace(known, draws=draws)
+            known = self._schedules[training] = replace(known, draws=draws)
         if known.draws:
             self._draws.advance()
 
@@ -266,24 +266,24 @@ class PipelineExecutor(NativeExecutor):
         self, batches: list[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
         training, mesh = count is not None, self.comm.mesh
-        mine = given(batches, tuple(weights), count, self._cut.problem)
-        known = self._learnt.get(training)
+        mine = describe_batches(batches, tuple(weights), count, self._cut.problem)
+        known = self._schedules.get(training)
         relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
-        told_by_rank = self.comm.all_gather_object((mine, relearn))
-        problem = next((given.problem for given, _ in told_by_rank if given.problem), None)
-        ranks, stages = len(told_by_rank), mesh.size("pipeline")
+        descriptions = self.comm.all_gather_object((mine, relearn))
+        problem = next((found.problem for found, _ in descriptions if found.problem), None)
+        ranks, stages = len(descriptions), mesh.size("pipeline")
         for data in range(ranks // stages):
             line = range(data, ranks, ranks // stages)
-            problem = problem or difference({rank: told_by_rank[rank][0] for rank in line})
+            problem = problem or difference({rank: descriptions[rank][0] for rank in line})
         if problem is not None:
             raise ModelError.of([problem])
-        if any(again for _, again in told_by_rank):
-            self._learnt.pop(training, None)
+        if any(again for _, again in descriptions):
+            self._schedules.pop(training, None)
         return [batch_on(batch, mesh.device, self.precision.of) for batch in batches], mine.weights
 
     def _scheduled(self, batches: list[Any], training: bool) -> Any:
         """Return the schedule for micro-batches of these shapes; a new one has to learn what travels."""
-        known = self._learnt.get(training)
+        known = self._schedules.get(training)
         if known is not None:
             return known.schedule
         for piece in self._pieces:
@@ -295,7 +295,7 @@ class PipelineExecutor(NativeExecutor):
                 schedules.run_pairs(schedule, self.turns.run, partial(beside, self.plan))
         else:
             schedule = schedules.forwards(self._schedule, stages, len(batches))
-        self._learnt[training] = _Learnt((signature(batches[0]),), len(batches), schedule)
+        self._schedules[training] = _LearnedShapes((signature(batches[0]),), len(batches), schedule)
         return schedule
 
     def _record(self, kind: str, piece: int, micro_batch: int) -> None:

@@ -1,17 +1,17 @@
-"""One piece of a pipeline as torch's schedules see it, and its forwards and backwards as an engine runs them.
+"""Run one piece of a pipeline between torch's schedule and an engine.
 
-torch's schedule decides what happens when, sends and receives; `Piece` runs what happens: it gathers the
-parameters, enters the precision of the plan, says whose micro-batch it is, and tells the engine when a
-micro-batch has ended. `Stage` is the one subclass here, of the class that torch's schedules take; it uses
-what that documents or names without an underscore (tested with 2.13 to 2.15).
+torch's schedule decides what happens when, sends and receives. `Piece` runs it: it gathers the parameters,
+enters the precision of the plan, names the micro-batch, and calls the engine when a micro-batch has ended.
+`Stage` is the one subclass here, of the class that torch's schedules take; it uses what that documents or
+names without an underscore (tested with 2.13 to 2.15).
 
 Invariant: a piece's weight gradients are in `param.grad`, each once, when its last action of a micro-batch
 has ended; and nothing that torch runs to learn shapes leaves anything behind.
 
-[Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to
-learn what will travel. That backward forms gradients of inputs alone, but the forward may change buffers,
-such as running means. So the first real forward of a step puts buffers back: a run that goes on in another
-process has the losses of one that was never stopped.
+[Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to learn
+what will travel. That backward forms gradients of inputs alone, but the forward may change buffers, such as
+running means. So the first real forward of a step puts buffers back: a run that goes on in another process
+has the losses of one that was never stopped.
 
 [Note: random numbers] What a forward draws, for dropout, is drawn from generators that are seeded for its
 piece and its micro-batch, and put back behind it. So pieces draw different numbers, on ranks that were seeded
@@ -48,17 +48,17 @@ from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.step.compute import ForwardPrecision
 from zerodrift.engine.step.gradients import Gradients
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.experts.turns import Abandoned
+from zerodrift.experts.turns import PairAborted
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found
-from zerodrift.pipeline.stage_units import ScheduledUnits
+from zerodrift.pipeline.stage_units import StageUnits
 
 Kinds = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype, and whether a gradient comes back, of each tensor that leaves a piece."""
 
 
-class Draws:
+class RandomStreams:
     """Random numbers of one rank's forwards: see [Note: random numbers]."""
 
     def __init__(self, device: torch.device) -> None:
@@ -116,13 +116,13 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class PieceContext:
     """Objects that all pieces of a rank use."""
 
-    scheduled: ScheduledUnits
+    scheduled: StageUnits
     precision: ForwardPrecision
     gradients: Gradients
-    draws: Draws
+    draws: RandomStreams
     mesh: Mesh
     tied: Mapping[str, torch.Tensor]
     """Parameters, by name, of which the first piece and the last have one sum by the tree."""
@@ -131,7 +131,7 @@ class Shared:
 class Piece(nn.Module):
     """A piece of the model."""
 
-    def __init__(self, number: int, count: int, module: nn.Module, cut: Cut, shared: Shared) -> None:
+    def __init__(self, number: int, count: int, module: nn.Module, cut: Cut, shared: PieceContext) -> None:
         super().__init__()
         self.number, self.count = number, count
         self.module = module
@@ -170,7 +170,7 @@ class Piece(nn.Module):
                 if draws.travel and self.number < self.count - 1:
                     return (*left, draws.state())
                 return output
-        except Abandoned:
+        except PairAborted:
             raise
         except BaseException as error:
             self.failed = error
@@ -213,7 +213,7 @@ class Piece(nn.Module):
                 ),
                 do="Pad it to one length.",
             )
-        # torch detaches what has left in place: no view bears that, and nothing that is somebody else's.
+        # torch detaches what has left in place: no view bears that, nor a tensor of the user's.
         sent = tuple(
             tensor.clone()
             if tensor._is_view() or tensor.is_leaf or any(tensor is one for one in came)
@@ -313,11 +313,7 @@ class Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
             return
@@ -361,7 +357,7 @@ class Stage(PipelineStage):
         """Keep what is raised; see [Note: whose error]."""
         try:
             yield
-        except Abandoned:
+        except PairAborted:
             raise
         except BaseException as error:
             told_by_torch = isinstance(error, RuntimeError) and "Failed to run stage backward" in str(error)

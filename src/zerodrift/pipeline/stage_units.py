@@ -1,14 +1,13 @@
-"""One rank's part of a pipeline, while a schedule runs it: what is gathered, where gradients land, when
-they go.
+"""Gather the units of a rank's pieces while a schedule runs them, land their gradients, and reduce them.
 
-A schedule mixes the forwards and backwards of several micro-batches, and splits a backward in two, so no
-hook on a module can tell where a micro-batch is. Whoever runs the schedule says so here: `begin`, then
-`gather` and `release` around each forward and backward, `ended` when a micro-batch has its last weight
-gradient in a piece, `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype, so
-whatever adds to it, at once or late, autograd or a queue, adds in place in that dtype.
+A schedule mixes the forwards and backwards of several micro-batches, and splits a backward in two, so no hook
+on a module can know whose micro-batch it sees. The code that runs the schedule calls `begin`, then `gather`
+and `release` around each forward and backward, `ended` when a micro-batch has its last weight gradient in a
+piece, and `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype, so every
+addition to it, at once or late, is made in place in that dtype.
 
 Under `reduce.order: tree` it is so inside of `backward` alone, where the buffer is that of one micro-batch:
-what backwards of others bring in between goes to theirs. A unit's parts are added to the tree in the order of
+gradients of others that come in between go to theirs. A unit's parts are added to the tree in the order of
 their micro-batches; one that is complete before another waits for it.
 
 Invariant: while a backward runs no `param.grad` of a trained parameter is None, and what has been added to it
@@ -35,7 +34,7 @@ from zerodrift.plan.stages import of_piece, pieces, shared_with_another
 from zerodrift.plan.table import Plan
 
 
-class ScheduledUnits:
+class StageUnits:
     """The units of an engine whose micro-batches come in the order of a schedule."""
 
     def __init__(self, part: Plan, units: list[LiveUnit], gradients: Gradients) -> None:

@@ -1,4 +1,4 @@
-"""Whole values of a model that is cut over the ranks of a pipeline, out and in: see `engine/parameter.py`.
+"""Read and write whole values of a model that is cut over the ranks of a pipeline: see `engine/values.py`.
 
 Ranks that hold a parameter read and write it as an engine without a pipeline does; the others get it from one
 of them.

@@ -30,7 +30,7 @@ _SAME = ("detach", "data", "view_as")
 """Calls that return the same tensor anew, absent too; torch finds a parameter's node with `view_as`."""
 
 _CASTS = {
-    "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
+    "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64
 }  # fmt: skip
 
 _MOVES = ("cpu", "cuda", "to", "type", *_CASTS)
@@ -47,7 +47,7 @@ _NEED_NO_VALUES = frozenset((
     "storage_offset", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_signed",
     "is_inference", "is_contiguous", "is_conj", "is_neg", "is_coalesced", "is_pinned", "is_shared",
     "__hash__", "has_names", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-    "grad", "backward", "_has_compatible_shallow_copy_type",
+    "grad", "backward", "_has_compatible_shallow_copy_type"
 ))  # fmt: skip
 
 _NEED_MEMORY = ("is_contiguous", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")

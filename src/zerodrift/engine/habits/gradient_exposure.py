@@ -3,7 +3,7 @@
 After a backward the engine has the gradients, and an empty `param.grad` would let a script that clips or
 scales by hand do nothing, without an error. So until the step or the next forward or backward, `param.grad`
 is a `CollectedGradient`: it has a shape and no values. Where gradients rest whole (stage 0) it becomes a
-plain tensor as soon as somebody reads it, and what was changed is read back before the step.
+plain tensor as soon as user code reads it, and what was changed is read back before the step.
 """
 
 from __future__ import annotations

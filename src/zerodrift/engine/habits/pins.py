@@ -37,7 +37,7 @@ PRODUCTS = frozenset((
     "conv_transpose3d", "grid_sample", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
     "prelu", "embedding_bag", "multi_head_attention_forward", "scaled_dot_product_attention", "lerp", "cat",
     "stack", "concat", "hstack", "vstack", "dstack", "scatter", "scatter_add", "index_add", "index_copy",
-    "index_put", "masked_scatter", "solve_triangular", "linalg_solve_triangular", "grouped_mm", "_grouped_mm",
+    "index_put", "masked_scatter", "solve_triangular", "linalg_solve_triangular", "grouped_mm", "_grouped_mm"
 ))  # fmt: skip
 """Functions that torch computes in one dtype: other arguments are cast up. Elementwise operations promote."""
 
@@ -47,7 +47,7 @@ ATTENTION = "multi_head_attention_forward"
 OTHERS = frozenset((
     "grad", "embedding", "embedding_bag", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
     "randn_like", "randint_like", "new", "new_tensor", "new_empty", "new_zeros", "new_ones", "new_full",
-    "new_empty_strided",
+    "new_empty_strided"
 ))  # fmt: skip
 """Functions whose results are no weights: gradients, what tokens look up, tensors of other values."""
 CASTS = frozenset(["to", "type", "type_as", "bfloat16", "half"])
@@ -87,7 +87,7 @@ class Pinned(nn.Parameter):
         return copied
 
 
-class _Made(torch.Tensor):
+class _PinnedResult(torch.Tensor):
     """A tensor that is made of pinned parameters alone."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -103,10 +103,7 @@ class _Made(torch.Tensor):
 
 
 def _class_for(
-    name: str,
-    output: Output | None,
-    kind: type[torch.Tensor] = torch.Tensor,
-    others: tuple[type, ...] = (),
+    name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor, others: tuple[type, ...] = ()
 ) -> type[Pinned]:
     warned: list[str] = []
 
@@ -126,7 +123,9 @@ def _class_for(
                 )
             if named in OTHERS or not _alone(given):
                 return result
-            size = max(tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _Made)))
+            size = max(
+                tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _PinnedResult))
+            )
             if named == "__iter__":
                 return iter(_of_class(tuple(result), kind, result_class, size))
             return _of_class(result, kind, result_class, size)
@@ -135,14 +134,16 @@ def _class_for(
     apart = torch.compiler.disable(
         torch_function, reason=f"what is made of the pinned `{name}` is computed with as it is"
     )
-    result_class = type("PinnedMade", (_Made, *others), {"__torch_function__": classmethod(apart)})
+    result_class = type("PinnedResult", (_PinnedResult, *others), {"__torch_function__": classmethod(apart)})
     return type("PinnedParameter", (Pinned, *others), {"__torch_function__": classmethod(torch_function)})
 
 
 def _alone(given: list[torch.Tensor]) -> bool:
     """Return whether all floating tensors with a dimension are pinned, or made of pinned ones."""
     return all(
-        isinstance(tensor, (Pinned, _Made)) for tensor in given if tensor.is_floating_point() and tensor.dim()
+        isinstance(tensor, (Pinned, _PinnedResult))
+        for tensor in given
+        if tensor.is_floating_point() and tensor.dim()
     )
 
 

@@ -105,7 +105,7 @@ def rows_written_while_held(segment: FlatSegment) -> list[Row]:
     return [] if before is None else _rows_of(segment, before != prints(segment.full), segment.full)
 
 
-# --- writes that nobody announced -----------------------------------------------------------------------
+# --- writes outside of a context -------------------------------------------------------------------------
 
 
 def rows_with_new_version(segment: FlatSegment) -> list[Row]:

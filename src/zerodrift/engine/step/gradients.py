@@ -126,7 +126,7 @@ class Gradients:
         if self._shows and torch.is_grad_enabled():
             self.hide()
         if self._running and self.callbacks is not None:
-            # autograd drops its callbacks when a backward raises, so only the next forward tells.
+            # autograd drops its callbacks when a backward raises, so only the next forward can know.
             self.callbacks.failed()
 
     @contextlib.contextmanager
@@ -355,7 +355,7 @@ class Gradients:
     def sum_over_replicas(self) -> None:
         for segment in self._segments:
             if segment.reduced is not None:
-                segment.sum_over_replicas(self.before)
+                segment.add_replicas(segment.reduced, self.before)
 
     def abort(self) -> None:
         """End what is under way after an exception; what was reduced before stays."""

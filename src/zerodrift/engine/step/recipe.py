@@ -1,4 +1,4 @@
-"""One optimizer step, whoever executes the plan: reduce, norm, update.
+"""Run one optimizer step on any executor: reduce, norm, update.
 
 The micro-batches before it have gathered and computed (`segment.py`, `compute.py`). Here their gradients are
 reduced and measured (`trained_segment.py`, `norm.py`), and the update follows (`update.py`).

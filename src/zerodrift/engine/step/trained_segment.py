@@ -6,20 +6,18 @@
 `param.grad_dtype` makes autograd cast. The first gradient of a parameter is copied there when its unit's
 backward is over, which costs less than a buffer of zeros to add to. From then on `param.grad` is preset to a
 view of the buffer, so autograd adds in place, and so does user code that writes `param.grad` late. A gradient
-that was put elsewhere (the user cleared or replaced `param.grad`) is added at the next collection: nothing
-that reaches `param.grad` is lost. Until the step, `param.grad` shows that there was one; see
-`habits/gradient_exposure.py`.
+that was put elsewhere is added at the next collection: nothing that reaches `param.grad` is lost. What it
+shows until the step is in `habits/gradient_exposure.py`.
 
 [Note: tree] Under `reduce.order: tree` a micro-batch is a part of a sum that is not formed in the order of
 arrival. So each lands once, and goes at once to where the tree adds it: whole where it waits for others of
-this rank, reduced where every micro-batch is reduced. `end_sum` ends the sum. A right leaf needs no buffer of
-its own: it is added to its left neighbour as it lands.
+this rank, reduced where every micro-batch is. A right leaf needs no buffer: it is added to its left
+neighbour.
 
 In a pipeline the backwards of micro-batches are mixed, and a gradient may come in several turns. There each
 part has a buffer from `open_part` to `take_part`, which begins as zeros that are added to. So a negative zero
-becomes a positive one there, and `_copy` lets none land elsewhere: a sum with a part that has none has none,
-whatever is added to it. The pass that lands a gradient does it, because one more pass over the sum would move
-as much again as the sum of two ranks' parts.
+becomes a positive one there, and `_copy` lets none land elsewhere, in the pass that lands a gradient: a sum
+with a part that has none has none, whatever is added to it.
 """
 
 from __future__ import annotations
@@ -75,10 +73,10 @@ class TrainedSegment(FlatSegment):
         """This rank's slice of the sum over ranks and micro-batches. Shape [padded / ranks]."""
         self._whole: torch.Tensor | None = None
         """Stage 0 only: the buffer that `reduced` is a slice of, to be gathered in place."""
-        self._grads: list[torch.Tensor] = []
-        """Views of `landing`, one per parameter, made when they are first used; see `_homes`."""
         self._is_travelling = False
         """Whether `landing` is on its way to other ranks."""
+        self._grads: list[torch.Tensor] = []
+        """Views of `landing`, one per parameter, made by `_homes`."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to their view."""
         self.tree = update.reduce.order == "tree"
@@ -102,8 +100,6 @@ class TrainedSegment(FlatSegment):
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
         """Round values as the master scheme rounds."""
         return round_away(values) if self.update.master is Master.SPLIT else super().at_rest(values)
-
-    # --- the gradient -----------------------------------------------------------------------------------
 
     def open_gradients(self) -> None:
         """Preset every `param.grad` to its place in the landing buffer, where there is one already."""
@@ -305,10 +301,8 @@ class TrainedSegment(FlatSegment):
 
     def _give(self, flat: torch.Tensor) -> None:
         """Return a buffer of the tree to its pool, unless it is a part of `_whole`."""
-        if self._whole is not None and flat.data_ptr() == self.slice_of(self._whole).data_ptr():
-            return
-        whole = flat.numel() == self.spec.padded
-        (self._landing_pool if whole else self._sum_pool).give(flat)
+        if self._whole is None or flat.data_ptr() != self.slice_of(self._whole).data_ptr():
+            (self._landing_pool if flat.numel() == self.spec.padded else self._sum_pool).give(flat)
 
     # --- over ranks -------------------------------------------------------------------------------------
 
@@ -353,21 +347,16 @@ class TrainedSegment(FlatSegment):
             self._sum.add(self.reduced)
             self.reduced = None
 
-    def sum_over_replicas(self, before: float) -> None:
-        """Add the slices of the other replicas, once per step."""
-        if self.reduced is None:
-            raise AssertionError(f"segment {self.number} has nothing to sum over replicas")
-        self._add_replicas(self.reduced, before)
-
     def over_replicas(self, gradient: torch.Tensor, before: float) -> torch.Tensor:
         """Return what a reduced gradient will be once replicas are summed: a copy, where there are any."""
         if self.comm.mesh.size("replicate") == 1:
             return gradient
         summed = gradient.clone()
-        self._add_replicas(summed, before)
+        self.add_replicas(summed, before)
         return summed
 
-    def _add_replicas(self, flat: torch.Tensor, before: float) -> None:
+    def add_replicas(self, flat: torch.Tensor, before: float) -> None:
+        """Add the slices of the other replicas, in place; a reduced gradient once per step."""
         reduce = self.update.reduce
         with torch.no_grad():
             if before != 1.0 and self.ranks == 1:
@@ -382,7 +371,6 @@ class TrainedSegment(FlatSegment):
         return whole
 
     def start_whole_gradient(self) -> tuple[torch.Tensor, Handle]:
-        """Begin `whole_gradient`; the buffer is filled when the handle was waited for."""
         if self.reduced is None:
             raise AssertionError(f"segment {self.number} has no reduced gradient")
         if self.ranks == 1:
@@ -418,8 +406,6 @@ class TrainedSegment(FlatSegment):
         self._grads, self._is_travelling = [], False
         self._opened.clear()
 
-    # --- the update -------------------------------------------------------------------------------------
-
     @property
     def owned(self) -> torch.Tensor:
         """The part of storage that this rank's optimizer writes."""
@@ -442,22 +428,6 @@ class TrainedSegment(FlatSegment):
         if self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()
         return self.comm.start_all_gather(self.storage, self.owned, self.axis, self._label)
-
-
-def make_segment(
-    number: int,
-    spec: Segment,
-    rows: list[Row],
-    parameters: list[nn.Parameter],
-    comm: Collectives,
-    pools: GradientBuffers,
-    unit: str = "",
-) -> FlatSegment:
-    """Make a segment of the plan, trained or frozen."""
-    update = spec.columns.update
-    if update is None:
-        return FlatSegment(number, spec, rows, parameters, comm, unit)
-    return TrainedSegment(update, number, spec, rows, parameters, comm, pools, unit)
 
 
 def trained_of(segments: Iterable[FlatSegment]) -> list[TrainedSegment]:

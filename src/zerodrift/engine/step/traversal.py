@@ -1,6 +1,6 @@
-"""Through the units, forward and back: which one is gathered when, whatever the data did.
+"""Decide which unit is gathered when, forward and back, whatever the data did.
 
-A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The others gather
+A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The other ranks gather
 it, and a rank that did not would take the next collective for it. So a training step goes through the units
 in the order of the plan: when it comes to one, those that were passed over are gathered too, and in a
 backward count as over, in their turn. Units are gathered ahead as far as there is room (`plan/prefetch.py`).
@@ -12,9 +12,9 @@ each at most once, are the plan's list. A unit that runs out of turn, or again, 
 was gathered, in its order, travels with the norm (`scale.global_norm`), and a difference is an error.
 
 [Note: learned order] A model may define its units in another order than it runs them, and drop some at
-random, on each rank others. So until every unit has run somewhere, ranks tell each other at the end of a
-forward in which order they ran theirs, and from then on go through them in that order: the plan's where
-nobody says otherwise. Until then, a rank that comes to a unit out of turn first goes through all that are
+random, on each rank others. So until every unit has run on some rank, ranks exchange at the end of a forward
+the order in which they ran theirs, and from then on go through them in that order: the plan's where no rank
+reports another. Until then, a rank that comes to a unit out of turn first goes through all that are
 left, as the others do by the end of their forwards; then all gather together what any of them asks for.
 Units that run several times in a forward have no place of this kind: around them nothing may be dropped.
 
@@ -47,12 +47,9 @@ class TraversedUnit(Protocol):
     uses: int
     recomputed: bool
     gathered_bytes: int
-    """Bytes of its full form."""
 
     @property
-    def trained(self) -> Sequence[object]:
-        """Its trained segments."""
-
+    def trained(self) -> Sequence[object]: ...
     @property
     def is_full(self) -> bool: ...
     def start_gather(self) -> None: ...
