@@ -131,7 +131,7 @@ class Layout:
 
     shape: Shape
     parts: tuple[Box, ...]
-    """In any order; the target is the shape in row-major order."""
+    """Boxes in any order; the target is the shape in row-major order."""
 
     @staticmethod
     def of(number: int, shape: Shape) -> Layout:

@@ -161,7 +161,7 @@ def size_in_bytes(size: int | str, where: str = "max_shard_size") -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a box of a parameter goes: `start` is the first byte of its tensor."""
+    """The place of a box in a file; `start` is the first byte of its tensor."""
 
     file: int
     start: int
