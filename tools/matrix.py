@@ -84,11 +84,11 @@ class Cell:
 
 
 CELLS: tuple[Cell, ...] = (
-    Cell("3.11", "2.15.0", "5.23.0", "", ("quick", "whole")),
+    Cell("3.11", "2.15.0", "5.24.0", "", ("quick", "models")),
     Cell("3.12", "2.14.1", "5.23.0", "", ("quick",)),
     Cell("3.13", "2.15.0", "5.23.0", "", ("quick",)),
     Cell("3.10", "2.13.0", "5.20.2", "", ("quick",)),  # the last transformers for Python 3.10
-    Cell("3.11", "2.13.0", "5.23.0", "", ("quick", "whole")),
+    Cell("3.11", "2.13.0", "5.24.0", "", ("quick", "whole")),
     Cell("3.11", "2.13.0", "4.57.6", "", ("families", "models")),
     Cell("3.11", "2.13.0", "5.0.0", "", ("families", "models")),
     Cell("3.11", "2.13.0", "5.23.0", "0.19.6", ("names", "deepspeed")),

@@ -23,7 +23,7 @@ DEEPSPEED = "0.19.6"
 TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.10", "3.13"),
     "torch": ("2.13", "2.15"),
-    "transformers": ("4.57", "5.23"),
+    "transformers": ("4.57", "5.24"),
     "deepspeed": ("0.19.6", "0.19.8"),
 }
 """Package -> the first and the last version. What stands behind these numbers does not matter: 2.15.1 is
