@@ -92,7 +92,7 @@ def place(
         pairs = list(zip(rows, held, strict=True))
         _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
         for parameter in held:
-            let_go(parameter)
+            free_parameter(parameter)
         segment.adopt()
         segments.append(segment)
         fillers.append(filler)
@@ -343,7 +343,7 @@ def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: ValueReceiver, comm: 
     send()
 
 
-def let_go(parameter: nn.Parameter) -> None:
+def free_parameter(parameter: nn.Parameter) -> None:
     """Free a parameter's memory; one on the meta device comes to this one, as the same object. torch refuses
     `.data` between devices, and an optimizer knows the object."""
     if not parameter.is_meta:

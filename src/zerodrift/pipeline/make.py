@@ -45,7 +45,7 @@ def pipeline_engine(
         executor = PipelineExecutor(plan, tree, comm, _known_here(plan, mine, sources))
         executor.whole = model
         make_equal(mine, executor.own_values)  # the model of the other end may have another seed
-        _let_go(model, tree)
+        _free_other_parameters(model, tree)
         parts = [prune(tree, names, how) for names in pieces]
         for module, names in zip(parts, pieces, strict=True):
             check_names(module, names)
@@ -115,7 +115,7 @@ def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:
     return ValueSources(known, sources.buffers)
 
 
-def _let_go(model: nn.Module, tree: nn.Module) -> None:
+def _free_other_parameters(model: nn.Module, tree: nn.Module) -> None:
     kept = {id(parameter) for parameter in tree.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept and not parameter.is_meta:
