@@ -395,7 +395,9 @@ def test_options_that_do_not_go_with_it_are_usage_errors(files: Files) -> None:
 @pytest.fixture
 def simulated(code: tuple[str, ...]) -> tuple[str, ...]:
     config, _, model = code
-    shutil.copy(Path(zerodrift.__file__).parent / "simulate" / "clusters" / "h100.yaml", "mine.yaml")
+    shutil.copy(
+        Path(zerodrift.__file__).parent / "inspect" / "simulate" / "clusters" / "h100.yaml", "mine.yaml"
+    )
     return (config, model, "nets_to_trace:net", "--inputs", "nets_to_trace:inputs", "--world-size", "64")
 
 

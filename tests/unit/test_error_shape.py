@@ -22,7 +22,7 @@ from zerodrift.deepspeed.errors import (
 )
 from zerodrift.errors import Problem, ZerodriftError
 
-RELAYING = {"comm.shared_errors", "comm.watch", "train.launch"}
+RELAYING = {"comm.shared_errors", "comm.watch", "train.loop.launcher"}
 """What they raise was said by another rank or process."""
 
 DROP_INS = (MisuseError, NotHereError, RefusedConfigError, MissingCheckpointError)

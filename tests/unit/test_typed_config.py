@@ -70,6 +70,7 @@ WRITTEN: list[tuple[dict[str, Any], int]] = [
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
             "steps_per_print": 10,
+            "zero_allow_untested_optimizer": True,
         },
         4,
     ),

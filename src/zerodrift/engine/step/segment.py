@@ -111,7 +111,7 @@ class FlatSegment:
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
         self.lender: Callable[[], Callable[[], bool] | None] | None = None
-        """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.lend_parameters`."""
+        """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
         """Number of open contexts that keep the full form."""
         self.is_stale = False

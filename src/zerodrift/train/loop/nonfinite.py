@@ -126,6 +126,10 @@ def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError
         (bool(bill.rest.accumulate), "`config.sharding.accumulator: free`"),
         (plan.mesh.world < 64, "more ranks: what is sharded is divided by them"),
     )
-    must = f"must hold the plan's {size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest)"
-    todo = f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}."
-    return ZerodriftError("memory", f"{must} and the model's activations", got="less", do=todo)
+    return ZerodriftError(
+        "memory",
+        f"must hold the plan's {size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest) and "
+        "the model's activations",
+        got="less",
+        do=f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}.",
+    )
