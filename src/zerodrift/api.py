@@ -213,7 +213,7 @@ def _engine(
 def _told(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
     """Around the making of an engine: the plan before, what was read of weights after."""
     from zerodrift.plan.cost import cost
-    from zerodrift.report.rows import grouped
+    from zerodrift.report.rows import group_rows
     from zerodrift.report.terminal import plan_text
 
     if shown:
@@ -222,7 +222,7 @@ def _told(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
             from zerodrift.pipeline.schedules import timeline
 
             order = timeline(plan)
-        print(plan_text(plan, cost(plan), grouped(plan), order, color=sys.stdout.isatty()))
+        print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))
     first.show(shown)
     yield
     done = first.finish()

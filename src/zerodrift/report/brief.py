@@ -1,8 +1,6 @@
-"""A plan in a few lines, for the screen of a run: its sets of dtypes, what it costs, what to look at.
+"""A plan in a few lines for the screen of a run: its column sets, its cost and its notes.
 
-The whole plan is `terminal`'s, and on the page of the run.
-
-Invariant: a set that differs in any column has a line of its own, or is counted in the last one.
+Invariant: every column set has its own line or is counted in the last one.
 """
 
 from __future__ import annotations
@@ -14,15 +12,15 @@ from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Columns
 from zerodrift.report import figures, summary
-from zerodrift.report.frame import WIDTH, grid, printed, title
+from zerodrift.report.frame import WIDTH, grid, render, title
 from zerodrift.report.rows import Table
 
 MOST = 5
-"""Sets that have a line."""
+"""Column sets that get a line."""
 
 
 def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:
-    """What of a plan is shown before the first step."""
+    """Return the lines about a plan that a run prints before its first step."""
     facts = dict(summary.facts(plan))
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']}"),
@@ -33,11 +31,11 @@ def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, 
         *(("!", note) for note in plan.notes),
         *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
     ]
-    return printed([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
 
 
 def _sets(table: Table) -> Iterable[tuple[str, str]]:
-    """The largest sets, by their letters."""
+    """Yield a line for each of the first column sets."""
     sets = list(table.shown())
     for item in sets[:MOST]:
         words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
@@ -50,7 +48,7 @@ def _sets(table: Table) -> Iterable[tuple[str, str]]:
 
 
 def _dtypes(columns: Columns) -> str:
-    """`bf16 but accumulate, state fp32 and master split`: the columns that are other than most, by dtype."""
+    """Return the storage dtype, then other columns by dtype: `bf16, accumulate and state fp32`."""
     cells = {column: cell.rstrip("/") for column, cell in columns.cells().items()}
     by_dtype: dict[str, list[str]] = {}
     for column, cell in cells.items():

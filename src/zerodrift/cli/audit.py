@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.planning import is_job, write_page
+from zerodrift.cli.plan import is_job, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.simulating import SimulationOptions, StepSource, simulated
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.files import kind
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
+    from zerodrift.inspect.simulate.simulation import Plans
     from zerodrift.plan.table import Plan
     from zerodrift.plan.timeline import Timeline
 
@@ -58,9 +59,9 @@ def plan(
                 )
             if inputs is not None and tokens is not None:
                 raise typer.BadParameter("give --inputs or --tokens, not both")
-            typed = SimulationOptions(simulate, sweep, tokens, recompute, inputs, json)
             with streams.progress(f"simulating {model or config}"):
-                text = simulated(_step_source(config, model, world_size, set_ or (), auto), typed)
+                step = _step_source(config, model, world_size, set_ or (), auto)
+                text = _simulation_text(step, simulate, sweep, tokens, recompute, inputs, json)
             streams.emit(text)
             return
         with streams.progress(f"planning {model or config}"):
@@ -192,7 +193,7 @@ def _step_source(
         def of_config(more: Sequence[str]) -> Plan:
             return make_plan(source, spec, world, auto=given, overrides=(*overrides, *more))
 
-        return StepSource(of_config, model, _timeline)
+        return StepSource(of_config, model)
     from zerodrift.train.job_file import read_job, worded_for_a_job
     from zerodrift.train.tools.outline import planned_from
 
@@ -206,7 +207,7 @@ def _step_source(
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
     again = job.model.activation_checkpointing
-    return StepSource(of_job, job.model.source, _timeline, job.data.block, again)
+    return StepSource(of_job, job.model.source, job.data.block, again)
 
 
 def _needs_model() -> ConfigError:
@@ -220,21 +221,21 @@ def _plan_text(
     from zerodrift.plan.cost import cost
     from zerodrift.report import as_json, names, terminal
     from zerodrift.report.explain import explain_row
-    from zerodrift.report.rows import grouped, single
+    from zerodrift.report.rows import group_rows, list_rows
 
     bill, timeline = cost(planned, micro_batches), _timeline(planned)
     if html is not None:
         from zerodrift.report.page import plan_page
 
-        write_page(html, plan_page(planned, bill, grouped(planned), timeline))
+        write_page(html, plan_page(planned, bill, group_rows(planned), timeline))
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
-        return terminal.plan_text(planned, bill, grouped(planned), timeline, **streams.look())
+        return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.look())
     chosen = names.matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
-    return terminal.rows_text(planned, single(planned, chosen), **streams.look())
+    return terminal.rows_text(planned, list_rows(planned, chosen), **streams.look())
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
@@ -292,3 +293,67 @@ def write_page(path: Path, text: str) -> None:
             "--html", "must be a file that can be written", got=f"{str(path)!r}: {reason}"
         ) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)
+
+
+# --- plan --simulate ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """The model of a simulated step, and a function that plans it under more overrides."""
+
+    plans: Plans
+    model: str
+    tokens: int | None = None
+    """Tokens of a sample. None for a config, which does not say it."""
+    recompute: bool | None = None
+    """Whether a job computes activations again. None for a config."""
+
+
+def _simulation_text(
+    step: StepSource,
+    cluster_name: str,
+    sweeps: bool,
+    tokens: int | None,
+    recompute: bool,
+    inputs: str | None,
+    json: bool,
+) -> str:
+    """Simulate one step, or a sweep of them, and return the report."""
+    from zerodrift.inspect.simulate.cluster import built_in, read_cluster
+    from zerodrift.inspect.simulate.simulation import require_known_order, simulate, sweep
+    from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
+    from zerodrift.inspect.simulate.work import count_work, sized_inputs
+    from zerodrift.model.inputs import inputs_for
+    from zerodrift.model.runnable import runnable
+
+    cluster, path = read_cluster(cluster_name)
+    if step.recompute is not None and recompute:
+        do = "Override the job's: `--set model.activation_checkpointing=true`."
+        raise ConfigError(
+            "--recompute", "must be left out with a job, which says it", got="a job file", do=do
+        )
+    length = None if inputs is not None else tokens or step.tokens
+    if length is None and inputs is None:
+        raise ConfigError(
+            "--tokens", "must say how many tokens a sample has", got="none", do="Or give a job file."
+        )
+    planned = step.plans(())
+    order = _timeline(planned)
+    require_known_order(planned, cluster, order)
+    samples = max(1, planned.policy.batch.micro)
+    module = runnable(step.model)
+    given = inputs_for(module, inputs) if length is None else sized_inputs(module, samples, length)
+    work = count_work(planned, module, given)
+    if cluster_name in built_in():
+        print(f"zerodrift: cluster {cluster_name} is {legible(str(path))}", file=sys.stderr)
+    if sweeps:
+        fit, others = sweep(planned, step.plans, _timeline, work, cluster)
+        if json:
+            return sweep_json(cluster_name, fit, others)
+        return sweep_text(planned, work, cluster_name, fit, others, color=streams.color())
+    again = recompute if step.recompute is None else step.recompute
+    found = simulate(planned, work, cluster, recompute=again, timeline=order)
+    if json:
+        return simulation_json(planned, work, cluster_name, found)
+    return simulation_text(planned, work, cluster_name, found, color=streams.color())
