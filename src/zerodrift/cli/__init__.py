@@ -27,7 +27,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script."""
-    with streams.printing():
+    with streams.guard_stdout():
         app(prog_name="zerodrift")
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zerodrift.inspect.check.launch import RunRecord
 
 NOT_AS_EXPECTED = 3
+"""Exit code for a difference."""
 
 
 def check(
@@ -40,7 +41,7 @@ def check(
         from zerodrift.inspect.check.table import completed, encoded
 
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
-        _require_seen(seen, command, steps, timeout)
+        _require_record(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
         others = [] if expect is None else unexpected(expect, processes)
         findings = [*others, *run_findings(processes)]
@@ -55,7 +56,7 @@ def check(
         else:
             from zerodrift.inspect.check.report import run_text
 
-            # What the command printed last may be no whole line.
+            # The last line of the command may have no end.
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
@@ -64,12 +65,12 @@ def check(
 
 
 def _ended_early(seen: RunRecord, steps: int) -> bool:
-    """Whether something went wrong before everything was seen."""
+    """Return True if the command failed or timed out before all steps."""
     return (seen.code != 0 or seen.late) and any(process.steps < steps for process in seen.processes)
 
 
-def _require_seen(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
-    """Something to show, or why there is none."""
+def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
+    """Raise an error that says why no training step was recorded."""
     if seen.processes:
         if any(process.models for process in seen.processes):
             return
@@ -137,11 +138,11 @@ def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> 
     with streams.errors(debug):
         from zerodrift.inspect.check.table import differences, read
 
-        told = differences(read(a), read(b))
-        if not told:
+        found = differences(read(a), read(b))
+        if not found:
             streams.emit("The tables are the same.\n")
             return
-        streams.emit("".join(f"{line}\n" for line in told))
+        streams.emit("".join(f"{line}\n" for line in found))
     raise typer.Exit(NOT_AS_EXPECTED)
 
 

@@ -1,7 +1,4 @@
-"""Every option and argument of the command line, with its help.
-
-Invariant: nothing here runs, and every one says what it does.
-"""
+"""Options and arguments of the command line, with their help."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The verbs that start nothing: `plan`, `explain`, `support`.
+"""Plan without starting ranks: `plan`, `explain`, `support`, `plan --simulate`.
 
-Invariant: no weights are read, and no process group and no device is asked for.
+Invariant: no weights are read, and no process group or device is used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plan(
             streams.emit(text)
             return
         with streams.progress(f"planning {model or config}"):
-            planned, source = _made(config, model, world_size, set_, auto)
+            planned, source = _plan_of(config, model, world_size, set_, auto)
             traced = _trace_text(planned, source, inputs, json) if trace else ""
             text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
             text = traced or text
@@ -88,12 +88,12 @@ def explain(
         from zerodrift.report.explain import explain as explained
 
         with streams.progress(f"planning {model or config}"):
-            planned, _ = _made(config, model, world_size, set_, auto)
+            planned, _ = _plan_of(config, model, world_size, set_, auto)
             explanation = explained(planned, parameter)
         if json:
             streams.emit(as_json.explanation_json(explanation, planned))
         else:
-            streams.emit(terminal.explanation_text(explanation, planned.digest, **streams.look()))
+            streams.emit(terminal.explanation_text(explanation, planned.digest, **streams.layout()))
 
 
 def support(
@@ -113,22 +113,22 @@ def support(
             streams.emit(as_json.support_json(table(), states()))
         else:
             tables = table(), states()
-            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.look()))
+            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.layout()))
 
 
 # --- work of the verbs --------------------------------------------------------------------------------
 
 
-def _made(
+def _plan_of(
     config: str,
     model: str | None,
     world_size: int | None,
     overrides: Sequence[str] | None,
     auto: Sequence[str] | None,
 ) -> tuple[Plan, str]:
-    """A plan, and what its model is."""
+    """Make a plan. Return it with the name of its model."""
     if is_job(config):
-        return _of_job(config, model, world_size, overrides or (), auto)
+        return _plan_of_job(config, model, world_size, overrides or (), auto)
     if model is None:
         raise _needs_model()
     from zerodrift.api import make_plan
@@ -138,7 +138,7 @@ def _made(
 
 
 def is_job(source: str) -> bool:
-    """Whether a file has a job's blocks."""
+    """Return True if a file has the blocks of a job."""
     from zerodrift.config.tree import tree_of
 
     try:
@@ -148,7 +148,7 @@ def is_job(source: str) -> bool:
     return isinstance(tree, Mapping) and "data" in tree and "model" in tree
 
 
-def _of_job(
+def _plan_of_job(
     source: str,
     model: str | None,
     world_size: int | None,
@@ -158,13 +158,13 @@ def _of_job(
     from zerodrift.train.job_file import read_job
     from zerodrift.train.tools.outline import plan_of
 
-    _require_own(model, auto)
+    _refuse_with_job(model, auto)
     job, config = read_job(source, overrides)
     return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
 
 
-def _require_own(model: str | None, auto: Sequence[str] | None) -> None:
-    """That a job is not given what it has."""
+def _refuse_with_job(model: str | None, auto: Sequence[str] | None) -> None:
+    """Refuse `--model` and `--auto` beside a job, which has its own."""
     if model is not None or auto:
         raise ConfigError(
             "--model and --auto",
@@ -181,7 +181,7 @@ def _step_source(
     overrides: Sequence[str],
     auto: Sequence[str] | None,
 ) -> StepSource:
-    """What a simulation plans again and again, each time with other overrides."""
+    """Return the model of a simulation, and a function that plans it under more overrides."""
     from zerodrift.api import make_plan
     from zerodrift.model.sources import describe
 
@@ -197,7 +197,7 @@ def _step_source(
     from zerodrift.train.job_file import read_job, worded_for_a_job
     from zerodrift.train.tools.outline import planned_from
 
-    _require_own(model, auto)
+    _refuse_with_job(model, auto)
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
     built, values = planned_from(job, config, ranks)
@@ -217,7 +217,7 @@ def _needs_model() -> ConfigError:
 def _plan_text(
     planned: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None
 ) -> str:
-    """What `plan` prints. The page is written first: if it cannot be, nothing else is said."""
+    """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
     from zerodrift.plan.cost import cost
     from zerodrift.report import as_json, names, terminal
     from zerodrift.report.explain import explain_row
@@ -231,11 +231,11 @@ def _plan_text(
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
-        return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.look())
+        return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.layout())
     chosen = names.matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
-    return terminal.rows_text(planned, list_rows(planned, chosen), **streams.look())
+    return terminal.rows_text(planned, list_rows(planned, chosen), **streams.layout())
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
@@ -255,7 +255,7 @@ def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> st
 
 
 def _timeline(planned: Plan) -> Timeline | None:
-    """The order of a pipeline, which is torch's to say; None without a pipeline."""
+    """Return the order of a pipeline from torch's schedule, or None without a pipeline."""
     if planned.policy.pipeline is None:
         return None
     from zerodrift.pipeline.schedules import timeline
@@ -264,7 +264,7 @@ def _timeline(planned: Plan) -> Timeline | None:
 
 
 def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
-    """`--auto` texts as numbers, or pairs of them (`betas=0.9,0.95`); all that are wrong at once."""
+    """Parse `--auto` texts into numbers or lists of numbers (`betas=0.9,0.95`). Collect all mistakes."""
     problems = Problems()
     values: dict[str, float | list[float]] = {}
     for text in texts:
@@ -283,6 +283,7 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
 
 
 def write_page(path: Path, text: str) -> None:
+    """Write an HTML page and name its path on stderr."""
     try:
         if other := kind(path):
             raise OSError(errno.EINVAL, other)

@@ -1,6 +1,6 @@
-"""The verbs of the reference trainer: `train`, `evaluate`, `data`, `replay`, `sample`.
+"""Run the reference trainer: `train`, `evaluate`, `data`, `replay`, `sample`.
 
-Invariant: what a job does is the trainer's; here its exit code is passed on.
+Invariant: the exit code is that of the trainer.
 """
 
 from __future__ import annotations
