@@ -72,11 +72,7 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 
 
 def load_weights(
-    engine: Engine,
-    path: str | os.PathLike[str],
-    strict: bool | Sequence[str] = True,
-    *,
-    quiet: bool = False,
+    engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
 ) -> LoadedWeights:
     """Replace the weights of an engine with those of safetensors files; moments and the step count stay.
 

@@ -17,22 +17,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's; or a job.")
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="X",
-        help="A folder or file with a transformers config or safetensors, or package.module:function.",
-    ),
-]
-ModelOfTrainer = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="X",
-        help="A folder or file with a transformers config or safetensors, or package.module:function.",
-    ),
-]
+_MODEL = typer.Option(
+    "--model",
+    metavar="X",
+    help="A folder or file with a transformers config or safetensors, or package.module:function.",
+)
+Model = Annotated[str | None, _MODEL]
+ModelOfTrainer = Annotated[str, _MODEL]
 WorldSize = Annotated[
     int | None,
     typer.Option(

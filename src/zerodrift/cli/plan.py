@@ -97,9 +97,7 @@ def explain(
 
 
 def support(
-    markdown: options.Markdown = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    markdown: options.Markdown = False, json: options.Json = False, debug: options.Debug = False
 ) -> None:
     """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together."""
     with streams.errors(debug):

@@ -119,10 +119,7 @@ def _exit_code(folder: Path, code: int, flags: dict[str, str]) -> int:
         return code or streams.USAGE
     if "started" not in reached:
         error = ZerodriftError(
-            "zerodrift run",
-            "must reach the Python processes of the command",
-            got="none",
-            do=_PYTHON_ADVICE,
+            "zerodrift run", "must reach the Python processes of the command", got="none", do=_PYTHON_ADVICE
         )
         print(f"zerodrift: error: {error}", file=sys.stderr)
         return code or streams.USAGE

@@ -36,10 +36,7 @@ def train(
 
 
 def evaluate(
-    job: options.Job,
-    set_: options.SetInJob = None,
-    nproc: options.Nproc = None,
-    debug: options.Debug = False,
+    job: options.Job, set_: options.SetInJob = None, nproc: options.Nproc = None, debug: options.Debug = False
 ) -> None:
     """Evaluate a checkpoint of a job on what is held out, and train nothing."""
     with streams.errors(debug):

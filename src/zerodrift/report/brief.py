@@ -22,12 +22,16 @@ MOST = 5
 def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:
     """Return the lines about a plan that a run prints before its first step."""
     facts = dict(summary.facts(plan))
+    memory = (
+        f"{figures.size(cost.rest.total)} at rest, {figures.size(cost.peak.total)} at peak without "
+        f"activations, {figures.size(cost.wire)} sent per step; of one rank"
+    )
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']}"),
         ("ranks", f"{facts['mesh']}, stage {plan.policy.sharding.stage}, {plan.policy.backend}"),
         *((label, facts[label]) for label in ("optimizer", "schedule") if label in facts),
         *_sets(table),
-        ("cost", _cost(cost)),
+        ("cost", memory),
         *(("!", note) for note in plan.notes),
         *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
     ]
@@ -56,10 +60,3 @@ def _dtypes(columns: Columns) -> str:
     most = cells["storage"]
     others = [f"{listed(names)} {cell}" for cell, names in by_dtype.items() if cell not in (most, "same")]
     return f"{most}, {'; '.join(others)}" if others else f"{most} in every column"
-
-
-def _cost(cost: Cost) -> str:
-    return (
-        f"{figures.size(cost.rest.total)} at rest, {figures.size(cost.peak.total)} at peak without "
-        f"activations, {figures.size(cost.wire)} sent per step; of one rank"
-    )

@@ -57,7 +57,7 @@ class Explanation:
     pipeline_stage: int
     segment: int
     offset: int
-    """First element within the segment."""
+    """First element in the segment."""
     shard: int
     """Ranks of the shard axis."""
     slices: tuple[OwnedRange, ...]

@@ -36,6 +36,7 @@ def plan_page(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = 
 def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> list[Markup]:
     """Build all sections below the head of a plan. The script needs their ids, so use them once per page."""
     pipeline = plan.policy.pipeline is not None
+    decided = [(item.key, item.value, item.why) for item in plan.policy.decisions]
     return [
         _notes(plan),
         section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
@@ -44,9 +45,9 @@ def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | Non
         section("Wire", _wire(cost), id="wire"),
         section("Why", _why(table), id="why"),
         section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.boundaries else Markup(""),
-        section("Decisions", _decisions(plan), id="decisions"),
-        section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
-        section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
+        section("Decisions", _listing(("what", "is", "because"), decided), id="decisions"),
+        _optional("Ignored keys", ("key", "because"), plan.policy.ignored, "ignored"),
+        _optional("Buffers", ("buffers", "because"), summary.buffers(plan), "buffers"),
         tag("footer", "Digest of every decision ", tag("code", plan.digest)),
         tag("template", tag("tr", tag("td", colspan=str(4 + len(COLUMNS)))), id="unfolded"),
         tag("script", Markup(_asset("page.js"))),
@@ -321,17 +322,8 @@ def _boundaries(plan: Plan, table: Table) -> list[Markup]:
     ]
 
 
-def _decisions(plan: Plan) -> Markup:
-    decided = [(item.key, item.value, item.why) for item in plan.policy.decisions]
-    return _listing(("what", "is", "because"), decided)
-
-
-def _ignored(plan: Plan) -> Markup:
-    return _listing(("key", "because"), plan.policy.ignored)
-
-
-def _buffers(plan: Plan) -> Markup:
-    return _listing(("buffers", "because"), summary.buffers(plan))
+def _optional(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], id: str) -> Markup:
+    return section(title, _listing(names, rows), id=id) if rows else Markup("")
 
 
 def _listing(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:

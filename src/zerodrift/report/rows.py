@@ -10,7 +10,6 @@ Invariant: the expanded patterns of all lines name every row of the plan exactly
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -189,24 +188,17 @@ def _group(
     rows: Sequence[Row], set_numbers: Sequence[int]
 ) -> tuple[tuple[Line, ...], dict[Template, set[int]]]:
     """Return the lines, and all numbers that occur at each place of a name."""
-    families: dict[tuple[tuple[Template, ...], tuple[int, ...], int], dict[Numbers, int]] = defaultdict(dict)
-    occurring: dict[Template, set[Numbers]] = defaultdict(set)
-    for index, row in enumerate(rows):
-        splits = [_split(name) for name in row.names]
-        for text, numbers in splits:
-            occurring[text].add(numbers)
-        texts = tuple(text for text, _ in splits)
-        families[texts, row.whole_shape, set_numbers[index]][splits[0][1]] = index
-    universe = _universe(occurring)
+    universe = _universe(name for row in rows for name in row.names)
+    names = [
+        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
+        for row, number in zip(rows, set_numbers, strict=True)
+    ]
     lines = []
-    for (texts, shape, number), members_of in families.items():
-        for box in _boxes(list(members_of)):
-            members = tuple(sorted(members_of[numbers] for numbers in product(*box)))
-            pattern = _pattern(texts[0], box, universe)
-            also = _also([rows[index] for index in members], universe)
-            numel = math.prod(shape) * len(members)
-            lines.append(Line(pattern, also, shape, numel, members, number))
-    return tuple(sorted(lines, key=lambda line: line.rows[0])), universe
+    for pattern, members in _fold(names, universe):
+        first = rows[members[0]]
+        also, numel = _also([rows[index] for index in members], universe), first.whole_numel * len(members)
+        lines.append(Line(pattern, also, first.whole_shape, numel, members, set_numbers[members[0]]))
+    return tuple(lines), universe
 
 
 def _boundary_lines(
@@ -222,16 +214,13 @@ def _boundary_lines(
 def fold_names(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
     """Fold (name, key) pairs into patterns of names with equal keys, with the indices that each stands for.
     Patterns keep the order of their first index."""
-    occurring: dict[Template, set[Numbers]] = defaultdict(set)
-    for name, _ in names:
-        text, numbers = _split(name)
-        occurring[text].add(numbers)
-    return _fold(names, _universe(occurring))
+    return _fold(names, _universe(name for name, _ in names))
 
 
 def _fold(
     names: Sequence[tuple[str, Hashable]], universe: dict[Template, set[int]]
 ) -> list[tuple[str, tuple[int, ...]]]:
+    """Fold (name, key) pairs into patterns, given all numbers that occur at each place."""
     families: dict[tuple[Template, Hashable], dict[Numbers, int]] = defaultdict(dict)
     for index, (name, alike) in enumerate(names):
         text, numbers = _split(name)
@@ -244,8 +233,11 @@ def _fold(
     return [(pattern, indices) for indices, pattern in sorted(patterns)]
 
 
-def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:
+def _universe(names: Iterable[str]) -> dict[Template, set[int]]:
     """Collect all numbers that occur at each place. The template up to a place is its key."""
+    occurring: dict[Template, set[Numbers]] = defaultdict(set)
+    for text, numbers in map(_split, names):
+        occurring[text].add(numbers)
     universe: dict[Template, set[int]] = defaultdict(set)
     for text, tuples in occurring.items():
         for place, prefix in enumerate(_prefixes(text)):

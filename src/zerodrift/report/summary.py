@@ -123,11 +123,6 @@ def _stage(plan: Plan) -> str:
     return f"{plan.policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"
 
 
-def layout(plan: Plan) -> str:
-    """Count units and segments in a clause."""
-    return f"{several(len(plan.units), 'unit')}, {several(len(plan.segments), 'segment')}"
-
-
 # --- lines and sets -----------------------------------------------------------------------------------
 
 
@@ -347,7 +342,7 @@ def padding(plan: Plan, cost: Cost) -> str:
     text = f"{figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"
     if cost.whole_padding:
         text += f" ({figures.percent(cost.whole_padding / cost.parameters)} to keep them whole)"
-    return f"{text} in {layout(plan)}"
+    return f"{text} in {several(len(plan.units), 'unit')}, {several(len(plan.segments), 'segment')}"
 
 
 def basis(plan: Plan, cost: Cost) -> str:

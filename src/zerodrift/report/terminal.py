@@ -33,24 +33,12 @@ _BILL = 47
 """Width of a cost table. Two stand side by side if they fit."""
 _MOST_SLICES = 6
 
-_STYLES = (
-    ("fp32", "green"),
-    ("split", "green"),
-    ("bf16", "cyan"),
-    ("fp16", "magenta"),
-    ("fp8", "red"),
-)
+_STYLES = (("fp32", "green"), ("split", "green"), ("bf16", "cyan"), ("fp16", "magenta"), ("fp8", "red"))
 """Colours of dtypes."""
 
 
 def plan_text(
-    plan: Plan,
-    cost: Cost,
-    table: Table,
-    timeline: Timeline | None = None,
-    *,
-    color: bool,
-    width: int = WIDTH,
+    plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None, *, color: bool, width: int = WIDTH
 ) -> str:
     """Render a whole plan. `timeline` belongs to its pipeline, if it has one."""
     parts = [
