@@ -74,7 +74,7 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 def load_weights(
     engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
 ) -> LoadedWeights:
-    """Replace the weights of an engine with those of safetensors files; moments and the step count stay.
+    """Replace the weights of an engine with those of safetensors files. Moments and the step count stay.
 
     Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
     False or has a glob for them.

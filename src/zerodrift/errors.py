@@ -140,7 +140,7 @@ class ConfigError(ZerodriftError):
 
 
 class ModelError(ZerodriftError):
-    """Model that cannot be described, such as a missing file."""
+    """Model that cannot be read, built or described."""
 
 
 class UnsupportedError(ZerodriftError):

@@ -82,7 +82,7 @@ class ZeroDriftStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current fit, validation, test or prediction."""
+        """Engine of the current fit, validation, test or prediction."""
         if self._engine is None:
             raise UnsupportedError("engine", "must be asked for while the Trainer runs", got="none yet")
         return self._engine

@@ -299,14 +299,14 @@ def write_page(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepSource:
-    """The model of a simulated step, and a function that plans it under more overrides."""
+    """Model of a simulated step, and a function that plans it under more overrides."""
 
     plans: Plans
     model: str
     tokens: int | None = None
     """Tokens of a sample. None for a config, which does not say it."""
     recompute: bool | None = None
-    """Whether a job computes activations again. None for a config."""
+    """True if a job recomputes activations. None for a config."""
 
 
 def _simulation_text(

@@ -21,11 +21,11 @@ class Cell:
 
     column: str
     value: str
-    """The cell as the table writes it."""
+    """Text of the cell in the table."""
     words: str
-    """The value in words, such as `bf16, sharded`."""
+    """Value in words, such as `bf16, sharded`."""
     why: str
-    """The config key or the rule that set the cell. Empty if a frozen parameter has no such column."""
+    """Config key or rule that set the cell. Empty if a frozen parameter has no such column."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import Columns
 
 Numbers = tuple[int, ...]
-"""The numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""
+"""Numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""
 
 Template = tuple[str | None, ...]
-"""The components of a name, None for a number. A component may itself be a star."""
+"""Components of a name, with None for a number. A component may itself be a star."""
 
 Box = tuple[frozenset[int], ...]
 """One set of numbers per place, for all their combinations."""

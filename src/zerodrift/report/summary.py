@@ -42,7 +42,7 @@ class ReasonUse:
 
     letters: tuple[str, ...]
     where: str
-    """The letters with runs shortened: `A C-F`."""
+    """Letters with runs shortened: `A C-F`."""
     cells: tuple[tuple[str, str], ...]
     """(column, cell text) pairs, in the order of COLUMNS."""
     every: bool

@@ -89,7 +89,7 @@ def _counted(pattern: str, count: int) -> str:
 
 @dataclass(slots=True)
 class _Branch:
-    """A part of a path, and what is below it."""
+    """Component of a module path, with the components below it."""
 
     name: str
     module: TracedModule | None = None
@@ -256,21 +256,21 @@ def _without_sums(backward: Iterable[TracedOperation]) -> frozenset[tuple[str, s
 
 def operation_runs(module: TracedModule) -> list[OperationRun]:
     """Group the operations of a module that read or write floating numbers."""
-    found: list[OperationRun] = []
+    forward: list[OperationRun] = []
     for operation in module.forward:
-        told = dtypes(operation)
-        if not told:
+        types = dtypes(operation)
+        if not types:
             continue
         name = shown_name(operation)
-        if found and found[-1].dtypes == told:
-            found[-1] = OperationRun(told, (*found[-1].names, name))
+        if forward and forward[-1].dtypes == types:
+            forward[-1] = OperationRun(types, (*forward[-1].names, name))
         else:
-            found.append(OperationRun(told, (name,)))
-    behind: dict[str, dict[str, None]] = {}
+            forward.append(OperationRun(types, (name,)))
+    backward: dict[str, dict[str, None]] = {}
     for operation in module.backward:
-        if told := dtypes(operation):
-            behind.setdefault(told, {})[shown_name(operation)] = None
-    return [*found, *(OperationRun(told, tuple(names), True) for told, names in behind.items())]
+        if types := dtypes(operation):
+            backward.setdefault(types, {})[shown_name(operation)] = None
+    return [*forward, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
 
 
 def shown_name(operation: TracedOperation) -> str:
@@ -285,10 +285,12 @@ def shown_name(operation: TracedOperation) -> str:
 
 def dtypes(operation: TracedOperation) -> str:
     """Format dtypes: `bf16`, `bf16 -> fp32`, `bf16 fp32 -> fp32`. `""` without floating numbers."""
-    given, made = ([tensor.dtype for tensor in tensors] for tensors in (operation.inputs, operation.outputs))
-    if not any(map(_floats, (*given, *made))):
+    inputs, outputs = (
+        [tensor.dtype for tensor in tensors] for tensors in (operation.inputs, operation.outputs)
+    )
+    if not any(map(_floats, (*inputs, *outputs))):
         return ""
-    one, other = _floating_first(given), _floating_first(made)
+    one, other = _join_floating(inputs), _join_floating(outputs)
     return one if one == other or not other else f"{one} -> {other}" if one else other
 
 
@@ -297,10 +299,10 @@ def _floats(dtype: str) -> bool:
     return dtype in known or dtype.startswith("complex")
 
 
-def _floating_first(told: Sequence[str]) -> str:
+def _join_floating(names: Sequence[str]) -> str:
     """Join the floating dtypes, or all dtypes if none is floating."""
-    floating = [dtype for dtype in told if _floats(dtype)]
-    return " ".join(sorted(dict.fromkeys(floating or told)))
+    floating = [dtype for dtype in names if _floats(dtype)]
+    return " ".join(sorted(dict.fromkeys(floating or names)))
 
 
 def hidden_lines(found: Sequence[Hidden]) -> list[HiddenLine]:
