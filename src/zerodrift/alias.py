@@ -16,7 +16,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -141,11 +140,7 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename not in ("METADATA", "PKG-INFO"):
             return None
-        message = Message()
-        message["Metadata-Version"] = "2.1"
-        message["Name"] = NAME
-        message["Version"] = DEEPSPEED
-        return str(message)
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {DEEPSPEED}\n\n"
 
     def locate_file(self, path: Any) -> Any:
         raise FileNotFoundError(path)

@@ -16,9 +16,9 @@ from zerodrift.plan.cost import Peak, RestingBytes
 from zerodrift.plan.table import BufferRow, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec, Decision, Master, Placed, Reduction, State
 from zerodrift.report import names, summary, terminal
-from zerodrift.report.brief import brief_text
 from zerodrift.report.explain import explain
 from zerodrift.report.rows import group_rows, list_rows
+from zerodrift.report.terminal import brief_text
 
 LONG = ".".join(["a_rather_long_module_name"] * 9) + ".weight"
 BF16 = handmade.columns()

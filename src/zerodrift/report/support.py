@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.rule import Rule
+from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.dtypes import BLOCK
@@ -18,7 +17,7 @@ from zerodrift.plan.cost import block_bytes
 from zerodrift.policy.nouns import State
 from zerodrift.policy.order import CARRIED, GIVEN_UP, REFUSED
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
-from zerodrift.report.frame import WIDTH, grid, render, section
+from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 
 _STYLES = {"yes": "green", "narrow": "yellow", "no": "red"}
@@ -63,14 +62,13 @@ def support_text(
 ) -> str:
     """Render one block per backend, with as many stages side by side as fit."""
     matrix = _Matrix(cells)
-    head = Text().append("zerodrift", style="bold").append(" support")
     legend = [
         ("yes", "runs as it is"),
         ("narrow", f"runs with {_NARROW}: the letter says what is lost"),
         ("no", "is refused: the letter says why"),
         ("default", _DEFAULT),
     ]
-    parts: list[RenderableType] = [Group(head, Rule(style="dim")), grid(legend, (7,), ("bold",), width)]
+    parts: list[RenderableType] = [title("support", width=width), grid(legend, (7,), ("bold",), width)]
     for backend in matrix.backends:
         parts.append(section(f"backend {backend}"))
         for number, places in enumerate(_side_by_side(matrix.places, (width - _MODE - _ACCUMULATE) // _CELL)):

@@ -18,11 +18,12 @@ from rich.rule import Rule
 from rich.table import Table as Grid
 from rich.text import Text
 
+from zerodrift.errors import listed
 from zerodrift.legible import legible
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.plan.timeline import Timeline
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation, OwnedRange
 from zerodrift.report.frame import WIDTH, elide, grid, pairs, render, section, title
@@ -32,6 +33,8 @@ _INDENT = 3
 _BILL = 47
 """Width of a cost table. Two stand side by side if they fit."""
 _MOST_SLICES = 6
+_MOST_SETS = 5
+"""Column sets in `brief_text`, which counts the others in one line."""
 
 _STYLES = (("fp32", "green"), ("split", "green"), ("bf16", "cyan"), ("fp16", "magenta"), ("fp8", "red"))
 """Colours of dtypes."""
@@ -359,3 +362,49 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
 
 def _slice(owned: OwnedRange, explanation: Explanation) -> str:
     return f"rank {owned.rank} of {explanation.shard}: elements {owned.start:,} to {owned.stop - 1:,}"
+
+
+# --- a plan in a few lines ----------------------------------------------------------------------------
+
+
+def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:
+    """Return the lines about a plan that a run prints before its first step."""
+    facts = dict(summary.facts(plan))
+    memory = (
+        f"{figures.size(cost.rest.total)} at rest, {figures.size(cost.peak.total)} at peak without "
+        f"activations, {figures.size(cost.wire)} sent per step; of one rank"
+    )
+    rows = [
+        ("model", f"{facts['model']}, {facts['parameters']}"),
+        ("ranks", f"{facts['mesh']}, stage {plan.policy.sharding.stage}, {plan.policy.backend}"),
+        *((label, facts[label]) for label in ("optimizer", "schedule") if label in facts),
+        *_set_lines(table),
+        ("cost", memory),
+        *(("!", note) for note in plan.notes),
+        *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
+    ]
+    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+
+
+def _set_lines(table: Table) -> Iterable[tuple[str, str]]:
+    """Yield a line for each of the first column sets."""
+    sets = list(table.shown())
+    for item in sets[:_MOST_SETS]:
+        words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
+        lines = table.members(item)
+        more = sum(line.count for line in lines) - lines[0].count
+        names = lines[0].pattern + (f" and {more:,} more" if more else "")
+        yield f"dtypes {item.letter}", f"{' '.join(words)}: {_dtypes(item.columns)}; {names}"
+    if len(sets) > _MOST_SETS:
+        yield "", f"and {len(sets) - _MOST_SETS:,} more sets, with --plan"
+
+
+def _dtypes(columns: Columns) -> str:
+    """Return the storage dtype, then other columns by dtype: `bf16, accumulate and state fp32`."""
+    cells = {column: cell.rstrip("/") for column, cell in columns.cells().items()}
+    by_dtype: dict[str, list[str]] = {}
+    for column, cell in cells.items():
+        by_dtype.setdefault(cell, []).append(column)
+    most = cells["storage"]
+    others = [f"{listed(names)} {cell}" for cell, names in by_dtype.items() if cell not in (most, "same")]
+    return f"{most}, {'; '.join(others)}" if others else f"{most} in every column"
