@@ -1,7 +1,7 @@
 """zerodrift: sharded mixed-precision training in which every dtype is decided in one readable table.
 
-Names are loaded on first use, so that `import zerodrift` costs nothing and needs no torch. The imports below
-are for editors and type checkers, `_NAMES` is for Python; a test holds them to each other.
+Names are loaded on first use, so that `import zerodrift` is fast and needs no torch. Type checkers read the
+imports below, and Python reads `_NAMES`. A test compares the two.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _NAMES = {
     "policy.nouns": "Policy",
     "policy.resolve": "mesh_for resolve",
 }
-"""File of the package -> the public names in it."""
+"""Module -> its public names."""
 
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

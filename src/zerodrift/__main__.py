@@ -1,14 +1,13 @@
-"""The console script, and `python -m zerodrift`.
+"""Console script, and `python -m zerodrift`.
 
-Invariant: Ctrl-C while a verb is still imported ends as Ctrl-C in the verb does, without a traceback. So
-nothing is imported before.
+Invariant: Ctrl-C ends without a traceback, even while the command line is imported.
 """
 
 import sys
 
 
 def main() -> None:
-    """Run the verb that was typed."""
+    """Run the command line."""
     try:
         from zerodrift import cli
 

@@ -1,11 +1,10 @@
-"""In this process, `import deepspeed` is zerodrift's drop-in: by `activate`, or from its start by `run`.
+"""Import hook that makes `import deepspeed` the drop-in of zerodrift in this process.
 
-For `transformers.Trainer`, `accelerate`, PEFT, TRL and whatever else imports DeepSpeed by its name: they find
-the drop-in's modules, and a version of DeepSpeed to compare with, whether DeepSpeed is installed or not. What
-`run` was told to add to their configs is kept here for the drop-in, which reads those configs.
+`activate` or `zerodrift run` installs it. Libraries that import DeepSpeed by its name then find the drop-in
+and a version of DeepSpeed, whether DeepSpeed is installed or not.
 
-Invariant: a module has one instance under both names, so classes and `isinstance` agree; nothing of the
-drop-in is imported before somebody asks for it.
+Invariant: a module has one instance under both names, so that `isinstance` agrees. The drop-in is imported on
+first use.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -31,66 +29,66 @@ NAME = "deepspeed"
 HOME = "zerodrift.deepspeed"
 
 Milestone = Literal["started", "imported", "initialized"]
-"""How far a command has come: a process began, imported the drop-in, made an engine with it."""
+"""Progress of a command: a process started, imported the drop-in, or made an engine with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """What a process was started with by `run`."""
+class RunSettings:
+    """Settings of a process that `zerodrift run` started."""
 
     folder: Path
-    """Where milestones are left."""
+    """Folder of the milestone files."""
     config: Mapping[str, Any]
     """Keys to add to every config."""
     flags: Mapping[str, str]
-    """Path of a key -> the flag that it came by."""
+    """Path of a key -> the flag that set it."""
 
-    def reached(self, milestone: Milestone) -> None:
-        with contextlib.suppress(OSError):  # the command has ended, and this process has not
+    def mark_reached(self, milestone: Milestone) -> None:
+        with contextlib.suppress(OSError):  # this process has outlived the command
             (self.folder / milestone).touch()
 
 
 def activate() -> None:
-    """Answer to `import deepspeed`. Call it before anything imports DeepSpeed, transformers or accelerate;
-    calling it again does nothing."""
-    if _standing() is None:
-        _stand_in("activate", "Call it at the top of the script.", None)
+    """Make `import deepspeed` import zerodrift. Call this before DeepSpeed, transformers or accelerate is
+    imported. A second call does nothing."""
+    if _installed_finder() is None:
+        _install_finder("activate", "Call it at the top of the script.", None)
 
 
 def begin(folder: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> None:
-    """The same at the start of a process of `run`."""
-    errand = Errand(Path(folder), config, flags)
-    _stand_in("zerodrift run", "A .pth file of that Python does it: move or remove that.", errand)
-    errand.reached("started")
+    """Make `import deepspeed` import zerodrift in a process of `zerodrift run`."""
+    settings = RunSettings(Path(folder), config, flags)
+    _install_finder("zerodrift run", "A .pth file of that Python does it: move or remove that.", settings)
+    settings.mark_reached("started")
 
 
-def errand() -> Errand | None:
-    """That of this process; None where `run` has not started it."""
-    finder = _standing()
-    return None if finder is None else finder.errand
+def run_settings() -> RunSettings | None:
+    """Return the settings of this process, or None if `zerodrift run` did not start it."""
+    finder = _installed_finder()
+    return None if finder is None else finder.settings
 
 
-def _standing() -> _Finder | None:
+def _installed_finder() -> _Finder | None:
     return next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
 
 
-def _stand_in(where: str, do: str, errand: Errand | None) -> None:
-    there = sys.modules.get(NAME)
-    if there is not None:
+def _install_finder(where: str, do: str, settings: RunSettings | None) -> None:
+    imported = sys.modules.get(NAME)
+    if imported is not None:
         raise UnsupportedError(
             where,
             "must be called before DeepSpeed is imported",
-            got=f"DeepSpeed from {there.__file__}",
+            got=f"DeepSpeed from {imported.__file__}",
             do=do,
         )
-    sys.meta_path.insert(0, _Finder(errand))
+    sys.meta_path.insert(0, _Finder(settings))
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """What Python asks for modules, and for distributions: its protocol is a class."""
+    """Finder of the modules and the distribution `deepspeed`."""
 
-    def __init__(self, errand: Errand | None) -> None:
-        self.errand = errand
+    def __init__(self, settings: RunSettings | None) -> None:
+        self.settings = settings
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,15 +99,17 @@ class _Finder(importlib.metadata.DistributionFinder):
         spec = importlib.util.find_spec(home)
         if spec is None:
             return None
-        return ModuleSpec(fullname, _Same(spec), is_package=spec.submodule_search_locations is not None)
+        return ModuleSpec(
+            fullname, _AliasLoader(spec), is_package=spec.submodule_search_locations is not None
+        )
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name == NAME:
             yield _Distribution()
 
 
-class _Same(Loader):
-    """Loads a module by handing out another."""
+class _AliasLoader(Loader):
+    """Loader that returns a module of the drop-in under its DeepSpeed name."""
 
     def __init__(self, home: ModuleSpec) -> None:
         self._home = home
@@ -121,30 +121,26 @@ class _Same(Loader):
             must = f"which is `{NAME}` in this process, must be importable by {sys.executable}"
             raise ImportError(str(Problem("zerodrift", must, got=str(error))), name=error.name) from error
         self._spec = module.__spec__
-        given = errand()
-        if given is not None:
-            given.reached("imported")
+        settings = run_settings()
+        if settings is not None:
+            settings.mark_reached("imported")
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import machinery has written the other name's over it
+        module.__spec__ = self._spec  # the import machinery has replaced it
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For `python -m deepspeed.NAME`."""
+        """Return the code for `python -m deepspeed.NAME`."""
         return self._home.loader.get_code(self._home.name)  # type: ignore[union-attr]
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """As much of an installed DeepSpeed as others ask for: its name and version."""
+    """Distribution with the name and version of DeepSpeed."""
 
     def read_text(self, filename: str) -> str | None:
         if filename not in ("METADATA", "PKG-INFO"):
             return None
-        message = Message()
-        message["Metadata-Version"] = "2.1"
-        message["Name"] = NAME
-        message["Version"] = DEEPSPEED
-        return str(message)
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {DEEPSPEED}\n\n"
 
     def locate_file(self, path: Any) -> Any:
         raise FileNotFoundError(path)

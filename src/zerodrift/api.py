@@ -1,6 +1,6 @@
-"""What a user of the library calls: thin compositions of the rooms, exported by `zerodrift`.
+"""Functions of the library that `zerodrift` exports.
 
-Invariant: nothing is decided here.
+Invariant: they only compose other rooms and decide nothing.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def make_plan(
     loaded = load(config, overrides)
     mesh = mesh_for(loaded, world_size)
     spec = describe(model)
-    versions.warn()  # when whatever reads the model has been imported
+    versions.warn()  # after the library that reads the model is imported
     return build(resolve(loaded, mesh, auto), spec, mesh)
 
 
 def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
-    """A context in which modules are built without memory for their parameters.
+    """Return a context in which modules are built without memory for their parameters.
 
     Buffers are computed as usual. `initialize` then gives each rank memory for its own slices and fills them
     from `weights`, or with the values that the modules would have set, which are the same bits on any number
@@ -72,13 +72,9 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
 
 
 def load_weights(
-    engine: Engine,
-    path: str | os.PathLike[str],
-    strict: bool | Sequence[str] = True,
-    *,
-    quiet: bool = False,
+    engine: Engine, path: str | os.PathLike[str], strict: bool | Sequence[str] = True, *, quiet: bool = False
 ) -> LoadedWeights:
-    """Replace the weights of an engine with those of safetensors files; moments and the step count stay.
+    """Replace the weights of an engine with those of safetensors files. Moments and the step count stay.
 
     Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
     False or has a glob for them.
@@ -157,7 +153,7 @@ def initialize(
             versions.warn()
         first = InitialValues.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
-        with _told(first, plan, shown=mesh.rank() == 0 and not quiet):
+        with _announced(first, plan, shown=mesh.rank() == 0 and not quiet):
             return _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
     except BaseException:
         mesh.stop()
@@ -190,7 +186,7 @@ def _engine(
     sources: ValueSources,
     parts: Parts | None,
 ) -> Engine:
-    """The engine over what executes the plan."""
+    """Build the engine for the backend of a plan."""
     from zerodrift.engine.engine import Engine
 
     if plan.policy.pipeline is not None:
@@ -210,10 +206,10 @@ def _engine(
 
 
 @contextlib.contextmanager
-def _told(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
-    """Around the making of an engine: the plan before, what was read of weights after."""
+def _announced(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
+    """Print the plan before an engine is made, and a report of its weights afterwards."""
     from zerodrift.plan.cost import cost
-    from zerodrift.report.rows import grouped
+    from zerodrift.report.rows import group_rows
     from zerodrift.report.terminal import plan_text
 
     if shown:
@@ -222,7 +218,7 @@ def _told(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
             from zerodrift.pipeline.schedules import timeline
 
             order = timeline(plan)
-        print(plan_text(plan, cost(plan), grouped(plan), order, color=sys.stdout.isatty()))
+        print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))
     first.show(shown)
     yield
     done = first.finish()

@@ -1,8 +1,6 @@
-"""Names, sizes and ranges of dtypes, and what is lost on the way from one to another.
+"""Names, sizes and ranges of dtypes, and the losses of casts between them.
 
-Torch is not imported here: the whole line from config to plan runs without it. `DType.torch` is the one
-bridge, crossed by the rooms that hold tensors. The exact hi/lo split of an fp32 value lives with the
-updates in `optim`, which is where bits are moved.
+Only `DType.torch` imports torch, because planning runs without torch.
 
 Invariant: a dtype has one short name (`bf16`), used in config keys, tables, errors and docs.
 """
@@ -23,22 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
+    """Bytes, exponent bits and stored mantissa bits of a dtype, and its names. Integers have 0 bits."""
+
     size: int
-    """Bytes."""
     exponent: int
-    """Exponent bits; 0 for what is not floating."""
     mantissa: int
-    """Stored mantissa bits; 0 for what is not floating."""
     torch: str
-    """The attribute of `torch`."""
     safetensors: str
-    """The name in a safetensors header."""
 
 
 class DType(enum.Enum):
-    """One dtype; the value is its short name."""
+    """Dtype with its short name as the value."""
 
-    __hash__ = object.__hash__  # members are alone; that of `Enum` is a call for each look into a table
+    __hash__ = object.__hash__  # `Enum.__hash__` is slow for lookups in tables
     FP64 = "fp64"
     FP32 = "fp32"
     BF16 = "bf16"
@@ -75,7 +70,7 @@ class DType(enum.Enum):
 
     @property
     def exponent(self) -> int:
-        """Exponent bits, the range."""
+        """Exponent bits, which set the range."""
         return _FORMATS[self].exponent
 
     @property
@@ -84,13 +79,13 @@ class DType(enum.Enum):
 
     @functools.cached_property
     def torch(self) -> torch.dtype:
-        """The torch dtype. Imports torch."""
+        """Dtype of torch. Imports torch."""
         import torch
 
         return getattr(torch, _FORMATS[self].torch)
 
     def holds(self, other: DType) -> bool:
-        """Whether every value of `other` is a value of this dtype."""
+        """Return True if this dtype represents every value of `other`."""
         return self is other or (
             self.is_floating
             and other.is_floating
@@ -123,30 +118,23 @@ _SPELLINGS: dict[str, DType] = {
     "double": DType.FP64,
 }
 
-_TRAINING = (DType.FP32, DType.BF16, DType.FP16)
-
-ADMITTED: Mapping[str, tuple[DType, ...]] = {
-    "storage": _TRAINING,
-    "gather": _TRAINING,
-    "compute": _TRAINING,
-    "grad": _TRAINING,
-    "accumulate": _TRAINING,
-    "reduce.wire": _TRAINING,
-    "reduce.sum": _TRAINING,
-    "export": _TRAINING,
-    "buffers": _TRAINING,
-}
-"""What a config may say for a column, whichever key says it. `master` and `state` have words of their own."""
-
+ADMITTED: Mapping[str, tuple[DType, ...]] = dict.fromkeys(
+    (
+        *("storage", "gather", "compute", "grad", "accumulate", "reduce.wire", "reduce.sum"),
+        *("export", "buffers"),
+    ),
+    (DType.FP32, DType.BF16, DType.FP16),
+)
+"""Column -> its dtypes in a config. `master` and `state` have other values."""
 
 BLOCK = 256
-"""Elements. Parameters start on multiples of it, and every slice is a multiple of it, so a block of 256
-elements of one parameter is never cut: what is computed per block (a partial norm, the scale of an `8bit`
-moment, a key of random rounding) does not depend on the stage."""
+"""Elements of a block. Parameters start on multiples of BLOCK, and slices are multiples of BLOCK, so that no
+block is cut. Values per block (partial norms, scales of `8bit` moments, keys of random rounding) therefore do
+not depend on the stage."""
 
 
 def spellings(dtypes: Sequence[DType]) -> list[str]:
-    """Every accepted spelling of the given dtypes, short names first."""
+    """Return every accepted spelling of the dtypes, short names first."""
     return sorted(
         (text for text, dtype in _SPELLINGS.items() if dtype in dtypes),
         key=lambda text: (text not in DType._value2member_map_, text),
@@ -154,7 +142,7 @@ def spellings(dtypes: Sequence[DType]) -> list[str]:
 
 
 def parse(text: str) -> DType:
-    """`"bf16"`, `"bfloat16"`, `"torch.bfloat16"` -> `DType.BF16`."""
+    """Parse a dtype: `bf16`, `bfloat16`, `torch.bfloat16` -> `DType.BF16`."""
     dtype = _SPELLINGS.get(text.strip().lower().removeprefix("torch."))
     if dtype is None:
         raise ConfigError("dtype", "must be known", got=repr(text), do=did_you_mean(text, _SPELLINGS))
@@ -162,20 +150,17 @@ def parse(text: str) -> DType:
 
 
 def from_safetensors(text: str) -> DType | None:
-    """The dtype of a safetensors header, or None for one that zerodrift does not know."""
-    for dtype, form in _FORMATS.items():
-        if form.safetensors == text:
-            return dtype
-    return None
+    """Return the dtype of a safetensors name, or None if it is unknown."""
+    return next((dtype for dtype, form in _FORMATS.items() if form.safetensors == text), None)
 
 
 def from_torch(dtype: torch.dtype) -> DType | None:
-    """The dtype of a tensor, or None for one that zerodrift does not know."""
+    """Return our dtype for one of torch, or None if it is unknown."""
     return _SPELLINGS.get(str(dtype).removeprefix("torch."))
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """The narrowest training dtype that holds all of the given ones (bf16 and fp16 meet in fp32)."""
+    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
     for candidate in sorted(set(dtypes), key=lambda d: (d.size, d.value)):
         if all(candidate.holds(other) for other in dtypes):
             return candidate
@@ -183,7 +168,7 @@ def widest(dtypes: tuple[DType, ...]) -> DType:
 
 
 def lost(source: DType, target: DType) -> tuple[str, ...]:
-    """What a cast may lose: a subset of ("range", "precision"), empty when the cast is exact."""
+    """Return the losses of a cast: "range", "precision", both or none."""
     if not (source.is_floating and target.is_floating):
         return () if source is target else ("range", "precision")
     losses = []

@@ -1,22 +1,20 @@
-"""The exception tree, and how a message is formed.
+"""Exception classes, and the format of their messages.
 
-    ZerodriftError              anything that zerodrift says no to
+    ZerodriftError              anything that zerodrift refuses
     +-- ConfigError             a config file or dict: unreadable, unknown keys, contradictions
     +-- ModelError              a model that cannot be described: no such file, cannot be built
-    +-- UnsupportedError        a combination that is understood and refused, with the reason
+    +-- UnsupportedError        a combination that is refused with its reason
     +-- MeshError               ranks and axes that do not fit together
-    +-- RankError               a rank that died, hung or disagrees with the others
+    +-- RankError               a rank that died, hung or disagrees with others
     +-- NonFiniteError          a NaN or infinity where the caller asked for an error
-    +-- PrecisionError          a dtype that was seen in a run and is not the plan's
+    +-- PrecisionError          a dtype in a run that differs from the plan
     +-- CheckpointError         a checkpoint that cannot be written, is damaged, or belongs to something else
 
-A message reads **where: what must hold; got what. What to do.** An error is made of those four parts,
-`raise ConfigError(where, must, got=..., do=...)`, and keeps them. `Problems` collects all of a kind so that a
-person sees every mistake at once, and `relayed` is for what another rank or process has said, which is text.
-What a message quotes is somebody else's, so it is made legible where it is told.
+A message reads **where: what must hold; got what. What to do.** An error keeps these four parts:
+`raise ConfigError(where, must, got=..., do=...)`. `Problems` collects several into one error. `relayed` makes
+an error from the text of another rank or process. Quoted text is made legible.
 
-Invariant: users only ever see subclasses of ZerodriftError; a broken promise of our own code raises
-AssertionError.
+Invariant: users only see subclasses of ZerodriftError. A bug of our own raises AssertionError.
 """
 
 from __future__ import annotations
@@ -36,18 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, in the four parts of a message."""
+    """One mistake, in the four parts of a message."""
 
     where: str
-    """The key, argument, file or parameter, in the user's own spelling; shown in backticks, unless it has its
-    own."""
+    """Key, argument, file or parameter in the user's spelling. Backticks are added if it has none."""
     must: str
-    """What must hold, as a clause: "must be 0, 1, 2 or 3"."""
+    """Requirement as a clause: "must be 0, 1, 2 or 3"."""
     _: KW_ONLY
     got: str = ""
-    """What was found, usually a `repr`."""
+    """Value that was found, usually a `repr`."""
     do: str = ""
-    """What to do about it, in sentences of their own."""
+    """Advice in whole sentences."""
 
     def __str__(self) -> str:
         where = self.where if "`" in self.where else f"`{self.where}`"
@@ -62,14 +59,13 @@ class Problem:
 
 
 MOST = 50
-"""Problems that one error tells."""
+"""Most problems in the text of one error."""
 
 
 class ZerodriftError(Exception):
-    """Base of everything that zerodrift refuses.
+    """Base class of all refusals.
 
-    `where`, `must`, `got` and `do` are the parts of the message, of several problems those of the first;
-    `problems` has them all.
+    `where`, `must`, `got` and `do` are the parts of the first problem. `problems` has all of them.
     """
 
     problems: tuple[Problem, ...]
@@ -80,7 +76,7 @@ class ZerodriftError(Exception):
 
     @classmethod
     def of(cls, problems: Iterable[Problem], heading: str = "") -> Self:
-        """One error of several problems, one a line, behind the file that all of them are in."""
+        """Make one error of several problems, one per line, behind the name of their file."""
         found = tuple(problems)
         prefix = f"{legible(heading)}: " if heading else ""
         if len(found) == 1:
@@ -93,7 +89,7 @@ class ZerodriftError(Exception):
 
     @classmethod
     def joined(cls, errors: Iterable[ZerodriftError]) -> Self:
-        """What several errors say, one after the other."""
+        """Join the texts and problems of several errors."""
         found = list(errors)
         return cls._made(
             "\n".join(map(str, found)), tuple(each for error in found for each in error.problems)
@@ -101,11 +97,11 @@ class ZerodriftError(Exception):
 
     @classmethod
     def relayed(cls, text: str) -> Self:
-        """What another rank or process said, which has come here as text and has no parts any more."""
+        """Make an error without parts from the text of another rank or process."""
         return cls._made(text, ())
 
     def reworded(self, change: Callable[[str], str]) -> Self:
-        """The same with other advice: `change` is given what to do, and the text that it is in."""
+        """Apply `change` to the advice and to the text of this error."""
         problems = tuple(replace(problem, do=change(problem.do)) for problem in self.problems)
         return self._made(change(self.args[0]), problems)
 
@@ -140,39 +136,39 @@ class ZerodriftError(Exception):
 
 
 class ConfigError(ZerodriftError):
-    """The config cannot be read, or contradicts itself."""
+    """Config that cannot be read or contradicts itself."""
 
 
 class ModelError(ZerodriftError):
-    """The model cannot be described: no such file, or it cannot be built."""
+    """Model that cannot be read, built or described."""
 
 
 class UnsupportedError(ZerodriftError):
-    """The combination is understood and refused, with the reason."""
+    """Combination that is refused with its reason."""
 
 
 class MeshError(ZerodriftError):
-    """The number of ranks does not fit the axes of the mesh."""
+    """Number of ranks that does not fit the axes of the mesh."""
 
 
 class RankError(ZerodriftError):
-    """A rank died, hung, or disagrees with the others."""
+    """Rank that died, hung, or disagrees with the others."""
 
 
 class NonFiniteError(ZerodriftError):
-    """A NaN or an infinity was found, and the caller asked for an error."""
+    """NaN or infinity, where the caller asked for an error."""
 
 
 class PrecisionError(ZerodriftError):
-    """A run used a dtype that is not the plan's."""
+    """Dtype in a run that differs from the plan."""
 
 
 class CheckpointError(ZerodriftError):
-    """A checkpoint cannot be written, is damaged, or belongs to something else."""
+    """Checkpoint that cannot be written, is damaged, or belongs to another run or model."""
 
 
 class Problems:
-    """Collects problems and raises them as one error."""
+    """Collection of problems, raised as one error."""
 
     def __init__(self) -> None:
         self._found: dict[Problem, None] = {}
@@ -196,32 +192,32 @@ class Problems:
 
 
 def first_line(error: BaseException) -> str:
-    """What somebody else's error says, without its stack; its class where it says nothing."""
+    """Return the first line of a foreign error, or its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def said(error: BaseException) -> str:
-    """The same behind its class, for an error whose text alone could be anything."""
+    """Return the class and the first line of a foreign error."""
     name, text = type(error).__name__, first_line(error)
     return name if text == name else f"{name}: {text}"
 
 
 def refused_by_system(error: OSError) -> ZerodriftError | None:
-    """A file that cannot be used, in our words; None for an error that is of no file."""
+    """Turn an OSError of a file into a refusal. Return None for an error without a file."""
     if error.filename is None or not error.strerror:
         return None
-    place = error.filename if error.filename2 is None else error.filename2  # of a rename, what it was to be
+    place = error.filename if error.filename2 is None else error.filename2  # the target of a rename
     where = os.fsdecode(place) if isinstance(place, (str, bytes)) else str(place)
     return ZerodriftError(where, "must be usable", got=error.strerror)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The known words closest to `word`, best first; empty when nothing is close."""
+    """Return the known words closest to `word`, best first, or an empty list."""
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.6)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that offers the nearest known words, or an empty string."""
+    """Return a sentence that offers the nearest known words, or `""`."""
     near = nearest(word, known, count=3)
     if not near:
         return ""
@@ -229,11 +225,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def several(count: int, word: str, plural: str = "") -> str:
-    """`1 rank`, `64 ranks`."""
+    """Format a count: `1 rank`, `64 ranks`."""
     return f"1 {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
 
 
 def listed(words: Iterable[object], last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words: `a`, `a and b`, `a, b and c`."""
     texts = list(map(str, words))
     return f" {last} ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))

@@ -1,10 +1,9 @@
-"""Opens files that somebody named, if that is what they are, and locks those that processes share.
+"""Regular files and file locks.
 
-A pipe would be waited for without end, a device may never end, and opening a socket says nothing that
-helps. So what a path leads to is looked at first.
+Reading a pipe or a device may never end, so the kind of a path is checked first.
 
-Invariant: what is opened is a regular file; anything else is an OSError whose `strerror` says what it is. A
-lock goes with its process, however that ends.
+Invariant: only regular files are opened. Anything else is an OSError whose `strerror` names its kind. A lock
+ends with its process.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """What a mode says that a path is; `""` for a regular file."""
+    """Name the kind of a file mode, or `""` for a regular file."""
     return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def kind(path: str | os.PathLike[str]) -> str:
-    """What a path leads to where that is no regular file, `a pipe` say; `""` for one, and for nothing."""
+    """Name the kind of a path, such as `a pipe`, or `""` for a regular or missing file."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -48,7 +47,7 @@ def kind(path: str | os.PathLike[str]) -> str:
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, to read bytes from."""
+    """Open a regular file to read bytes."""
     kind_found = kind(path)
     if kind_found == "a folder":
         raise IsADirectoryError(errno.EISDIR, kind_found, os.fsdecode(path))
@@ -59,7 +58,7 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """One process at a time, which is told that it is alone; without locks there may be several."""
+    """Lock a file. Yield True if this process holds it alone, and False on a system without locks."""
     with path.open("w") as file:
         alone = False
         if fcntl is not None:
@@ -70,7 +69,7 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has it, as far as can be told: where there are no locks, it is believed to."""
+    """Return True if a process holds the lock, or if the system has no locks."""
     if fcntl is None:
         return True
     try:

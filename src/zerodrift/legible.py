@@ -1,11 +1,9 @@
-"""Somebody's text as it may be printed: what a terminal would obey is escaped, what never ends is cut.
+"""Escape and cut foreign text before it is printed.
 
-Names of parameters, classes, files and config keys come from models and files of other people. Every text
-that a person reads goes through here on its way: the message of an error, a cell of a report, an element of
-a page. JSON does not: it has escapes of its own and stays exact.
+Names of parameters, classes, files and config keys come from other people. Error messages, reports and pages
+make them legible. JSON stays exact, because it has its own escapes.
 
-Invariant: what is returned is one line of printable characters, of bounded length; what was so already is
-returned as it is, so it does no harm twice.
+Invariant: the result is one line of printable characters of bounded length. A legible text is not changed.
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from __future__ import annotations
 import re
 
 WORD = 240
-"""Characters without a blank between them that are shown whole: a path, a name, a list of names."""
+"""Most characters of a word without blanks, such as a path."""
 
 LINE = 8_000
-"""Characters that are shown at all."""
+"""Most characters of a line."""
 
 _LONG = re.compile(rf"\S{{{WORD + 1},}}")
 
 _PLAIN = str.maketrans({"─": "-", "█": "#"})
-"""For terminals that cannot show the drawing characters."""
+"""Replacements of drawing characters for terminals without them."""
 
 
 def legible(text: str) -> str:
-    """`text` on one line: with escapes for what is not printable, without the middle of what is too long."""
+    """Return a text on one line. Unprintable characters are escaped, and the middle of long words is cut."""
     if len(text) > 4 * LINE:
         text = _cut(text, 2 * LINE)
     if not text.isprintable():
@@ -36,7 +34,7 @@ def legible(text: str) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` in what a stream can show: what it cannot is replaced."""
+    """Replace the characters of a text that an encoding cannot represent."""
     encoding = encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -46,19 +44,19 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def lines(text: str) -> str:
-    """The same for a text of several lines, which stay lines."""
+    """Make every line of a text legible."""
     return "\n".join(map(legible, text.split("\n")))
 
 
 def _escaped(char: str) -> str:
-    # A blank that does not break is what reports hold cells together with.
+    # Reports use no-break spaces.
     return (
         char if char.isprintable() or char == "\N{NO-BREAK SPACE}" else char.encode("unicode_escape").decode()
     )
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning and the end, which say most."""
+    """Keep the beginning and the end of a long text."""
     if len(text) <= most:
         return text
     tail = (most - 3) // 3

@@ -1,4 +1,4 @@
-"""A strategy for Lightning's `Trainer`, which trains a `LightningModule` on zerodrift's engine.
+"""Strategy for Lightning's `Trainer`, which trains a `LightningModule` on zerodrift's engine.
 
     trainer = Trainer(strategy=ZeroDriftStrategy("config.yaml"), devices=8)
 
@@ -37,7 +37,7 @@ OWN = "lightning.ckpt"
 
 
 class EnginePrecision(Precision):
-    """Calls the engine's backward and step. The plan decides the dtypes."""
+    """Precision plugin that calls the engine's backward and step. The plan decides the dtypes."""
 
     def __init__(self, strategy: ZeroDriftStrategy) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class EnginePrecision(Precision):
 
 
 class ZeroDriftStrategy(DDPStrategy):
-    """Trains a `LightningModule` with an engine of zerodrift."""
+    """Strategy that trains a `LightningModule` with an engine of zerodrift."""
 
     strategy_name = NAME
 
@@ -82,7 +82,7 @@ class ZeroDriftStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current fit, validation, test or prediction."""
+        """Engine of the current fit, validation, test or prediction."""
         if self._engine is None:
             raise UnsupportedError("engine", "must be asked for while the Trainer runs", got="none yet")
         return self._engine

@@ -1,13 +1,11 @@
-"""The shape of the mesh: named axes and their sizes. Pure arithmetic, no process group.
+"""Shape of the mesh: named axes and their sizes.
 
-`comm/mesh.py` gives the axes their groups when ranks exist. Ranks are numbered with `shard` fastest, then
-`replicate`, then `pipeline`, so that neighbours share a shard group.
+`comm/mesh.py` gives the axes their process groups. Rank numbers count `tensor` fastest, then `shard`,
+`replicate` and `pipeline`, so that neighbours share a shard group.
 
-Expert parallelism adds no ranks: it folds the shard axis into `expert` x `expert_shard`. Neighbours hold
-different experts, and every `expert`-th rank of a shard group holds slices of the same ones.
-
-Tensor parallelism of a user's own (DTensor parameters) is the fastest axis of all: its ranks see the same
-data, and each of them has all other axes to itself.
+Expert parallelism adds no ranks. It folds the shard axis into `expert` x `expert_shard`: neighbours hold
+different experts, and every `expert`-th rank of a shard group holds slices of the same ones. `tensor`
+is tensor parallelism by the user's DTensors, and its ranks see the same data.
 
 Invariant: the axes multiply to the world size, and `expert` divides `shard`.
 """
@@ -21,7 +19,7 @@ from zerodrift.errors import MeshError
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """How many ranks each axis of the mesh has; their product is the world size."""
+    """Ranks of each axis of the mesh. Their product is the world size."""
 
     shard: int = 1
     """Ranks that share one copy of the model."""
@@ -30,9 +28,9 @@ class MeshShape:
     pipeline: int = 1
     """Pipeline stages."""
     expert: int = field(default=1, metadata={"omitted": True})
-    """Ranks of a shard group that hold different experts; 1 where every rank has all."""
+    """Ranks of a shard group that hold different experts. 1 if every rank has all experts."""
     tensor: int = field(default=1, metadata={"omitted": True})
-    """Ranks that the model itself is spread over, where its parameters are DTensors."""
+    """Ranks of tensor parallelism, if parameters are DTensors."""
 
     @property
     def expert_shard(self) -> int:
@@ -45,7 +43,7 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Ranks that see different data: what a gradient is averaged over."""
+        """Ranks that see different data. Gradients are averaged over them."""
         return self.shard * self.replicate
 
     def __str__(self) -> str:
@@ -57,11 +55,11 @@ class MeshShape:
 
 
 MOST_RANKS = 2**24
-"""Hundreds of times the largest machine: more is a mistake."""
+"""Limit that catches mistakes."""
 
 
 def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int = 1) -> MeshShape:
-    """The mesh for `world_size` ranks; `replicate` and `shard` may be 0 for "whatever is left"."""
+    """Fit a mesh to `world_size` ranks. 0 for `replicate` or `shard` means all ranks that are left."""
     shape = _fit(world_size, replicate, shard, pipeline)
     if shape.shard % expert:
         raise MeshError(
@@ -74,7 +72,7 @@ def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int 
 
 
 def require_ranks(world_size: int) -> None:
-    """A number of ranks that there may be."""
+    """Raise MeshError unless the number of ranks is possible."""
     is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
     if not is_whole or not 1 <= world_size <= MOST_RANKS:
         must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
@@ -82,7 +80,7 @@ def require_ranks(world_size: int) -> None:
 
 
 def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
-    """The same mesh for each of `tensor` neighbours."""
+    """Return the mesh with a tensor axis of this size."""
     return replace(shape, tensor=tensor)
 
 

@@ -1,9 +1,7 @@
-"""Every optimizer as data: what configs call it, its moments, its arguments, and what it needs.
+"""Table of optimizers: names in configs, moments, arguments and requirements.
 
-What an `optimizer` block may say, how many moments the bill counts and an updater allocates, how a checkpoint
-names them, and which backends take an optimizer: all of it is read from here. The arithmetic is
-`ARITHMETIC` of `optim/updates.py`, or `optim/muon.py` for what works on matrices; what an argument may be is
-in `policy/arguments.py`.
+`ARITHMETIC` of `optim/updates.py` and `optim/muon.py` hold their arithmetic, and `policy/arguments.py` the
+ranges of their arguments.
 
 Invariant: one record per algorithm, so records are compared with `is`; torch is not imported.
 """
@@ -17,39 +15,39 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Algorithm:
-    """What one optimizer is, before any tensor."""
+    """Description of one optimizer, without tensors."""
 
     name: str
-    """As torch spells it."""
+    """Name in torch's spelling."""
     types: tuple[str, ...]
-    """What `optimizer.type` says for it, in any case."""
+    """Values of `optimizer.type`, compared without case."""
     arguments: tuple[str, ...]
-    """What its block takes."""
+    """Arguments of its config block."""
     defaults: Mapping[str, Any]
-    """DeepSpeed's, whose block it is: its AdamW does not decay unless told. The keys are torch's."""
+    """Defaults of DeepSpeed under torch's names. Its AdamW has no weight decay by default."""
     moments: tuple[str, ...]
-    """torch's names of what is kept for every element."""
+    """Names of the moments in torch."""
     moments_with: str = ""
-    """The argument without which there are none: SGD's momentum. `""` where moments are always kept."""
+    """Argument that turns moments on, such as SGD's momentum. `""` if moments are always kept."""
     beta2: bool = False
-    """Whether a second moment decays by a beta2, which bounds how it may be rounded."""
+    """True if a second moment decays by beta2, which limits its rounding."""
     matrices: bool = False
-    """Whether an element's update depends on the matrix that it is in."""
+    """True if an element's update depends on its whole matrix."""
     rest: Algorithm | None = None
-    """For one that works on matrices: what updates everything else, with the same block."""
+    """Optimizer of parameters that are no matrices, for an optimizer of matrices."""
     torch: str = ""
-    """The class of `torch.optim` that does the same; `""` where torch has none."""
+    """Equal class of `torch.optim`, or `""`."""
 
     @property
     def kind(self) -> str:
-        """What checkpoints call it."""
+        """Name in checkpoints."""
         return self.name.lower()
 
     def __str__(self) -> str:
         return self.kind
 
     def kept(self, groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The moments that are kept for parameter groups with such arguments."""
+        """Return the moments that parameter groups with these arguments keep."""
         if self.moments_with and not any(group.get(self.moments_with) for group in groups):
             return ()
         return self.moments
@@ -78,7 +76,7 @@ ADAM = Algorithm(
     beta2=True,
     torch="Adam",
 )
-"""Adam with weight decay as an L2 term in the gradient. In a block its types mean AdamW: see `meant`."""
+"""Adam with weight decay as an L2 term in the gradient. Config blocks may mean AdamW: see `algorithm_for`."""
 
 SGD = Algorithm(
     "SGD",
@@ -89,7 +87,7 @@ SGD = Algorithm(
     moments_with="momentum",
     torch="SGD",
 )
-"""Momentum, dampening, Nesterov; weight decay as an L2 term."""
+"""SGD with momentum, dampening, Nesterov, and weight decay as an L2 term."""
 
 LION = Algorithm(
     "Lion",
@@ -98,7 +96,7 @@ LION = Algorithm(
     defaults={"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
     moments=("exp_avg",),
 )
-"""The sign of a blend of gradient and momentum, with decoupled weight decay."""
+"""Lion: the sign of a blend of gradient and momentum, with decoupled weight decay."""
 
 MUON = Algorithm(
     "Muon",
@@ -113,40 +111,40 @@ MUON = Algorithm(
     rest=ADAMW,
     torch="Muon",
 )
-"""Momentum, made orthogonal. Its defaults are torch's, in `optim/muon.py`."""
+"""Muon: orthogonalized momentum. Its defaults are torch's, in `optim/muon.py`."""
 
 ALGORITHMS = (ADAMW, ADAM, SGD, LION, MUON)
 
 ELEMENTWISE = tuple(algorithm for algorithm in ALGORITHMS if not algorithm.matrices)
-"""Those whose update of an element depends on that element alone."""
+"""Optimizers whose update of an element depends on that element alone."""
 
 TYPES: Mapping[str, str] = {
     **{name.lower(): name for algorithm in ALGORITHMS for name in algorithm.types},
     "deepspeedcpuadam": "CPUAdam",
 }
-"""Every accepted `optimizer.type` in lower case -> how plans write it."""
+"""Accepted `optimizer.type` in lower case -> its spelling in plans."""
 
 _OF_TYPE = {name: algorithm for algorithm in ALGORITHMS for name in algorithm.types}
 
 
 def of_type(name: str) -> Algorithm:
-    """The optimizer that a plan's `optimizer.type`, or a row's `optimizer`, names."""
+    """Return the optimizer that a plan's `optimizer.type` or a row's `optimizer` names."""
     return _OF_TYPE[name]
 
 
-def meant(name: str, params: Mapping[str, Any]) -> Algorithm:
-    """The same with its block's arguments: DeepSpeed decouples Adam's decay unless `adam_w_mode` is off."""
+def algorithm_for(name: str, params: Mapping[str, Any]) -> Algorithm:
+    """Return the optimizer of a config block. Adam means AdamW unless `adam_w_mode` is off (DeepSpeed)."""
     algorithm = of_type(name)
     return ADAMW if algorithm is ADAM and params.get("adam_w_mode", True) else algorithm
 
 
 def with_moments(names: Iterable[str]) -> tuple[Algorithm, ...]:
-    """The elementwise optimizers that keep moments of exactly these names."""
+    """Return the elementwise optimizers with exactly these moments."""
     wanted = set(names)
     return tuple(algorithm for algorithm in ELEMENTWISE if set(algorithm.moments) == wanted)
 
 
 def either(names: Iterable[str]) -> str:
-    """`AdamW, Adam or SGD`, for messages."""
+    """Join names for messages: `AdamW, Adam or SGD`."""
     *others, last = names
     return f"{', '.join(others)} or {last}"

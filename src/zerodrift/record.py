@@ -1,8 +1,7 @@
-"""Frozen dataclasses to JSON values and back, driven by their own annotations.
+"""Codec between frozen dataclasses and JSON values, driven by annotations.
 
-One codec serves every noun, so a field that is added is also written, read and hashed. Enums are their
-values, tuples are lists. A field with `metadata={"omitted": True}` is not written where it has its default:
-values that do without it keep their JSON, and their digest.
+Enums become their values and tuples become lists. A field with `metadata={"omitted": True}` is not written
+while it has its default, so that JSON and digests without it stay the same.
 
 Invariant: `decode(type(x), encode(x)) == x`.
 """
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """A JSON value: dicts, lists, strings, numbers, booleans, None."""
+    """Convert a value to JSON values."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -35,7 +34,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any) -> T:
-    """The inverse of `encode`, for a value annotated as `kind`."""
+    """Convert JSON values to a value annotated as `kind`, the inverse of `encode`."""
     return _decode(kind, data)
 
 
@@ -45,7 +44,7 @@ def _omitted(field: dataclasses.Field[Any]) -> bool:
 
 @functools.cache
 def _left_out(kind: Any) -> frozenset[str]:
-    """Fields that may be missing from what was written."""
+    """Return the fields that may be missing from JSON."""
     return frozenset(field.name for field in dataclasses.fields(kind) if _omitted(field))
 
 

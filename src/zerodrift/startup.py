@@ -1,11 +1,9 @@
-"""Something to do at the start of every Python process of a command, whatever that process will be.
+"""Hooks that run at the start of every Python process of a command.
 
-The command runs as it stands, with one folder before its `PYTHONPATH`: Python imports the `sitecustomize` in
-it at its start, which does what it is there for, and imports the one that would have been there. What the
-processes have to tell they leave in that folder.
+A folder with a `sitecustomize` module stands first in the command's `PYTHONPATH`. Python imports the module
+at its start. The module calls the hook and then imports any other `sitecustomize`.
 
-Invariant: a process in which the start fails goes on, says so in the folder, and cannot import what the start
-was to guard.
+Invariant: a process whose hook fails goes on and leaves a record. It cannot import the guarded modules.
 """
 
 from __future__ import annotations
@@ -27,32 +25,34 @@ from zerodrift.errors import ZerodriftError, said
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What a process does first: `module.function(folder, *arguments)`."""
+class StartupHook:
+    """Call at the start of a process: `module.function(folder, *arguments)`."""
 
     module: str
     function: str
     arguments: tuple[Any, ...] = ()
-    """What JSON can hold."""
+    """JSON values."""
     guarded: tuple[str, ...] = ()
-    """Modules that cannot be imported in a process where this fails."""
+    """Modules that a process cannot import if the hook fails."""
 
 
 @contextmanager
-def starting(start: Start, prefix: str) -> Iterator[Path]:
-    """The folder, until the command has ended."""
+def startup_folder(hook: StartupHook, prefix: str) -> Iterator[Path]:
+    """Make a temporary folder with the `sitecustomize` module of a hook."""
     with tempfile.TemporaryDirectory(prefix=prefix) as made:
         folder = Path(made)
         (folder / "site").mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(_text(start, folder))
+        (folder / "site" / "sitecustomize.py").write_text(_sitecustomize(hook, folder))
         yield folder
 
 
 def spawn(
-    command: Sequence[str], folder: Path, stdout: int | IO[bytes] | None = None, apart: bool = False
+    command: Sequence[str], folder: Path, stdout: int | IO[bytes] | None = None, new_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """The command, with that start in its processes; `apart` in a session of its own. What is in the folder's
-    `bin` is a program where there is no other of its name."""
+    """Start a command with the hook of a folder in its processes, optionally in a new session.
+
+    Programs in the `bin` of the folder come last in the command's PATH.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": _joined(str(folder / "site"), os.environ.get("PYTHONPATH", "")),
@@ -60,36 +60,38 @@ def spawn(
     }
     try:
         return subprocess.Popen(
-            _found(command, environment["PATH"]), env=environment, stdout=stdout, start_new_session=apart
+            _resolve(command, environment["PATH"]),
+            env=environment,
+            stdout=stdout,
+            start_new_session=new_session,
         )
     except OSError as error:
         raise ZerodriftError(
             command[0],
             "must be a command that can be run",
             got=error.strerror or error,
-            do=_where_else(command[0]),
+            do=_path_advice(command[0]),
         ) from None
 
 
-def _where_else(program: str) -> str:
-    """What to do about a program that is not found: that of an environment which nobody activated is beside
-    its Python."""
+def _path_advice(program: str) -> str:
+    """Return advice for a missing program. The path beside our Python is offered if it exists there."""
     beside = shutil.which(program, path=os.path.dirname(sys.executable))
     return f"Give its path: {beside}." if beside else "Give its path, or add its folder to PATH."
 
 
-def tell_failure(folder: str, error: Exception) -> None:
-    """Leave word of what could not be begun later on."""
+def record_failure(folder: str, error: Exception) -> None:
+    """Record an error in the folder."""
     (Path(folder) / f"{os.getpid()}.failed").write_text(f"{sys.executable}: {said(error)}")
 
 
 def failures(folder: Path) -> list[str]:
-    """Why processes could not start as they should, each of them."""
+    """Return the recorded errors of all processes."""
     return [path.read_text() for path in sorted(folder.glob("*.failed"))]
 
 
-def deaf(command: Sequence[str]) -> str:
-    """The option by which a Python of a command would not read its environment; empty where there is none."""
+def isolation_option(command: Sequence[str]) -> str:
+    """Return the option by which a Python of the command would ignore its environment, or `""`."""
     words = iter([*_interpreter(command[0]), *command])
     for word in words:
         if not _PYTHON.fullmatch(os.path.basename(word)):
@@ -97,7 +99,7 @@ def deaf(command: Sequence[str]) -> str:
         for option in words:
             if not option.startswith("-") or option in ("-", "-c", "-m"):
                 break
-            if _DEAF.match(option):
+            if _ISOLATED.match(option):
                 return option
             if option in ("-W", "-X", "--check-hash-based-pycs"):
                 next(words, None)
@@ -105,22 +107,22 @@ def deaf(command: Sequence[str]) -> str:
 
 
 _PYTHON = re.compile(r"python[0-9.]*(\.exe)?")
-_DEAF = re.compile(r"-[bBdhiOPqsuvVx]*[EIS]")
+_ISOLATED = re.compile(r"-[bBdhiOPqsuvVx]*[EIS]")
 
 
 def _interpreter(program: str) -> list[str]:
-    """What a script names in its first line."""
-    found = _found([program], os.environ.get("PATH", os.defpath))[0]
+    """Return the interpreter that the first line of a script names."""
+    file_path = _resolve([program], os.environ.get("PATH", os.defpath))[0]
     try:
-        with open(found, "rb") as file:
+        with open(file_path, "rb") as file:
             first = file.readline(512)
     except OSError:
         return []
     return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
 
 
-def _found(command: Sequence[str], path: str) -> list[str]:
-    """With the program's place in `path`, which is the command's and not ours."""
+def _resolve(command: Sequence[str], path: str) -> list[str]:
+    """Return the command with the path of its program in `path`."""
     return [shutil.which(command[0], path=path) or command[0], *command[1:]]
 
 
@@ -128,15 +130,15 @@ def _joined(*paths: str) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
-def _text(start: Start, folder: Path) -> str:
-    """The text of `sitecustomize.py`. It may run in a Python that has no zerodrift: then ours is found."""
+def _sitecustomize(hook: StartupHook, folder: Path) -> str:
+    """Return the text of `sitecustomize.py`. A Python without zerodrift imports ours."""
     return _START.format(
         package=str(Path(__file__).resolve().parent),
         folder=str(folder),
-        module=start.module,
-        function=start.function,
-        arguments=json.dumps(start.arguments),
-        guarded=start.guarded,
+        module=hook.module,
+        function=hook.function,
+        arguments=json.dumps(hook.arguments),
+        guarded=hook.guarded,
     )
 
 
@@ -148,7 +150,7 @@ sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
 
 
 class _Zerodrift:
-    """Found where no other is."""
+    """Finder of our zerodrift, used if none is installed."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -160,7 +162,7 @@ class _Zerodrift:
 
 
 class _Guard:
-    """Lets nobody import what was to be guarded."""
+    """Finder that refuses imports of guarded modules."""
 
     def __init__(self, reason):
         self.reason = reason

@@ -1,10 +1,9 @@
-"""zerodrift's own version; which versions of what it stands on it was tested with, and one line where others
-are at work.
+"""Version of zerodrift, tested versions of its dependencies, and a warning for others.
 
-What is not imported is not at work, and not asked about. What ran where is in docs/versions.md, which
-`tools/matrix.py` writes; a test compares it with `TESTED`.
+Only imported packages are checked. `tools/matrix.py` writes docs/versions.md, and a test compares it with
+`TESTED`.
 
-Invariant: another version is one warning in a process, never silence and never an error by itself.
+Invariant: an untested version causes one warning per process and no error.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 __version__ = "0.1.0"
 
 DEEPSPEED = "0.19.6"
-"""The version of DeepSpeed whose surface the drop-in has."""
+"""Version of DeepSpeed that the drop-in imitates."""
 
 TESTED: Mapping[str, tuple[str, str]] = {
     "python": ("3.10", "3.13"),
@@ -30,15 +29,15 @@ TESTED: Mapping[str, tuple[str, str]] = {
 2.15."""
 
 
-def at_work() -> dict[str, str]:
-    """Package of the table -> its version, of those that this process has imported."""
+def imported_versions() -> dict[str, str]:
+    """Return package -> version for the packages of TESTED that this process has imported."""
     imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in TESTED}
     python = ".".join(map(str, sys.version_info[:3]))
     return {"python": python, **{name: str(v) for name, v in imported.items() if v}}
 
 
 def warning(versions: Mapping[str, str]) -> str:
-    """What to say of the versions outside of the table; nothing where there are none."""
+    """Return a warning about untested versions, or `""`."""
     untested = []
     for name, version in versions.items():
         first, last = TESTED[name]
@@ -49,14 +48,14 @@ def warning(versions: Mapping[str, str]) -> str:
 
 @functools.cache
 def warn() -> None:
-    """To be called by what a user calls; the warning shows the line of whoever called that."""
-    text = warning(at_work())
+    """Warn once about untested versions. The warning names the caller of the calling function."""
+    text = warning(imported_versions())
     if text:
         warnings.warn(text, stacklevel=3)
 
 
 def numbers(version: str, like: str | None = None) -> tuple[int, ...]:
-    """The leading numbers of a version, as many as another one has; (-1,) where there are none."""
+    """Return the leading numbers of a version, at most as many as `like` has, or (-1,)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = tuple(map(int, match[0].split("."))) if match else (-1,)
     return numbers if like is None else numbers[: len(like.split("."))]

@@ -14,7 +14,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
-from zerodrift.report.updates import UpdateReport, combined
+from zerodrift.report.updates import UpdateReport, combine_lines
 
 ON = {"precision": {"statistics": True}}
 
@@ -226,7 +226,7 @@ def test_the_table_shows_the_worst_first_and_everything_last() -> None:
 def test_figures_of_several_are_of_their_elements() -> None:
     found = run_ranks(report, 1, 0, "bf16", 2, on(master="same"))[0]
     one, other = found.lines[:2]
-    both = combined("both", (one, other))
+    both = combine_lines("both", (one, other))
     assert both.lost_share == (one.lost + other.lost) / (one.moved + other.moved)
     assert both.weight_norm == pytest.approx((one.weight_norm**2 + other.weight_norm**2) ** 0.5)
-    assert combined("none", ()).ratio == 0
+    assert combine_lines("none", ()).ratio == 0

@@ -359,7 +359,7 @@ def _written(written: Any, scratch: Path | None) -> Any:
 
 def look(made: Plan) -> None:
     """Every report of a plan."""
-    bill, table, order = cost(made), rows.grouped(made), timeline(made)
+    bill, table, order = cost(made), rows.group_rows(made), timeline(made)
     for color in (False, True):
         shown(terminal.plan_text(made, bill, table, order, color=color), 100 if not color else 0, color)
     shown(page.plan_page(made, bill, table, order), 0)
@@ -370,7 +370,7 @@ def look(made: Plan) -> None:
         shown(terminal.explanation_text(row, made.digest, color=False), 100)
         json.loads(as_json.explanation_json(row, made))
     chosen = names.matching(made, "*", "--rows")
-    shown(terminal.rows_text(made, rows.single(made, chosen[:50]), color=False), 100)
+    shown(terminal.rows_text(made, rows.list_rows(made, chosen[:50]), color=False), 100)
     try:
         explain(made, "no such name")
     except ZerodriftError as error:

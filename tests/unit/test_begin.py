@@ -51,11 +51,11 @@ def test_examples_are_listed_and_copied_with_their_paths(
     job, _ = read_job(tmp_path / "mine/jobs/demo.yaml")
     assert Path(job.model.source).is_dir() and job.model.source.startswith("mine/")
     with pytest.raises(ZerodriftError, match="must be an empty folder, or not be there"):
-        machine._copied(Path("mine"))
+        machine._copy(Path("mine"))
 
 
 def test_the_list_of_examples_fits_and_says_what_they_show() -> None:
-    lines = machine._listed(80).splitlines()
+    lines = machine._list(80).splitlines()
     words = [line for line in lines if line.startswith(" ")]
     assert max(map(len, words)) <= 80 and len(words) > 30
     assert [line for line in words if line.strip().startswith("zerodrift ")] == []

@@ -19,7 +19,7 @@ from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.report import frame, page, terminal
 from zerodrift.report.explain import explain
-from zerodrift.report.rows import grouped, single
+from zerodrift.report.rows import group_rows, list_rows
 
 
 def boundaries(
@@ -241,7 +241,7 @@ def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
 
 
 def text(made: Plan, width: int = frame.WIDTH) -> str:
-    return terminal.plan_text(made, cost(made), grouped(made), color=False, width=width)
+    return terminal.plan_text(made, cost(made), group_rows(made), color=False, width=width)
 
 
 def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
@@ -252,14 +252,14 @@ def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
     assert line.split()[:5] == ["model.layers.*.mlp.gate", "x4", "fp32", "its", "own"]
     assert "precision.rules[0]: '*.gate.weight'" in section
     assert "an embedding" in section and "returns bf16" in section
-    html = page.plan_page(made, cost(made), grouped(made))
+    html = page.plan_page(made, cost(made), group_rows(made))
     assert "Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html
 
 
 def test_a_plan_without_any_says_nothing_of_them() -> None:
     made = plan(at(3, "bf16"), moe())
     assert "boundaries" not in text(made)
-    assert "Boundaries" not in page.plan_page(made, cost(made), grouped(made))
+    assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -282,22 +282,24 @@ def test_ten_thousand_modules_are_a_few_lines() -> None:
     model = of(*names, *other, "head.weight", containers=lists)
     made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}]), model)
     assert len(made.boundaries) == 10_000
-    table = grouped(made)
-    assert [(each.pattern, len(each.boundaries)) for each in table.casts] == [("layers.*.experts.*", 10_000)]
+    table = group_rows(made)
+    assert [(each.pattern, len(each.boundaries)) for each in table.boundaries] == [
+        ("layers.*.experts.*", 10_000)
+    ]
     assert len(text(made).splitlines()) < 120
 
 
 def test_some_of_a_kind_are_told_by_their_numbers() -> None:
     rules = [{"match": f"model.layers.{n}.mlp.gate.weight", "pin": "fp32"} for n in (0, 1)]
     made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}, *rules]), moe(layers=4))
-    patterns = [each.pattern for each in grouped(made).casts]
+    patterns = [each.pattern for each in group_rows(made).boundaries]
     assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
 
 
 def test_rows_show_the_boundaries_around_them() -> None:
     made = pinned(layers=2)
     chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
-    assert [each.pattern for each in single(made, chosen).casts] == ["model.layers.1.mlp.gate"]
+    assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
 
 
 def test_explain_prints_them() -> None:

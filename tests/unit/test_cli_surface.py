@@ -17,7 +17,8 @@ from typer.main import get_command
 from tests import commands
 from zerodrift import __version__, cli
 from zerodrift.__main__ import main as console_script
-from zerodrift.cli import planning, streams
+from zerodrift.cli import plan as planning
+from zerodrift.cli import streams
 from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError
 
 ROOT = Path(__file__).parents[2]

@@ -47,17 +47,16 @@ ROOMS: dict[str, set[str]] = {
         *{"inspect.trace", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "files", "startup"},
     },
-    "inspect.table": {"report"},
     "inspect.audit": {
-        *{"inspect.table", "inspect.trace", "inspect.check", "engine", "comm", "weights", "checkpoint"},
+        *{"inspect.trace", "inspect.check", "engine", "comm", "weights", "checkpoint"},
         *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh", "optimizers"},
     },
     "inspect.drift": {
-        *{"inspect.audit", "inspect.table", "inspect.trace", "inspect.check", "weights", "checkpoint"},
+        *{"inspect.audit", "inspect.trace", "inspect.check", "weights", "checkpoint"},
         *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh"},
     },
     "inspect.simulate": {
-        *{"inspect.table", "inspect.trace", "engine", "comm", "config", "model", "plan", "policy", "report"},
+        *{"inspect.trace", "engine", "comm", "config", "model", "plan", "policy", "report"},
         *{"dtypes", "errors", "mesh", "record"},
     },
     "api": {

@@ -128,8 +128,8 @@ def test_a_report_is_legible_and_as_wide_as_it_says(plan: Plan, monkeypatch: pyt
     for columns in ("80", "100", "20"):
         monkeypatch.setenv("COLUMNS", columns)
         texts = [
-            terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=False),
-            terminal.rows_text(plan, rows.single(plan, matching(plan, "*", "--rows")), color=False),
+            terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False),
+            terminal.rows_text(plan, rows.list_rows(plan, matching(plan, "*", "--rows")), color=False),
             *(terminal.explanation_text(explain_row(plan, n), plan.digest, color=False) for n in range(5)),
             UpdateReport(3, tuple(UpdateLine(name, 4, 1, 1, 1, 1, 1.0, 1.0) for name in ODD)).text(40),
         ]
@@ -137,12 +137,12 @@ def test_a_report_is_legible_and_as_wide_as_it_says(plan: Plan, monkeypatch: pyt
             is_legible(text)
             wide = [line for line in text.split("\n") if cell_len(line) > 100]
             assert not wide, wide[0]
-    colored = terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=True)
+    colored = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=True)
     assert set(re.findall(r"\x1b[^m]*m?", colored)) <= set(re.findall(r"\x1b\[[\d;]+m", colored))
 
 
 def test_brackets_are_no_markup(plan: Plan) -> None:
-    text = terminal.plan_text(plan, cost(plan), rows.grouped(plan), color=False)
+    text = terminal.plan_text(plan, cost(plan), rows.group_rows(plan), color=False)
     assert "[red]a[/red].[bold].weight" in text
 
 
@@ -157,13 +157,13 @@ class _Page(HTMLParser):
 
 
 def test_a_page_holds_no_element_of_somebody_elses(plan: Plan) -> None:
-    made = page.plan_page(plan, cost(plan), rows.grouped(plan))
+    made = page.plan_page(plan, cost(plan), rows.group_rows(plan))
     is_legible("\n".join(line[:100] for line in made.split("\n")))
     assert "\x1b" not in made and "alert(1)</script>" not in made
     reader, plain = _Page(), _Page()
     reader.feed(made)
     usual = make_plan({"bf16": {"enabled": True}}, moe(tie=True), 2)
-    plain.feed(page.plan_page(usual, cost(usual), rows.grouped(usual)))
+    plain.feed(page.plan_page(usual, cost(usual), rows.group_rows(usual)))
     assert "img" not in reader.tags and reader.tags - plain.tags <= {"wbr", "ul", "li", "b"}
 
 
@@ -184,7 +184,7 @@ def test_a_name_is_elided_to_cells(width: int) -> None:
 def test_what_the_command_line_says_beside_the_product(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from zerodrift.cli.planning import write_page
+    from zerodrift.cli.plan import write_page
 
     for number, text in enumerate(ODD):
         with pytest.raises(BaseException, match="2"), streams.errors(False):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.refused import write
 from zerodrift import ConfigError, ModelError, ZerodriftError, describe, load
-from zerodrift.cli.planning import write_page
+from zerodrift.cli.plan import write_page
 from zerodrift.train.job_file import read_job
 
 JOB: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x"}}

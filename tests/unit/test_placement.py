@@ -19,7 +19,7 @@ from zerodrift.policy.matrices import not_hidden
 from zerodrift.policy.nouns import Placement
 from zerodrift.report.explain import explain
 from zerodrift.report.page import plan_page
-from zerodrift.report.rows import grouped
+from zerodrift.report.rows import group_rows
 from zerodrift.report.terminal import explanation_text, plan_text
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
@@ -264,7 +264,7 @@ def test_muons_moment_may_be_bf16_where_adamws_may_not() -> None:
 
 def test_every_report_shows_placement_and_optimizer() -> None:
     made = plan(world=5, **MUON)
-    bill, table = cost(made), grouped(made)
+    bill, table = cost(made), group_rows(made)
     text = plan_text(made, bill, table, color=False)
     assert "whole, Muon" in text and "a rank's slice holds whole parameters" in text
     assert "to keep them whole" in text

@@ -14,7 +14,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import plan_page
-from zerodrift.report.rows import grouped
+from zerodrift.report.rows import group_rows
 
 VOID = {"meta", "input", "wbr", "rect", "link", "br", "img", "hr"}
 EVIL = """<script>alert("1")</script>&'"""
@@ -46,7 +46,7 @@ class Reader(HTMLParser):
 
 
 def page(plan: Plan) -> str:
-    return plan_page(plan, handmade.cost(plan), grouped(plan))
+    return plan_page(plan, handmade.cost(plan), group_rows(plan))
 
 
 def read(text: str) -> Reader:
@@ -102,7 +102,7 @@ def test_every_text_is_escaped() -> None:
 def test_every_cell_carries_its_reason() -> None:
     plan = PLANS["mixture of experts"]
     titles = [value or "" for name, value in read(page(plan)).attributes if name == "title"]
-    lines = grouped(plan).lines
+    lines = group_rows(plan).lines
     assert len(titles) == len(lines) * len(COLUMNS)
     assert sum("precision.rules[0]: '*.gate.weight'" in title for title in titles) == len(COLUMNS)
 
@@ -110,7 +110,7 @@ def test_every_cell_carries_its_reason() -> None:
 def test_the_page_says_what_the_terminal_says() -> None:
     plan = PLANS["mixture of experts"]
     shown = "".join(read(page(plan)).text)
-    for line in grouped(plan).lines:
+    for line in group_rows(plan).lines:
         assert line.pattern in shown
     for decision in plan.policy.decisions:
         assert decision.key in shown and decision.value in shown and decision.why in shown

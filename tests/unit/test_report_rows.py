@@ -13,13 +13,13 @@ from tests.unit import handmade
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Columns
-from zerodrift.report.rows import Line, Table, grouped, letter, ranges, single, template
+from zerodrift.report.rows import Line, Table, group_rows, letter, list_rows, ranges, template
 
 BF16, FP32 = handmade.columns(), handmade.pinned()
 
 
 def patterns(plan: Plan) -> list[str]:
-    return [line.pattern for line in grouped(plan).lines]
+    return [line.pattern for line in group_rows(plan).lines]
 
 
 def numbers_at(plan: Plan, prefix: str) -> set[int]:
@@ -75,7 +75,7 @@ kinds = st.tuples(st.sampled_from([(4,), (2, 3)]), st.sampled_from([BF16, FP32])
 @given(st.dictionaries(names, kinds, min_size=1, max_size=40))
 def test_patterns_expand_to_every_row_once(model: dict[str, tuple[tuple[int, ...], Columns]]) -> None:
     plan = handmade.plan([handmade.given(name, shape, of) for name, (shape, of) in model.items()])
-    table = grouped(plan)
+    table = group_rows(plan)
     for line in table.lines:
         assert sorted(expanded(plan, line)) == sorted(plan.rows[index].name for index in line.rows)
         assert {plan.rows[index].shape for index in line.rows} == {line.shape}
@@ -97,7 +97,7 @@ def test_ranges_can_be_read_back(numbers: set[int]) -> None:
 
 
 def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
-    lines = {line.pattern: line for line in grouped(handmade.moe(layers=32, experts=8)).lines}
+    lines = {line.pattern: line for line in group_rows(handmade.moe(layers=32, experts=8)).lines}
     assert len(lines) == 12
     assert lines["model.layers.*.self_attn.q_proj.weight"].count == 32
     assert lines["model.layers.*.block_sparse_moe.experts.*.w1.weight"].count == 256
@@ -154,15 +154,15 @@ def test_one_layer_is_named_not_starred() -> None:
 def test_names_shared_by_all_layers_are_one_pattern() -> None:
     """ALBERT: one parameter, a name per layer."""
     also = [f"layers.{n}.up.weight" for n in range(1, 12)]
-    (line,) = grouped(handmade.plan([handmade.given("layers.0.up.weight", (4, 4), BF16, *also)])).lines
+    (line,) = group_rows(handmade.plan([handmade.given("layers.0.up.weight", (4, 4), BF16, *also)])).lines
     assert (line.pattern, line.also) == ("layers.0.up.weight", ("layers.1-11.up.weight",))
 
 
 def test_a_letter_means_the_same_in_every_view() -> None:
     plan = handmade.moe(layers=2)
-    whole = grouped(plan)
+    whole = group_rows(plan)
     gate = next(index for index, row in enumerate(plan.rows) if row.name.endswith("gate.weight"))
-    part = single(plan, [gate])
+    part = list_rows(plan, [gate])
     (shown,) = part.shown()
     line = next(line for line in whole.lines if gate in line.rows)
     assert shown.letter == whole.sets[line.set].letter
@@ -182,7 +182,7 @@ def test_tens_of_thousands_of_rows_are_grouped_at_once() -> None:
     took = []
     for _ in range(3):
         start = time.process_time()
-        table: Table = grouped(plan)
+        table: Table = group_rows(plan)
         took.append(time.process_time() - start)
     assert len(table.lines) == 3
     assert min(took) < 1.5

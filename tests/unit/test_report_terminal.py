@@ -16,9 +16,9 @@ from zerodrift.plan.cost import Peak, RestingBytes
 from zerodrift.plan.table import BufferRow, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec, Decision, Master, Placed, Reduction, State
 from zerodrift.report import names, summary, terminal
-from zerodrift.report.brief import brief_text
 from zerodrift.report.explain import explain
-from zerodrift.report.rows import grouped, single
+from zerodrift.report.rows import group_rows, list_rows
+from zerodrift.report.terminal import brief_text
 
 LONG = ".".join(["a_rather_long_module_name"] * 9) + ".weight"
 BF16 = handmade.columns()
@@ -35,7 +35,7 @@ ODD = replace(
 
 
 def plan_text(plan: Plan, color: bool = False) -> str:
-    return terminal.plan_text(plan, handmade.cost(plan), grouped(plan), color=color)
+    return terminal.plan_text(plan, handmade.cost(plan), group_rows(plan), color=color)
 
 
 def check(text: str) -> None:
@@ -85,14 +85,14 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_no_line_is_wider_than_100(plan: Plan) -> None:
     check(plan_text(plan))
-    table = single(plan, range(len(plan.rows)))
+    table = list_rows(plan, range(len(plan.rows)))
     check(terminal.rows_text(plan, table, color=False))
     check(terminal.explanation_text(explain(plan, plan.rows[0].name), plan.digest, color=False))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_every_cell_of_every_set_is_shown_in_full(plan: Plan) -> None:
-    table = grouped(plan)
+    table = group_rows(plan)
     lines = plan_text(plan).splitlines()
     for item in table.sets:
         cells = list(item.columns.cells().values())
@@ -173,7 +173,7 @@ def test_the_whole_story_is_there() -> None:
 
 
 def test_each_reason_is_said_once() -> None:
-    sets = grouped(handmade.moe(layers=2)).sets
+    sets = group_rows(handmade.moe(layers=2)).sets
     found = summary.reasons(sets)
     assert len({reason.text for reason in found}) == len(found)
     said = {
@@ -188,7 +188,7 @@ def test_each_reason_is_said_once() -> None:
 
 def test_letters_that_follow_each_other_are_a_run() -> None:
     plan = PLANS["many sets"]
-    wheres = {use.where for reason in summary.reasons(grouped(plan).sets) for use in reason.uses}
+    wheres = {use.where for reason in summary.reasons(group_rows(plan).sets) for use in reason.uses}
     assert "A-BH" in wheres
     assert {"A", "B", "Z", "BH"} <= wheres
 
@@ -198,7 +198,7 @@ def test_a_cost_of_nothing_is_shown_too() -> None:
     bill = handmade.cost(
         plan, parameters=0, rest=RestingBytes(0, 0, 0, 0, 0), peak=Peak(0, 0, 0, 0, 0), traffic=()
     )
-    text = terminal.plan_text(plan, bill, grouped(plan), color=False)
+    text = terminal.plan_text(plan, bill, group_rows(plan), color=False)
     check(text)
     assert "nothing is sent" in text
 
@@ -301,7 +301,7 @@ def test_a_glob_that_matches_nothing_offers_another(query: str, offered: str) ->
 
 def test_columns_are_spelled_out() -> None:
     columns: Columns = NARROW
-    words = summary.spelled(columns)
+    words = summary.describe_columns(columns)
     assert words["reduce"] == "fp16 on the wire, summed in fp32, after the last micro-batch"
     assert words["storage"] == "fp16, sharded"
 
@@ -311,10 +311,10 @@ def test_columns_are_spelled_out() -> None:
 def test_a_plan_fits_the_terminal(name: str, width: int) -> None:
     """Every dtype in full, however narrow, and every reason."""
     plan = PLANS[name]
-    text = terminal.plan_text(plan, handmade.cost(plan), grouped(plan), color=False, width=width)
+    text = terminal.plan_text(plan, handmade.cost(plan), group_rows(plan), color=False, width=width)
     assert max(map(len, text.splitlines())) <= width
-    for item in grouped(plan).shown():
+    for item in group_rows(plan).shown():
         assert all(cell in text for cell in item.columns.cells().values())
-    brief = brief_text(plan, handmade.cost(plan), grouped(plan), "train", color=False, width=width)
+    brief = brief_text(plan, handmade.cost(plan), group_rows(plan), "train", color=False, width=width)
     assert max(map(len, brief.splitlines())) <= width
     assert all(word in "".join(brief.split()) for note in plan.notes for word in note.split()[:3])

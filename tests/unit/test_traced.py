@@ -12,8 +12,7 @@ from zerodrift.api import make_plan
 from zerodrift.inspect.check.hidden import computes, hidden
 from zerodrift.plan.table import Plan
 from zerodrift.plan.traced import Refusal, Trace, TracedOperation, TracedTensor
-from zerodrift.report.trace import trace_text
-from zerodrift.report.traced import dtypes, hidden_lines, runs, traced_modules
+from zerodrift.report.trace import dtypes, hidden_lines, operation_runs, trace_text, traced_modules
 
 
 class Net(nn.Module):
@@ -237,7 +236,7 @@ def test_operations_that_follow_each_other_in_one_dtype_are_one_run() -> None:
         op("mul_backward", "4 bf16", "5 bf16", "n", backward=True),
     ]
     (module,) = traced_modules(traced(operations))
-    assert [(run.dtypes, run.names, run.backward) for run in runs(module)] == [
+    assert [(run.dtypes, run.names, run.backward) for run in operation_runs(module)] == [
         ("bf16 -> fp32", ("cast by a boundary",), False),
         ("fp32", ("pow", "mean", "mean"), False),
         ("fp32 -> bf16", ("cast",), False),

@@ -152,7 +152,7 @@ def test_several_are_one_line() -> None:
 
 def test_what_is_not_imported_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers" not in versions.at_work() and "python" in versions.at_work()
+    assert "transformers" not in versions.imported_versions() and "python" in versions.imported_versions()
 
 
 def test_an_untested_torch_is_one_warning_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from zerodrift.errors import CheckpointError, Problem, several
 from zerodrift.model import safetensors
 from zerodrift.record import encode
 from zerodrift.report import figures
-from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
+from zerodrift.report.frame import WIDTH, grid, pairs, render, section, title
 
 Row = dict[str, Any]
 """Tensors of one kind and dtype, or parameters whose names differ only in numbers, as JSON has them."""
@@ -182,7 +182,7 @@ def inspection_text(inspection: Inspected, color: bool, width: int = WIDTH) -> s
             ("size", f"{figures.size(inspection.bytes)} in {several(inspection.files, 'file')}"),
         ]
         parts = [title("inspect", width=width), pairs(facts, width=width), *_tensors_text(inspection, width)]
-    return printed(parts, color, width)
+    return render(parts, color, width)
 
 
 def _one_text(inspection: Inspection, width: int) -> list[RenderableType]:

@@ -1,10 +1,9 @@
-"""The command line: thin verbs over the library. What a verb prints, `report` has written.
+"""The command line: thin verbs over the library.
 
-The verbs are in `planning`, `checking`, `running`, `auditing`, `drifting`, `files`, `training` and `machine`,
-their options in `options`, what `--help` says of them in `texts`, and how they end in `streams`. Rooms are
-imported inside the verbs, so that `--help` is instant and needs neither torch nor pydantic.
+Options are in `options`, help texts in `texts`, streams and exit codes in `streams`. The other files hold
+the verbs. Verbs import other rooms when they run, so that `--help` is instant and needs no torch.
 
-Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
+Invariant: a refusal ends as one message and exit code 2, never as a traceback.
 """
 
 from __future__ import annotations
@@ -13,18 +12,7 @@ from typing import Annotated
 
 import typer
 
-from zerodrift.cli import (
-    auditing,
-    checking,
-    drifting,
-    files,
-    machine,
-    planning,
-    running,
-    streams,
-    texts,
-    training,
-)
+from zerodrift.cli import audit, check, checkpoints, machine, plan, run, streams, texts, train
 from zerodrift.versions import __version__
 
 app = typer.Typer(
@@ -38,8 +26,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
-    with streams.printing():
+    """Run the console script."""
+    with streams.guard_stdout():
         app(prog_name="zerodrift")
 
 
@@ -56,25 +44,25 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What comes before the verb."""
+    """Take the options before the verb."""
 
 
 for verb, line, text in (
-    (planning.plan, "Show every dtype of every parameter, why, and what a step costs.", texts.PLAN),
-    (planning.explain, "Show one parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
-    (planning.support, "Show which combinations are supported, and why others are not.", texts.SUPPORT),
-    (checking.check, "Run a training command, and show which dtypes it has.", texts.CHECK),
-    (running.run, "Run a DeepSpeed command, unchanged, on zerodrift.", texts.RUN),
-    (checking.diff, "Compare two tables that check saved.", texts.DIFF),
-    (auditing.audit, "Measure what every dtype costs, and which pins pay.", texts.AUDIT),
-    (drifting.drift, "Compare a trainer with a sampler, and show where drift comes from.", texts.DRIFT),
-    (files.inspect, "Show what is in a checkpoint, and whether it is complete.", texts.INSPECT),
-    (files.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints.", texts.CONVERT),
-    (training.train, "Train a model as a job file says.", texts.TRAIN),
-    (training.evaluate, "Evaluate a checkpoint of a job.", texts.EVALUATE),
-    (training.data, "Show what a job is trained on.", texts.DATA),
-    (training.replay, "Compute steps of a run again, and find where bits differ.", texts.REPLAY),
-    (training.sample, "Continue a prompt with a trained model.", texts.SAMPLE),
+    (plan.plan, "Show every dtype of every parameter, why, and what a step costs.", texts.PLAN),
+    (plan.explain, "Show one parameter: its dtypes, their reasons, its slices.", texts.EXPLAIN),
+    (plan.support, "Show which combinations are supported, and why others are not.", texts.SUPPORT),
+    (check.check, "Run a training command, and show which dtypes it has.", texts.CHECK),
+    (run.run, "Run a DeepSpeed command, unchanged, on zerodrift.", texts.RUN),
+    (check.diff, "Compare two tables that check saved.", texts.DIFF),
+    (audit.audit, "Measure what every dtype costs, and which pins pay.", texts.AUDIT),
+    (check.drift, "Compare a trainer with a sampler, and show where drift comes from.", texts.DRIFT),
+    (checkpoints.inspect, "Show what is in a checkpoint, and whether it is complete.", texts.INSPECT),
+    (checkpoints.convert, "Convert checkpoints, safetensors and DeepSpeed checkpoints.", texts.CONVERT),
+    (train.train, "Train a model as a job file says.", texts.TRAIN),
+    (train.evaluate, "Evaluate a checkpoint of a job.", texts.EVALUATE),
+    (train.data, "Show what a job is trained on.", texts.DATA),
+    (train.replay, "Compute steps of a run again, and find where bits differ.", texts.REPLAY),
+    (train.sample, "Continue a prompt with a trained model.", texts.SAMPLE),
     (machine.examples, "List the examples, or copy them.", texts.EXAMPLES),
     (machine.doctor, "Show what this machine has, what is slow on it, and why.", texts.DOCTOR),
 ):

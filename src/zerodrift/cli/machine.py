@@ -1,6 +1,6 @@
-"""The verbs for somebody who begins: `examples`, `doctor`.
+"""Start on a new machine: `examples`, `doctor`.
 
-Invariant: what is there is left as it is.
+Invariant: no existing file is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerodrift.legible import legible
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DOCS = EXAMPLES.with_name("docs")
 WRITTEN = (".yaml", ".json", ".md", ".py")
-"""Files that may name paths of each other."""
+"""Suffixes of example files."""
 
 
 def examples(
@@ -31,7 +31,7 @@ def examples(
         if not EXAMPLES.is_dir():
             must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
             raise ZerodriftError(EXAMPLES, must, got="no such folder", do=todo)
-        streams.emit(_copied(folder) if copy else _listed(streams.look()["width"]))
+        streams.emit(_copy(folder) if copy else _list(streams.layout()["width"]))
 
 
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
@@ -44,25 +44,25 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
         if json:
             streams.emit(json_module.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         else:
-            streams.emit(doctor_text(findings, **streams.look()))
+            streams.emit(doctor_text(findings, **streams.layout()))
 
 
 def _files() -> list[Path]:
     return sorted(path for path in EXAMPLES.rglob("*") if path.is_file() and path.suffix in WRITTEN)
 
 
-def _listed(width: int) -> str:
-    """Each with what its first line says."""
+def _list(width: int) -> str:
+    """List the examples with their first sentences."""
     lines: list[str] = []
     for path in _files():
         lines.append(path.relative_to(EXAMPLES).as_posix())
-        lines += textwrap.wrap(_first(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        lines += textwrap.wrap(_summary(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
     end = "Copy them with `zerodrift examples --copy`, into the folder `examples`."
     return "\n".join([*lines, "", end, f"Pages about them: {legible(str(DOCS))}", ""])
 
 
-def _first(path: Path) -> str:
-    """The first sentence of the comment that a file begins with."""
+def _summary(path: Path) -> str:
+    """Return the first sentence of the comment at the top of a file."""
     if path.suffix not in (".yaml", ".py"):
         return ""
     words: list[str] = []
@@ -76,8 +76,8 @@ def _first(path: Path) -> str:
     return " ".join(words).partition(". ")[0].rstrip(".")
 
 
-def _copied(folder: Path) -> str:
-    """Copies that name each other by their new paths."""
+def _copy(folder: Path) -> str:
+    """Copy the examples, with paths to each other adapted to the new folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ZerodriftError(folder, "must be an empty folder, or not be there", got="something else")
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,7 +1,4 @@
-"""Every option and argument of the command line, with its help.
-
-Invariant: nothing here runs, and every one says what it does.
-"""
+"""Options and arguments of the command line, with their help."""
 
 from __future__ import annotations
 
@@ -20,22 +17,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's; or a job.")
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="X",
-        help="A folder or file with a transformers config or safetensors, or package.module:function.",
-    ),
-]
-ModelOfTrainer = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="X",
-        help="A folder or file with a transformers config or safetensors, or package.module:function.",
-    ),
-]
+_MODEL = typer.Option(
+    "--model",
+    metavar="X",
+    help="A folder or file with a transformers config or safetensors, or package.module:function.",
+)
+Model = Annotated[str | None, _MODEL]
+ModelOfTrainer = Annotated[str, _MODEL]
 WorldSize = Annotated[
     int | None,
     typer.Option(

@@ -1,8 +1,8 @@
-"""What goes to which stream, and how a verb ends.
+"""Streams and exit codes of the command line.
 
-Only the product goes to stdout, so `--json` can be piped; messages and the progress line go to stderr.
+Only results go to stdout, so that `--json` can be piped. Messages and progress go to stderr.
 
-Invariant: what zerodrift refuses ends as one message and exit code 2, never as a traceback.
+Invariant: a refusal ends as one message and exit code 2, never as a traceback.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zerodrift.errors import ZerodriftError, refused_by_system
 from zerodrift.legible import encodable, legible
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-"""Exit codes; the last two are those of a shell for SIGINT and SIGPIPE."""
+"""Exit codes. The last two are those of a shell for SIGINT and SIGPIPE."""
 
 
 @contextmanager
 def errors(debug: bool) -> Iterator[None]:
-    """Refusals as a message on stderr and an exit code."""
+    """Turn refusals into a message on stderr and an exit code."""
     try:
         yield
     except ZerodriftError as error:
@@ -47,18 +47,18 @@ def errors(debug: bool) -> Iterator[None]:
 
 
 def color() -> bool:
-    """Colour for a person at a terminal who has not said no (https://no-color.org)."""
+    """Return True if stdout is a terminal and NO_COLOR is unset (https://no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return sys.stdout is not None and sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def environment() -> Mapping[str, str]:
-    """The process's own, for whoever says what it does."""
+    """Return the environment variables of this process."""
     return os.environ
 
 
-def look() -> dict[str, Any]:
-    """How a report is set: as wide as the terminal, within what can be read, and 100 columns elsewhere."""
+def layout() -> dict[str, Any]:
+    """Return colour and width of a report: at most WIDEST columns on a terminal, and WIDTH elsewhere."""
     from zerodrift.report.frame import WIDTH
 
     wide = sys.stdout is not None and sys.stdout.isatty()
@@ -67,11 +67,11 @@ def look() -> dict[str, Any]:
 
 
 NARROWEST, WIDEST = 50, 120
-"""Columns of a report on a terminal."""
+"""Limits of the width of a report on a terminal."""
 
 
 def progress(text: str) -> AbstractContextManager[object]:
-    """A spinner while a large model is read, where somebody is watching."""
+    """Show a spinner while stderr is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -80,58 +80,58 @@ def progress(text: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(Text(legible(text)))
 
 
-def watched() -> bool:
-    """Whether somebody watches what is done."""
+def is_watched() -> bool:
+    """Return True if stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
-def counted() -> Iterator[Callable[[str, int, int], None]]:
-    """A line that says what is done, how much of it is, and how long the rest takes."""
+def count_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a line with the current work, its progress and the time left."""
     from rich.console import Console
     from rich.text import Text
 
     began: dict[str, float] = {}
     with Console(stderr=True).status("") as line:
 
-        def told(what: str, done: int, of: int) -> None:
+        def show(what: str, done: int, of: int) -> None:
             now = time.monotonic()
             since = now - began.setdefault(what, now)
             left = f"  {since / done * (of - done):.0f} s left" if done and since > 1 else ""
             line.update(Text(f"{what} {done} of {of}{left}" if of > 1 else what))
 
-        yield told
+        yield show
 
 
 def emit(text: str) -> None:
-    """Print the product. A reader who has gone away, `| head`, is no error; a disk that is full is."""
+    """Print a result. A reader that has closed the pipe, such as `head`, is no error. A full disk is one."""
     if sys.stdout is None:  # a shell's `>&-`
         raise ZerodriftError("stdout", "must be open, for what is printed", got="a closed stream")
     try:
         sys.stdout.write(encodable(text, sys.stdout.encoding))
         sys.stdout.flush()
     except OSError as error:
-        raise _not_taken(error) from None
+        raise _stdout_error(error) from None
 
 
 @contextmanager
-def printing() -> Iterator[None]:
-    """The same of what is printed for us: help, and what a parser says."""
+def guard_stdout() -> Iterator[None]:
+    """Handle errors of stdout while typer prints help."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno not in _OF_STREAMS:
             raise
-        ended = _not_taken(error)
+        ended = _stdout_error(error)
         if isinstance(ended, typer.Exit):
             sys.exit(ended.exit_code)
         print(f"zerodrift: error: {ended}", file=sys.stderr)
         sys.exit(USAGE)
 
 
-def _not_taken(error: OSError) -> Exception:
-    """What it means that stdout takes no more."""
-    # Python flushes stdout once more at exit; let it have something to write to.
+def _stdout_error(error: OSError) -> Exception:
+    """Return the exit or the error for a stdout that cannot be written."""
+    # Python flushes stdout again at exit, which must not fail.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return typer.Exit(BROKEN_PIPE)

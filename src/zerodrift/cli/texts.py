@@ -1,6 +1,6 @@
-"""What `--help` says of every verb, below its usage line.
+"""Help texts of every verb, below its usage line.
 
-Invariant: every example is a command that runs as it stands, but for the paths in it.
+Invariant: every example runs as it stands, except for its paths.
 """
 
 from __future__ import annotations

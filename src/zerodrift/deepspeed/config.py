@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerodrift.alias import errand
+from zerodrift.alias import run_settings
 from zerodrift.config.additions import Additions
 from zerodrift.config.known import is_path
 from zerodrift.config.plain import plain, shown
@@ -193,11 +193,11 @@ def _respell_offload(zero: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def with_additions(passed: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the config with the keys that `zerodrift run` adds. Errors inside name its flags."""
-    given = errand()
+    given = run_settings()
     if given is None:
         yield passed
         return
-    given.reached("initialized")
+    given.mark_reached("initialized")
     additions = Additions(dict(given.config), given.flags)
     precision = passed.get("precision")
     rules = precision.get("rules") if isinstance(precision, Mapping) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.alias import errand
+from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpoints import CheckpointedEngine
 from zerodrift.deepspeed.collectives import get_world_group
 from zerodrift.deepspeed.config import MANAGED
@@ -87,7 +87,7 @@ class DeepSpeedEngine(CheckpointedEngine):
             self.optimizer = DeepSpeedOptimizer(engine)
         elif stage == 3:
             self.optimizer = ParameterOffload(engine.module)
-        self._first_step = FirstStep(engine) if errand() is not None and trains else None
+        self._first_step = FirstStep(engine) if run_settings() is not None and trains else None
         self._micro_batch = engine.plan.policy.batch.micro
         forget_shards(self.module)
         mark_parameters(engine)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.alias import errand
+from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.load import load
@@ -31,7 +31,7 @@ from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim.flat import TORCH_DECAY
 from zerodrift.optim.schedules import SCHEDULES
-from zerodrift.optimizers import ADAMW, TYPES, either, meant
+from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
 
 Path = str | os.PathLike[str]
 
@@ -76,7 +76,11 @@ def initialize(  # DeepSpeed's thirteen parameters
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
             engine = make_engine(
-                model, built, loaded, schedule=schedule if has_optimizer else None, quiet=errand() is None
+                model,
+                built,
+                loaded,
+                schedule=schedule if has_optimizer else None,
+                quiet=run_settings() is None,
             )
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)
@@ -168,7 +172,7 @@ def _is_everything(parameters: list[Any], model: nn.Module) -> bool:
 def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     """Make the config's optimizer over parameter groups, or over a part of the parameters."""
     name = TYPES.get(kind.lower())
-    algorithm = None if name is None else meant(name, params)
+    algorithm = None if name is None else algorithm_for(name, params)
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
         raise UnsupportedError(

@@ -30,7 +30,7 @@ from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
-from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, meant
+from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, checked
 from zerodrift.policy.nouns import ComponentSpec
@@ -324,7 +324,7 @@ def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
     problems = Problems()
     params = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
     problems.raise_as(ConfigError)  # for a recipe that came from no config
-    algorithm = meant(recipe.type, params)
+    algorithm = algorithm_for(recipe.type, params)
     defaults = dict(algorithm.defaults)
     if algorithm is ADAMW and params.get("torch_adam"):
         defaults["weight_decay"] = TORCH_DECAY

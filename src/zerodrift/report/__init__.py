@@ -1,1 +1,1 @@
-"""Report: nouns as terminal text, an HTML page or JSON. The same columns and the same words everywhere."""
+"""Plans, traces and update statistics as terminal text, an HTML page or JSON."""

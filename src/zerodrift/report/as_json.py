@@ -1,9 +1,8 @@
-"""Nouns as JSON text: the same figures as the other renderers, for machines.
+"""Plans, explanations, traces and support tables as JSON text.
 
-Keys keep their order, and the items of a top-level list stand on a line each, so two plans can be
-compared with a line diff.
+Keys keep their order. Every item of a top-level list has its own line, so that `diff` can compare two plans.
 
-Invariant: the text of a plan is what `Plan.from_json` reads, and more keys that it ignores.
+Invariant: `Plan.from_json` reads the text of a plan and ignores the keys that are added here.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from zerodrift.plan.traced import Hidden, Trace, TracedOperation
 from zerodrift.policy.support import StateCell, SupportCell
 from zerodrift.record import encode
 from zerodrift.report.explain import Explanation
-from zerodrift.report.traced import traced_modules
+from zerodrift.report.trace import traced_modules
 
 
 def plan_json(plan: Plan, cost: Cost, timeline: Timeline | None = None) -> str:
-    """The plan, its digest, what it costs, and the timeline of its pipeline where it has one."""
+    """Return a plan with its digest, its cost, and the timeline of its pipeline if it has one."""
     totals = {"rest": cost.rest.total, "peak": cost.peak.total, "wire": cost.wire}
     bill = encode(cost) | {"totals": totals, "padding_ratio": cost.padding_ratio}
     document = {"digest": plan.digest, **plan.to_json(), "cost": bill}
@@ -39,17 +38,17 @@ def plan_json(plan: Plan, cost: Cost, timeline: Timeline | None = None) -> str:
 
 
 def explanation_json(explanation: Explanation, plan: Plan) -> str:
-    """One parameter."""
+    """Return one parameter of a plan."""
     return _text({"digest": plan.digest, "source": plan.source, "parameter": encode(explanation)})
 
 
 def rows_json(explanations: Iterable[Explanation], plan: Plan) -> str:
-    """Some parameters."""
+    """Return some parameters of a plan."""
     return _text({"digest": plan.digest, "source": plan.source, "parameters": encode(list(explanations))})
 
 
 def trace_json(plan: Plan, trace: Trace, found: Sequence[Hidden]) -> str:
-    """What a trace showed: findings, and operations by module."""
+    """Return the findings of a trace and its operations by module."""
     lines = [
         {
             "module": line.pattern,
@@ -61,21 +60,17 @@ def trace_json(plan: Plan, trace: Trace, found: Sequence[Hidden]) -> str:
         }
         for line in traced_modules(trace)
     ]
-    facts = {
+    document = {
+        "digest": plan.digest,
+        "source": plan.source,
         "device": trace.device,
         "inputs": trace.inputs,
         "loss": trace.loss,
         "refused": encode(trace.refused),
+        "findings": encode(list(found)),
+        "trace": lines,
     }
-    return _text(
-        {
-            "digest": plan.digest,
-            "source": plan.source,
-            **facts,
-            "findings": encode(list(found)),
-            "trace": lines,
-        }
-    )
+    return _text(document)
 
 
 def _operation(operation: TracedOperation) -> dict[str, Any]:
@@ -89,7 +84,7 @@ def _operation(operation: TracedOperation) -> dict[str, Any]:
 
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
-    """The support tables, a cell a line."""
+    """Return the support tables, one cell per line."""
     return _text({"cells": encode(list(cells)), "states": encode(list(states))})
 
 

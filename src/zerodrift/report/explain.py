@@ -1,6 +1,6 @@
-"""Everything that the plan says about one parameter.
+"""Explanation of one parameter: all that the plan says about it.
 
-Pure: `terminal` sets it as text, `as_json` as JSON, and `engine.explain` returns it.
+`terminal` shows it as text, `as_json` as JSON, and `engine.explain` returns it.
 
 Invariant: the slices of a parameter cover it exactly once.
 """
@@ -21,16 +21,16 @@ class Cell:
 
     column: str
     value: str
-    """As the table writes it."""
+    """Text of the cell in the table."""
     words: str
-    """The value in words: what is sharded, when gradients are reduced."""
+    """Value in words, such as `bf16, sharded`."""
     why: str
-    """The config key or the rule that set it; empty where a frozen parameter has no such column."""
+    """Config key or rule that set the cell. Empty if a frozen parameter has no such column."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """What one rank of the shard axis owns of a parameter, in elements of the flattened parameter."""
+    """Elements of a flattened parameter that one rank of the shard axis owns."""
 
     rank: int
     start: int
@@ -39,55 +39,55 @@ class OwnedRange:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One row of the plan, with everything that the plan knows about it."""
+    """One row of the plan, with all that the plan knows about it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     numel: int
     source: str
-    """The dtype that the model or checkpoint holds it in."""
+    """Dtype of the parameter in the model or checkpoint."""
     klass: str
-    """Dotted class of the module that owns it, `""` if unknown."""
+    """Dotted class of the module that owns the parameter, or `""` if unknown."""
     kind: str
-    """Words for what sets it apart: `pinned`, `frozen`, `whole`, ...; `""` for nothing."""
+    """Special properties, such as `pinned`, `frozen` or `whole`. `""` for none."""
     boundaries: tuple[Boundary, ...]
-    """Of the modules around it that compute in a dtype of their own: one at most for each of its names."""
+    """Boundaries of the modules around the parameter, at most one per name."""
     unit: str
-    """Module path of what it is gathered with; `""` is the root."""
+    """Module path of the unit that the parameter is gathered with. `""` is the root."""
     pipeline_stage: int
     segment: int
     offset: int
-    """First element within the segment."""
+    """First element in the segment."""
     shard: int
     """Ranks of the shard axis."""
     slices: tuple[OwnedRange, ...]
-    """Of the columns that are sharded; ranks that own nothing of it are left out."""
+    """Ranges of the sharded columns. Ranks that own no element are left out."""
     cells: tuple[Cell, ...]
     options: tuple[Cell, ...]
-    """What it has beside its columns, where that is not as usual: `placement`, `optimizer`."""
+    """Unusual options beside the columns: `placement`, `optimizer`."""
 
     @property
     def divided(self) -> bool:
-        """Whether different ranks have different parts of it before anything is sharded."""
+        """True if the parameter is split over ranks before sharding, as experts are."""
         return any(cell.column == "parallel" for cell in self.options)
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """The columns that live in slices."""
+        """Names of the sharded columns."""
         return tuple(cell.column for cell in self.cells if cell.value.endswith("/"))
 
 
 def explain(plan: Plan, name: str) -> Explanation:
-    """The row of a parameter, by any of its names; ModelError with the nearest names if there is none."""
+    """Explain the parameter that has this name. Raise ModelError with the nearest names if there is none."""
     return explain_row(plan, names.index_of(plan, name))
 
 
 def explain_row(plan: Plan, index: int) -> Explanation:
-    """The row at an index of `Plan.rows`."""
+    """Explain the row at an index of `Plan.rows`."""
     row = plan.rows[index]
     modules = {path for name in row.names for path in enclosing_modules(name)}
     options = summary.options(row.columns).items()
-    values, words, why = row.columns.cells(), summary.spelled(row.columns), row.columns.reasons()
+    values, words, why = row.columns.cells(), summary.describe_columns(row.columns), row.columns.reasons()
     return Explanation(
         names=row.names,
         shape=row.whole_shape,
@@ -110,8 +110,8 @@ def explain_row(plan: Plan, index: int) -> Explanation:
 
 
 def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
-    """Each rank owns one equal contiguous slice of the segment; this is the parameter's part of each, of its
-    own experts where these are spread."""
+    """Intersect the parameter with the equal contiguous slices of its segment, one per rank. Experts that are
+    spread over ranks are cut separately."""
     size, numel = plan.segments[row.segment].padded // plan.slices(plan.segments[row.segment]), row.numel
     if not numel or not size:
         return ()

@@ -1,6 +1,6 @@
-"""How numbers are written: elements, bytes and percentages, three significant digits each.
+"""Text of numbers: elements, bytes and percentages with three significant digits.
 
-Every renderer asks here, so that a figure reads the same in the terminal, on the page and in an error.
+The terminal, the page and error messages all use these functions.
 
 Invariant: a figure that is not zero never reads as zero, and a part never reads as the whole.
 """
@@ -14,7 +14,7 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def elements(count: int) -> str:
-    """`4096`, `131M`, `46.7B`: exact below ten thousand."""
+    """Format a count of elements: `4096`, `131M`, `46.7B`. Counts below ten thousand are exact."""
     if count < 10_000:
         return str(count)
     value, suffix = _scaled(count, 1000.0, _COUNTS)
@@ -22,7 +22,7 @@ def elements(count: int) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes: `512 B`, `1.46 GiB`."""
+    """Format bytes: `512 B`, `1.46 GiB`."""
     if count < 1000:
         return f"{count} B"
     value, suffix = _scaled(count, 1024.0, _SIZES)
@@ -30,7 +30,7 @@ def size(count: int) -> str:
 
 
 def percent(ratio: float) -> str:
-    """`0.0123%`, `97.3%`, `99.98%`: as many digits as the smaller side of the split needs."""
+    """Format a ratio: `0.0123%`, `97.3%`, `99.98%`. Ratios near 1 get more digits."""
     if ratio in (0.0, 1.0):
         return f"{ratio:.0%}"
     if ratio <= 0.5 or ratio > 1.0:
@@ -40,7 +40,7 @@ def percent(ratio: float) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, never in exponent form; digits before the point all stay."""
+    """Format a number with `digits` significant digits, without an exponent. All integer digits stay."""
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -51,12 +51,12 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def shape(sizes: tuple[int, ...]) -> str:
-    """`4096 x 14336`; a parameter without dimensions is a `scalar`."""
+    """Format a shape: `4096 x 14336`, or `scalar` without dimensions."""
     return " x ".join(map(str, sizes)) if sizes else "scalar"
 
 
 def _scaled(count: int, base: float, suffixes: tuple[str, ...]) -> tuple[str, str]:
-    """Three significant digits and the smallest suffix with less than four digits before the point."""
+    """Return three significant digits and the smallest suffix that leaves at most three before the point."""
     value, index = float(count), 0
     while round(value) >= 1000 and index + 1 < len(suffixes):
         value, index = value / base, index + 1

@@ -1,16 +1,15 @@
-"""The pieces that every text report is set with: a title, sections, columns that wrap, the final print.
+"""Layout of text reports: titles, sections, columns and the final rendering.
 
-Nothing here knows what a plan is. A width is in cells of a terminal, of which some characters take two or
-none.
+A width counts terminal cells. Some characters take two cells or none.
 
-Invariant: text that is not ours becomes `Text` through `shown` and `elide`; what `printed` returns has no
-line wider than WIDTH, and no colour codes unless asked for.
+Invariant: foreign text becomes `Text` through `legible_text` and `elide`. `render` returns no line that is
+wider than asked for, and no colour codes unless asked for.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
@@ -21,16 +20,17 @@ from rich.text import Text
 from zerodrift.legible import legible
 
 WIDTH = 100
-"""Columns of a text report that nobody looks at on a terminal: it can be compared and pasted."""
+"""Columns of a text report outside a terminal."""
 
 _LEAST = 8
-"""Columns that a word takes."""
+"""Columns below which a grid column is not narrowed."""
 
 DIGEST_SHOWN = 12
-"""Hex digits of the digest in a title; JSON and the foot of the page have all of them."""
+"""Hex digits of a digest in a title. JSON and the foot of a page have all of them."""
 
 
 def title(verb: str, digest: str = "", width: int | None = None) -> RenderableType:
+    """Return the first line of a report, with a rule below it."""
     left = Text().append("zerodrift", style="bold").append(f" {verb}")
     if digest:
         right = Text().append("digest ", style="dim").append(digest[:DIGEST_SHOWN])
@@ -52,32 +52,31 @@ def pairs(
 def grid(
     rows: Sequence[Sequence[str]], most: Sequence[int], styles: Sequence[str], width: int | None = None
 ) -> RenderableType:
-    """Columns as wide as they need and at most `most`; the last takes the rest of the line and wraps."""
+    """Set rows in columns of at most `most` cells each. The last column wraps in the rest of the line."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     total = width or WIDTH
     needed = [
         min(limit, max((cell_len(legible(row[index])) for row in rows), default=0))
         for index, limit in enumerate(most)
     ]
-    # On a narrow terminal the widest give way, so that the last has room for words.
+    # A narrow terminal narrows the widest columns, so that the last one has room for words.
     while total < WIDTH and needed and max(needed) > _LEAST and sum(needed) + 2 * len(needed) > total * 0.65:
         needed[needed.index(max(needed))] -= 1
     for wide, style in zip(needed, styles, strict=False):
         table.add_column(width=wide, overflow="fold", style=style)
     table.add_column(width=total - sum(needed) - 2 * len(needed), overflow="fold")
     for row in rows:
-        table.add_row(*map(shown, row))
+        table.add_row(*map(legible_text, row))
     return table
 
 
-def shown(text: str, style: str = "") -> Text:
-    """Somebody's text for a terminal: legible, its brackets no markup."""
+def legible_text(text: str, style: str = "") -> Text:
+    """Return foreign text as legible `Text`, without markup."""
     return Text(legible(text), style=style)
 
 
 def elide(text: str, width: int) -> str:
-    """A legible name, its middle components replaced by one `...` where it takes more than `width` cells; the
-    ends say most."""
+    """Return a legible name. `...` replaces its middle components if it is wider than `width` cells."""
     text = legible(text)
     if cell_len(text) <= width:
         return text
@@ -97,19 +96,17 @@ def elide(text: str, width: int) -> str:
     if cell_len(short) <= width:
         return short
     keep = max(width - 3, 2)
-    first = _fitting(text, keep // 2)
-    return (
-        first + "..." + _fitting(text[::-1], keep - keep // 2)[::-1] if width > 5 else _fitting(text, width)
-    )
+    first = _clip(text, keep // 2)
+    return first + "..." + _clip(text[::-1], keep - keep // 2)[::-1] if width > 5 else _clip(text, width)
 
 
-def _fitting(text: str, width: int) -> str:
-    """The beginning of a text that takes at most so many cells."""
+def _clip(text: str, width: int) -> str:
+    """Return the beginning of a text that fits `width` cells."""
     return set_cell_size(text, width).rstrip() if cell_len(text) > width else text
 
 
-def printed(parts: Iterable[RenderableType], color: bool, width: int | None = None) -> str:
-    """The parts as one text; plain text carries no blanks at line ends."""
+def render(parts: Iterable[RenderableType], color: bool, width: int | None = None) -> str:
+    """Render the parts as one text. Plain text has no blanks at line ends."""
     out = io.StringIO()
     console = Console(
         file=out,
@@ -126,3 +123,31 @@ def printed(parts: Iterable[RenderableType], color: bool, width: int | None = No
     console.print(*parts, sep="\n")
     text = out.getvalue().replace("\N{NO-BREAK SPACE}", " ")
     return text if color else "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def text_table(
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int] | None = None,
+    left: Collection[int] = (0,),
+    gap: str = "  ",
+    bold: int | None = None,
+) -> Text:
+    """Set rows in columns under a dim first row, and the row at index `bold` in bold.
+
+    Columns in `left` are words and elided to their width. The others are figures, aligned right and whole.
+    Without `widths` each column is as wide as its longest cell.
+    """
+    widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = Text()
+    for number, row in enumerate(rows):
+        cells: list[str] = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if column in left:
+                over = len(gap.join([*cells, ""])) - sum(widths[:column]) - column * len(gap)
+                cells.append(elide(cell, width - over).ljust(width))
+            else:
+                cells.append(cell.rjust(width))
+        line = gap.join(cells).rstrip()
+        style = "dim" if number == 0 else "bold" if number == bold else ""
+        text.append(line if number == len(rows) - 1 else f"{line}\n", style=style)
+    return text

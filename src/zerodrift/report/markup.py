@@ -1,7 +1,4 @@
-"""HTML elements as escaped text: the one place where a page's markup is formed.
-
-`page` and nothing else writes HTML, and it writes it through `tag`, so a model's names can hold any
-character.
+"""HTML elements as escaped text. Every page builds its HTML with `tag`.
 
 Invariant: text that is not `Markup` is made legible and escaped before it becomes part of an element.
 """
@@ -15,18 +12,18 @@ from zerodrift.legible import lines
 
 
 class Markup(str):
-    """Text that is already HTML."""
+    """HTML text, which is not escaped again."""
 
 
 Child = str | Iterable[str]
 """Plain text, markup, or several of them."""
 
 _VOID = frozenset(("input", "meta", "wbr", "rect"))
-"""Elements written without an end: HTML's void ones, and the leaf of our drawings."""
+"""Elements without an end tag: void ones of HTML, and `rect` of SVG."""
 
 
 def tag(name: str, /, *children: Child, **attributes: str | float | bool) -> Markup:
-    """An element. `class_` and `aria_label` spell `class` and `aria-label`; False leaves one out."""
+    """Build an element. `class_` and `aria_label` mean `class` and `aria-label`. False omits an attribute."""
     head = name
     for key, value in attributes.items():
         if value is False:
@@ -39,7 +36,7 @@ def tag(name: str, /, *children: Child, **attributes: str | float | bool) -> Mar
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Children one after the other, plain text escaped."""
+    """Concatenate children, with plain text escaped."""
     parts: list[str] = []
     for child in children:
         if isinstance(child, Markup):

@@ -1,10 +1,9 @@
-"""Finds parameters by name or glob, and names the nearest when there is none.
+"""Search for parameters by name or glob, with the nearest names if there is no match.
 
-Globs are those of `precision.rules`: on the full name, `*` also crosses dots. Comparing a misspelt name
-with tens of thousands of others letter by letter takes seconds, so components are compared instead: a
-model has few different ones.
+Globs match the full name and `*` crosses dots, as in `precision.rules`. A misspelt name is compared by
+components, because comparing it with tens of thousands of names takes seconds.
 
-Invariant: nothing found is an error that offers names which exist.
+Invariant: a search without a match is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from zerodrift.plan.table import Plan
 from zerodrift.report.rows import template
 
 _OFFERED = 3
-"""Names in a message."""
+"""Most names in a message."""
 
 
 def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
-    """Indices of the rows that a glob matches by any of their names; `where` names the argument."""
+    """Return indices of the rows with a name that the glob matches. `where` names the argument in errors."""
     match = re.compile(fnmatch.translate(pattern)).match
     indices = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
     if not indices:
@@ -36,7 +35,7 @@ def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
 
 
 def index_of(plan: Plan, name: str) -> int:
-    """The row of a parameter, by any of its names."""
+    """Return the index of the row that has this name."""
     for index, row in enumerate(plan.rows):
         if name in row.names:
             return index
@@ -45,7 +44,7 @@ def index_of(plan: Plan, name: str) -> int:
 
 
 def _offer(plan: Plan, query: str) -> str:
-    """A sentence with names or patterns near the query; empty when nothing is near."""
+    """Return a sentence with names or patterns near the query, or `""`."""
     names = [name for row in plan.rows for name in row.names]
     offered = _mended(query, names) or _containing(query, names) or _similar(query, names)
     if not offered:
@@ -54,7 +53,7 @@ def _offer(plan: Plan, query: str) -> str:
 
 
 def _mended(query: str, names: list[str]) -> list[str]:
-    """The query with each unknown component replaced by the nearest known one, if that matches anything."""
+    """Replace each unknown component by the nearest known one, if the result matches a name."""
     known = {part for name in names for part in name.split(".")}
     words = {part for part in known if not part.isdecimal()}
     parts = []
@@ -67,7 +66,7 @@ def _mended(query: str, names: list[str]) -> list[str]:
 
 
 def _containing(query: str, names: list[str]) -> list[str]:
-    """Names that the query is a part of: the first, one in the middle, the last."""
+    """Return the first, the middle and the last name that contains the query."""
     word = query.strip("*.")
     if not word or "*" in word:
         return []
@@ -78,7 +77,7 @@ def _containing(query: str, names: list[str]) -> list[str]:
 
 
 def _similar(query: str, names: list[str]) -> list[str]:
-    """First names of the templates that look like the query."""
+    """Return the first name of each template that resembles the query."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(template(name), name)

@@ -1,7 +1,7 @@
-"""A plan as one HTML page that needs nothing else: no network, no library, no second file.
+"""A plan as one self-contained HTML page.
 
-The words are those of `summary`, the lines those of `rows`; drawings are SVG, made of rectangles. The
-script only filters lines and unfolds reasons: without it, and on paper, the page says the same.
+`summary` supplies the words and `rows` the lines. The script only filters lines and unfolds reasons, so the
+page is complete on paper.
 
 Invariant: the page refers to nothing outside itself.
 """
@@ -21,22 +21,22 @@ from zerodrift.report.markup import Child, Markup, join, tag
 from zerodrift.report.rows import Line, Table
 
 _WIDE = 1000
-"""Units across a drawing."""
+"""Width of a drawing in SVG units."""
 
 _FIGURES = frozenset(("shape", "elements", "bytes", "per parameter", "count"))
-"""Headers of columns that hold figures."""
+"""Headers of right-aligned columns."""
 
 
 def plan_page(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> str:
-    """The whole plan, for a browser or a printer; `timeline` is that of its pipeline, where it has one."""
+    """Build the page of a plan. `timeline` belongs to its pipeline, if it has one."""
     parts = [_head(plan), *plan_sections(plan, cost, table, timeline)]
     return document(f"zerodrift plan: {plan.source}", parts)
 
 
 def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None) -> list[Markup]:
-    """Everything below the head, for a page that shows more than a plan. Once per page: the script finds
-    its places by their ids."""
+    """Build all sections below the head of a plan. The script needs their ids, so use them once per page."""
     pipeline = plan.policy.pipeline is not None
+    decided = [(item.key, item.value, item.why) for item in plan.policy.decisions]
     return [
         _notes(plan),
         section("Columns", _filter(table), _table(table), _marks(table, plan), id="columns"),
@@ -44,10 +44,10 @@ def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | Non
         section("Memory", _memory(plan, cost), id="memory"),
         section("Wire", _wire(cost), id="wire"),
         section("Why", _why(table), id="why"),
-        section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.casts else Markup(""),
-        section("Decisions", _decisions(plan), id="decisions"),
-        section("Ignored keys", _ignored(plan), id="ignored") if plan.policy.ignored else Markup(""),
-        section("Buffers", _buffers(plan), id="buffers") if plan.buffers else Markup(""),
+        section("Boundaries", *_boundaries(plan, table), id="boundaries") if table.boundaries else Markup(""),
+        section("Decisions", _listing(("what", "is", "because"), decided), id="decisions"),
+        _optional("Ignored keys", ("key", "because"), plan.policy.ignored, "ignored"),
+        _optional("Buffers", ("buffers", "because"), summary.buffers(plan), "buffers"),
         tag("footer", "Digest of every decision ", tag("code", plan.digest)),
         tag("template", tag("tr", tag("td", colspan=str(4 + len(COLUMNS)))), id="unfolded"),
         tag("script", Markup(_asset("page.js"))),
@@ -55,7 +55,7 @@ def plan_sections(plan: Plan, cost: Cost, table: Table, timeline: Timeline | Non
 
 
 def document(title: str, body: Child, style: str = "") -> str:
-    """A page that needs nothing else; `style` is added to that of every page."""
+    """Build a self-contained page. `style` is added to the style sheet of every page."""
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -133,7 +133,7 @@ def _table(table: Table) -> Markup:
 
 
 def heads(names: Iterable[str]) -> list[Markup]:
-    """Column headers; those of figures stand to the right, as figures do."""
+    """Build column headers. Headers of figures are aligned right."""
     return [tag("th", name, scope="col", class_=name in _FIGURES and "number") for name in names]
 
 
@@ -145,8 +145,8 @@ def _name(line: Line, kind: str) -> Markup:
 
 
 def _cells(columns: Columns) -> Markup:
-    """The nine cells of a line; rows that share columns share this text."""
-    words, why = summary.spelled(columns), columns.reasons()
+    """Build the nine cells of a line. Rows with the same columns share this text."""
+    words, why = summary.describe_columns(columns), columns.reasons()
     cells = []
     for column, text in columns.cells().items():
         reason = why.get(column, "")
@@ -157,7 +157,7 @@ def _cells(columns: Columns) -> Markup:
 
 
 def tint(text: str) -> str:
-    """The colour class of a cell: the narrowest dtype in it."""
+    """Return the colour class of a cell: the narrowest dtype in its text."""
     return next((colour for word, colour in _TINTS.items() if word in text), "")
 
 
@@ -172,7 +172,7 @@ _TINTS = {
     "float32": "fp32",
     "split": "split",
 }
-"""Our names of dtypes and torch's, the narrowest first; `float16` is in `bfloat16`."""
+"""Our dtype names and torch's, narrowest first. `bfloat16` stands before `float16`, which it contains."""
 
 
 def _marks(table: Table, plan: Plan) -> Markup:
@@ -181,10 +181,10 @@ def _marks(table: Table, plan: Plan) -> Markup:
 
 
 def _why(table: Table) -> Markup:
-    """Per column set: each column, its value in words, its reason. The script unfolds these under lines."""
+    """Build a table per column set: each column, its value and its reason. The script unfolds them."""
     blocks = []
     for item in table.sets:
-        words = summary.spelled(item.columns) | summary.options(item.columns)
+        words = summary.describe_columns(item.columns) | summary.options(item.columns)
         lines = [
             tag("tr", tag("th", name, scope="row"), tag("td", words[name]), tag("td", reason))
             for name, reason in item.columns.why
@@ -207,7 +207,7 @@ def _why(table: Table) -> Markup:
 
 
 def _memory(plan: Plan, cost: Cost) -> Markup:
-    """What rests and what peaks, drawn to one scale."""
+    """Draw memory at rest and at peak to one scale."""
     rest, peak = summary.rest_parts(cost), summary.peak_parts(cost)
     most = max(cost.rest.total, cost.peak.total, 1)
     return join(
@@ -225,7 +225,7 @@ def _memory(plan: Plan, cost: Cost) -> Markup:
 
 
 def _stack(title: str, parts: Sequence[tuple[str, int]], most: int, cost: Cost) -> Markup:
-    """One bar of parts, and a legend with the figures."""
+    """Draw one bar of parts, and a legend with the figures."""
     shown = [(label, count) for label, count in parts if count]
     total = sum(count for _, count in shown)
     rects, entries, left = [], [], 0.0
@@ -288,7 +288,7 @@ def _wire(cost: Cost) -> Markup:
 
 
 def _drawing(content: Child, width: int, **attributes: str) -> Markup:
-    """A drawing of bars that fills the box it is given."""
+    """Draw bars that fill their box."""
     return tag("svg", content, viewBox=f"0 0 {width} 28", preserveAspectRatio="none", **attributes)
 
 
@@ -313,26 +313,17 @@ def _pipeline(plan: Plan, timeline: Timeline | None) -> list[Markup]:
 
 
 def _boundaries(plan: Plan, table: Table) -> list[Markup]:
-    entered = summary.entered(plan)
-    below = summary.lookups(table)
+    entered = summary.input_casts(plan)
+    below = summary.embedding_casts(table)
     return [
         tag("p", f"{entered[0].upper()}{entered[1:]}.", class_="quiet"),
-        _listing(summary.CASTS, summary.casts(table)),
+        _listing(summary.BOUNDARY_HEADS, summary.boundary_rows(table)),
         tag("p", f"{below[0].upper()}{below[1:]}.", class_="quiet") if below else Markup(""),
     ]
 
 
-def _decisions(plan: Plan) -> Markup:
-    decided = [(item.key, item.value, item.why) for item in plan.policy.decisions]
-    return _listing(("what", "is", "because"), decided)
-
-
-def _ignored(plan: Plan) -> Markup:
-    return _listing(("key", "because"), plan.policy.ignored)
-
-
-def _buffers(plan: Plan) -> Markup:
-    return _listing(("buffers", "because"), summary.buffers(plan))
+def _optional(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], id: str) -> Markup:
+    return section(title, _listing(names, rows), id=id) if rows else Markup("")
 
 
 def _listing(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
@@ -342,7 +333,7 @@ def _listing(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
 
 
 def breaking(text: str) -> Markup:
-    """Text that may break after a dot, a slash or an underscore; names are long and have no blanks."""
+    """Escape a text and let it wrap after a dot, a slash or an underscore."""
     escaped = join([text])
     for mark in "./_":
         escaped = Markup(escaped.replace(mark, mark + "<wbr>"))

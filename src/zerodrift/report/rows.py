@@ -1,16 +1,15 @@
-"""Groups the rows of a plan into the lines of a table: pure, and fast for tens of thousands of rows.
+"""Lines of the table of a plan, grouped from tens of thousands of rows.
 
 Rows whose names differ only in numbers, and that agree in shape and in every column and reason, become
 one line: `model.layers.*.mlp.down_proj.weight`, 32 times. A `*` stands for every number that occurs at
-that place in the model; anything less is written out, `model.layers.0-2.mlp.down_proj.weight`. What
-cannot be said by one pattern becomes several. `terminal` and `page` draw the lines.
+that place in the model. Fewer numbers are written out: `model.layers.0-2.mlp.down_proj.weight`. Rows that
+one pattern cannot express become several lines. `terminal` and `page` draw them.
 
-Invariant: the patterns of the lines, expanded, are the rows of the plan, each exactly once.
+Invariant: the expanded patterns of all lines name every row of the plan exactly once.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,39 +20,39 @@ from zerodrift.plan.table import Boundary, Plan, Row
 from zerodrift.policy.nouns import Columns
 
 Numbers = tuple[int, ...]
-"""The numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""
+"""Numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""
 
 Template = tuple[str | None, ...]
-"""The components of a name, None for a number. A component may itself be a star."""
+"""Components of a name, with None for a number. A component may itself be a star."""
 
 Box = tuple[frozenset[int], ...]
-"""A set per place; stands for every combination."""
+"""One set of numbers per place, for all their combinations."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSet:
-    """Columns that rows have in common, reasons included."""
+    """Columns, including their reasons, that several rows share."""
 
     letter: str
-    """`A`, `B`, ... in the order of first appearance in the plan."""
+    """`A`, `B`, ... in the order of the plan."""
     columns: Columns
     tensors: int
-    """Rows of the plan that have them."""
+    """Number of rows in the set."""
     numel: int
-    """Elements of those rows."""
+    """Elements of all rows in the set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one line of the table stands for."""
+    """One line of the table, for rows whose names match a pattern."""
 
     pattern: str
     also: tuple[str, ...]
-    """Patterns of the other names, where parameters are tied."""
+    """Patterns of the other names of tied parameters."""
     shape: tuple[int, ...]
-    """Of each row."""
+    """Shape of each row."""
     numel: int
-    """Of all rows together."""
+    """Elements of all rows together."""
     rows: tuple[int, ...]
     """Indices into `Plan.rows`, ascending."""
     set: int
@@ -65,8 +64,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Casts:
-    """Boundaries that differ in nothing but the numbers of their paths."""
+class BoundaryLine:
+    """Boundaries that differ only in the numbers of their paths."""
 
     pattern: str
     boundaries: tuple[Boundary, ...]
@@ -78,16 +77,16 @@ class Casts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The lines, in the order of their first rows, and the column sets that they point to."""
+    """Lines in the order of their first rows, and the column sets that they refer to."""
 
     sets: tuple[ColumnSet, ...]
-    """Of the whole plan, also where only some rows are shown: a letter means the same in every view."""
+    """Column sets of the whole plan, so that a letter means the same in every view."""
     lines: tuple[Line, ...]
-    casts: tuple[Casts, ...]
-    """The boundaries around the parameters that are shown."""
+    boundaries: tuple[BoundaryLine, ...]
+    """Boundaries around the parameters of the lines."""
 
     def shown(self) -> tuple[ColumnSet, ...]:
-        """The sets that a line points to."""
+        """Return the column sets that a line refers to."""
         used = {line.set for line in self.lines}
         return tuple(item for index, item in enumerate(self.sets) if index in used)
 
@@ -95,15 +94,15 @@ class Table:
         return tuple(line for line in self.lines if self.sets[line.set] is of)
 
 
-def grouped(plan: Plan) -> Table:
-    """The whole plan, a line per pattern."""
+def group_rows(plan: Plan) -> Table:
+    """Group all rows of a plan into one line per pattern."""
     numbers = _set_numbers(plan.rows)
     lines, universe = _group(plan.rows, numbers)
-    return Table(_sets(plan.rows, numbers), lines, _casts(plan.boundaries, universe))
+    return Table(_sets(plan.rows, numbers), lines, _boundary_lines(plan.boundaries, universe))
 
 
-def single(plan: Plan, chosen: Sequence[int]) -> Table:
-    """Some rows of the plan, a line each."""
+def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
+    """List some rows of a plan, one line each."""
     numbers = _set_numbers(plan.rows)
     rows = [(index, plan.rows[index]) for index in chosen]
     lines = tuple(
@@ -111,12 +110,14 @@ def single(plan: Plan, chosen: Sequence[int]) -> Table:
         for index, row in rows
     )
     near = {path for _, row in rows for name in row.names for path in enclosing_modules(name)}
-    casts = tuple(Casts(boundary.path, (boundary,)) for boundary in plan.boundaries if boundary.path in near)
-    return Table(_sets(plan.rows, numbers), lines, casts)
+    near_lines = tuple(
+        BoundaryLine(boundary.path, (boundary,)) for boundary in plan.boundaries if boundary.path in near
+    )
+    return Table(_sets(plan.rows, numbers), lines, near_lines)
 
 
 def template(name: str) -> str:
-    """The name with a `*` for every component that is a number."""
+    """Replace every component of a name that is a number by `*`."""
     return ".".join("*" if part is None else part for part in _split(name)[0])
 
 
@@ -124,7 +125,7 @@ def template(name: str) -> str:
 
 
 def _set_numbers(rows: Sequence[Row]) -> list[int]:
-    """The set of each row. Rows share `Columns` objects, so equality is only asked once per object."""
+    """Return the set number of each row. Rows share `Columns` objects, so each object is hashed once."""
     by_object: dict[int, int] = {}
     by_value: dict[tuple[object, ...], int] = {}
     numbers = []
@@ -137,7 +138,7 @@ def _set_numbers(rows: Sequence[Row]) -> list[int]:
 
 
 def _agreement(columns: Columns) -> tuple[object, ...]:
-    """What rows of one set have in common. `output` only means something where a parameter is pinned."""
+    """Return a key that is equal for rows of one set. `output` counts only for pinned parameters."""
     output = columns.output if columns.pinned else None
     return (columns.layout, columns.export, columns.pinned, output, columns.why)
 
@@ -157,7 +158,7 @@ def _sets(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[ColumnSet, ...]:
 
 
 def letter(number: int) -> str:
-    """0 -> A, 25 -> Z, 26 -> AA."""
+    """Return the letter of a number: 0 -> A, 25 -> Z, 26 -> AA."""
     text = ""
     number += 1
     while number:
@@ -170,11 +171,11 @@ def letter(number: int) -> str:
 
 
 def _split(name: str) -> tuple[Template, Numbers]:
-    """The template of a name, and the numbers that it leaves out."""
+    """Split a name into its template and its numbers."""
     parts: list[str | None] = []
     numbers: list[int] = []
     for part in name.split("."):
-        # "007" is not how a number is written, and could not be told from "7" again.
+        # "007" is no number here: as a pattern it would be the same as "7".
         if len(part) < 19 and part.isdecimal() and part.isascii() and str(int(part)) == part:
             numbers.append(int(part))
             parts.append(None)
@@ -186,48 +187,40 @@ def _split(name: str) -> tuple[Template, Numbers]:
 def _group(
     rows: Sequence[Row], set_numbers: Sequence[int]
 ) -> tuple[tuple[Line, ...], dict[Template, set[int]]]:
-    """The lines, and the numbers that occur at each place of a name."""
-    families: dict[tuple[tuple[Template, ...], tuple[int, ...], int], dict[Numbers, int]] = defaultdict(dict)
-    occurring: dict[Template, set[Numbers]] = defaultdict(set)
-    for index, row in enumerate(rows):
-        splits = [_split(name) for name in row.names]
-        for text, numbers in splits:
-            occurring[text].add(numbers)
-        texts = tuple(text for text, _ in splits)
-        families[texts, row.whole_shape, set_numbers[index]][splits[0][1]] = index
-    universe = _universe(occurring)
+    """Return the lines, and all numbers that occur at each place of a name."""
+    universe = _universe(name for row in rows for name in row.names)
+    names = [
+        (row.name, (tuple(_split(name)[0] for name in row.names[1:]), row.whole_shape, number))
+        for row, number in zip(rows, set_numbers, strict=True)
+    ]
     lines = []
-    for (texts, shape, number), members_of in families.items():
-        for box in _boxes(list(members_of)):
-            members = tuple(sorted(members_of[numbers] for numbers in product(*box)))
-            pattern = _pattern(texts[0], box, universe)
-            also = _also([rows[index] for index in members], universe)
-            numel = math.prod(shape) * len(members)
-            lines.append(Line(pattern, also, shape, numel, members, number))
-    return tuple(sorted(lines, key=lambda line: line.rows[0])), universe
+    for pattern, members in _fold(names, universe):
+        first = rows[members[0]]
+        also, numel = _also([rows[index] for index in members], universe), first.whole_numel * len(members)
+        lines.append(Line(pattern, also, first.whole_shape, numel, members, set_numbers[members[0]]))
+    return tuple(lines), universe
 
 
-def _casts(boundaries: Iterable[Boundary], universe: dict[Template, set[int]]) -> tuple[Casts, ...]:
-    """A line per pattern of paths, in the order of their first boundaries."""
+def _boundary_lines(
+    boundaries: Iterable[Boundary], universe: dict[Template, set[int]]
+) -> tuple[BoundaryLine, ...]:
+    """Return one line per pattern of paths, in the order of their first boundaries."""
     listed = list(boundaries)
     names = [(boundary.path, replace(boundary, path="")) for boundary in listed]
-    patterns = _folded(names, universe)
-    return tuple(Casts(pattern, tuple(listed[i] for i in indices)) for pattern, indices in patterns)
+    patterns = _fold(names, universe)
+    return tuple(BoundaryLine(pattern, tuple(listed[i] for i in indices)) for pattern, indices in patterns)
 
 
-def folded(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Patterns of (name, what names of one pattern must agree in), and which of them each stands for, in the
-    order of the first."""
-    occurring: dict[Template, set[Numbers]] = defaultdict(set)
-    for name, _ in names:
-        text, numbers = _split(name)
-        occurring[text].add(numbers)
-    return _folded(names, _universe(occurring))
+def fold_names(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Fold (name, key) pairs into patterns of names with equal keys, with the indices that each stands for.
+    Patterns keep the order of their first index."""
+    return _fold(names, _universe(name for name, _ in names))
 
 
-def _folded(
+def _fold(
     names: Sequence[tuple[str, Hashable]], universe: dict[Template, set[int]]
 ) -> list[tuple[str, tuple[int, ...]]]:
+    """Fold (name, key) pairs into patterns, given all numbers that occur at each place."""
     families: dict[tuple[Template, Hashable], dict[Numbers, int]] = defaultdict(dict)
     for index, (name, alike) in enumerate(names):
         text, numbers = _split(name)
@@ -240,8 +233,11 @@ def _folded(
     return [(pattern, indices) for indices, pattern in sorted(patterns)]
 
 
-def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int]]:
-    """For every place, named by the template up to it: all numbers that occur there."""
+def _universe(names: Iterable[str]) -> dict[Template, set[int]]:
+    """Collect all numbers that occur at each place. The template up to a place is its key."""
+    occurring: dict[Template, set[Numbers]] = defaultdict(set)
+    for text, numbers in map(_split, names):
+        occurring[text].add(numbers)
     universe: dict[Template, set[int]] = defaultdict(set)
     for text, tuples in occurring.items():
         for place, prefix in enumerate(_prefixes(text)):
@@ -250,12 +246,12 @@ def _universe(occurring: dict[Template, set[Numbers]]) -> dict[Template, set[int
 
 
 def _prefixes(text: Template) -> list[Template]:
-    """The template up to each of its numbers."""
+    """Return the template up to each of its numbers."""
     return [text[:index] for index, part in enumerate(text) if part is None]
 
 
 def _boxes(tuples: Sequence[Numbers]) -> list[Box]:
-    """The tuples as few boxes: those that agree in what follows share their first number's set."""
+    """Cover the tuples with few boxes. First numbers with the same continuations share a box."""
     if not tuples[0]:
         return [()]
     rest: dict[int, list[Numbers]] = defaultdict(list)
@@ -268,7 +264,7 @@ def _boxes(tuples: Sequence[Numbers]) -> list[Box]:
 
 
 def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> str:
-    """The template with stars where they are true, and numbers elsewhere."""
+    """Return the template with `*` where all numbers of a place occur, and with ranges elsewhere."""
     places = iter(zip(box, _prefixes(text), strict=True))
     parts = []
     for part in text:
@@ -281,7 +277,7 @@ def _pattern(text: Template, box: Box, universe: dict[Template, set[int]]) -> st
 
 
 def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str, ...]:
-    """The other names of tied rows, as patterns."""
+    """Return patterns of the other names of tied rows."""
     numbers_of: dict[Template, list[Numbers]] = defaultdict(list)
     for row in rows:
         for name in row.names[1:]:
@@ -293,7 +289,7 @@ def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str,
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-2`, `0,5-7`, and `0-34:2` for every second number."""
+    """Format numbers as ranges: `0-2`, `0,5-7`, or `0-34:2` for every second number."""
     ordered = sorted(numbers)
     texts = []
     start = 0
@@ -311,7 +307,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _run(ordered: Sequence[int], start: int) -> tuple[int, int]:
-    """The end of the evenly spaced run that starts here, and its step; two numbers only run with step 1."""
+    """Return the end and the step of the evenly spaced run at `start`. A run of two numbers has step 1."""
     if start + 1 == len(ordered):
         return start + 1, 1
     step = ordered[start + 1] - ordered[start]

@@ -1,9 +1,6 @@
-"""What a report says about a pipeline: who holds what, in which order it runs, how long ranks wait.
+"""Text about a pipeline: its pieces per rank, its order and its bubble.
 
-The order comes from torch's schedule as a `Timeline`; where torch is not there to be asked, the rest is said
-without it.
-
-Invariant: words alone; the terminal and the page set them.
+The order is a `Timeline` made from torch's schedule. Without torch it is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from zerodrift.plan.timeline import Timeline
 from zerodrift.report import figures
 
 SHOWN = 60
-"""Actions of a rank that are written out."""
+"""Most actions of a rank that are written out."""
 
 LEGEND = (
     "1F0: piece 1, forward of micro-batch 0; B a whole backward, I the gradient of the piece's input, W "
@@ -27,12 +24,12 @@ PAIRED = "; with + in between, one computes while tokens of the other travel to 
 
 
 def legend(timeline: Timeline) -> str:
-    """How to read the order."""
+    """Explain how to read the order."""
     return LEGEND + (PAIRED if timeline.paired else "")
 
 
 def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
-    """(label, value) pairs about the whole pipeline."""
+    """Return (label, value) pairs about the whole pipeline."""
     pipeline = plan.policy.pipeline
     if pipeline is None:
         return ()
@@ -62,7 +59,7 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
 
 
 def _imbalance(plan: Plan) -> str:
-    """How far pieces are from the one unit of time that the bubble takes each of them for."""
+    """Compare the dearest piece with the mean. The bubble assumes that all pieces take equal time."""
     costs = [0] * pieces(plan.policy.pipeline, plan.mesh)
     for unit in plan.units:
         costs[unit.stage] += unit.products
@@ -77,7 +74,7 @@ def _imbalance(plan: Plan) -> str:
 
 
 def _travels(plan: Plan) -> str:
-    """What is sent between pieces, apart from the bill: how many tokens there are, nobody knows yet."""
+    """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
     count, values, dtype = crossings(plan), width(plan), travelling(plan)
     over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
     if values is None:
@@ -93,8 +90,7 @@ def _travels(plan: Plan) -> str:
 
 
 def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
-    """Per place on the pipeline axis: its name, its pieces, elements, bytes at rest and at peak, and the
-    micro-batches that it holds activations of."""
+    """Return one row per pipeline rank, in the order of HEADS. `alive` counts micro-batches in memory."""
     lines = []
     for rank in range(plan.mesh.pipeline):
         mine, bill = part(plan, rank), stage_cost(plan, rank, plan.policy.batch.accumulation)
@@ -113,11 +109,11 @@ def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, s
 
 
 HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
-"""Of the columns of `ranks`."""
+"""Headers of the rows of `ranks`."""
 
 
 def _piece(plan: Plan, piece: int) -> str:
-    """`0: root, model.layers.0-7`."""
+    """Describe the units of a piece: `0: root, model.layers.0-7`."""
     units = [unit for unit in plan.units if unit.stage == piece]
     names = [unit.name for unit in units if unit.name]
     words = ["root"] if any(not unit.name and unit.rows for unit in units) else []
@@ -146,7 +142,7 @@ def _numbered(name: str) -> tuple[str, int]:
 
 
 def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
-    """(place, its actions in order)."""
+    """Return (rank, its actions in order) pairs."""
     if timeline is None:
         return ()
     lines = []

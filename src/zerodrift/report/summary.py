@@ -1,7 +1,6 @@
-"""What a report says about a plan besides its table: facts, reasons, marks, the parts of a bill.
+"""Text about a plan beside its table: facts, reasons, marks, and the parts of its cost.
 
-Words are chosen here once; `terminal` and `page` only set them. Nothing is computed that the plan or the
-cost does not already hold.
+`terminal` and `page` share these words.
 
 Invariant: every reason of every column set is in `reasons`, once.
 """
@@ -24,7 +23,7 @@ WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"
 """`reduce.when` in words."""
 
 ORDERS = {"tree": "by the tree over micro-batches", "native": "in the carrier's order"}
-"""`reduce.order` in words, where it is not that of ranks."""
+"""`reduce.order` in words, except for the order of ranks."""
 
 OPTION_WORDS = {
     "whole": "whole: a rank's slice never ends inside it",
@@ -34,35 +33,35 @@ OPTION_WORDS = {
 """`placement` and `parallel` in words."""
 
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
-"""`output` in words: what a module with a boundary returns."""
+"""`output` in words: the dtype that a module with a boundary returns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """Where a reason holds: these column sets, in these cells."""
+class ReasonUse:
+    """Column sets and cells that a reason set."""
 
     letters: tuple[str, ...]
     where: str
-    """The letters as a table writes them, runs shortened: `A C-F`."""
+    """Letters with runs shortened: `A C-F`."""
     cells: tuple[tuple[str, str], ...]
     """(column, cell text) pairs, in the order of COLUMNS."""
     every: bool
-    """Whether these are all the columns that the sets have."""
+    """True if these are all columns of the sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One distinct reason, and everything that it set."""
+    """One distinct reason and all cells that it set."""
 
     text: str
-    uses: tuple[Use, ...]
+    uses: tuple[ReasonUse, ...]
 
 
 # --- the head of a report -----------------------------------------------------------------------------
 
 
 def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(label, value) pairs that say which plan this is."""
+    """Return (label, value) pairs that identify a plan."""
     policy = plan.policy
     pairs = [
         ("model", plan.source),
@@ -81,7 +80,7 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _order(plan: Plan) -> str:
-    """Who takes which micro-batches, and what waits for others."""
+    """Describe which rank takes which micro-batches, and how many partial sums wait."""
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
     shown = [f"{kind} {rank} takes {_few(dealt(plan, rank))}" for rank in sorted({0, 1 % ranks, ranks - 1})]
@@ -91,7 +90,7 @@ def _order(plan: Plan) -> str:
 
 
 def _few(numbers: Sequence[int]) -> str:
-    """`5`, `0 to 3`, or `0, 4, ..., 28`."""
+    """Format ascending numbers: `5`, `0 to 3`, or `0, 4, ..., 28`."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
     first = [str(number) for number in numbers[:2]]
@@ -99,7 +98,7 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def _recipe(recipe: ComponentSpec) -> str:
-    """`AdamW, lr 0.0001, betas [0.9, 0.95]`."""
+    """Format an optimizer or a schedule: `AdamW, lr 0.0001, betas [0.9, 0.95]`."""
     params = json.loads(recipe.params) if recipe.params else {}
     return ", ".join([recipe.type, *(f"{key} {value}" for key, value in params.items())])
 
@@ -118,40 +117,35 @@ def _parameters(plan: Plan) -> str:
 
 
 def _stage(plan: Plan) -> str:
-    """The stage, and what it means: the columns that are sharded."""
+    """Return the stage and the columns that are sharded."""
     cells = [row.columns.cells() for row in {id(row.columns): row for row in plan.rows}.values()]
     sharded = [column for column in COLUMNS if any(cell[column].endswith("/") for cell in cells)]
     return f"{plan.policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"
-
-
-def layout(plan: Plan) -> str:
-    """Units and segments, in a clause."""
-    return f"{several(len(plan.units), 'unit')}, {several(len(plan.segments), 'segment')}"
 
 
 # --- lines and sets -----------------------------------------------------------------------------------
 
 
 def kind(columns: Columns) -> str:
-    """What sets these columns apart, in words: `pinned`, `frozen`, `whole`, `Muon`, ... or nothing."""
+    """Return the special properties of columns: `pinned`, `frozen`, `whole`, `Muon`, ... or `""`."""
     words = (("pinned", columns.pinned), ("frozen", not columns.trained))
     return ", ".join([*(word for word, holds in words if holds), *columns.options().values()])
 
 
 def percent_of_elements(item: ColumnSet, table: Table) -> str:
-    """A column set's part of the plan's elements."""
+    """Return a column set's share of the elements of the plan."""
     total = sum(columns.numel for columns in table.sets)
     return figures.percent(item.numel / total) if total else "0%"
 
 
 def amount(item: ColumnSet, table: Table) -> str:
-    """How much of the plan has these columns, in a clause."""
+    """Count the parameters and elements of a column set in a clause."""
     elements = figures.elements(item.numel)
     return f"{several(item.tensors, 'parameter')}, {elements} elements, {percent_of_elements(item, table)}"
 
 
-def spelled(columns: Columns) -> dict[str, str]:
-    """Column -> its value in words, where a table has only room for a mark."""
+def describe_columns(columns: Columns) -> dict[str, str]:
+    """Return column -> its value in words."""
     update = columns.update
     words = {column: text.replace("/", ", sharded") for column, text in columns.cells().items()}
     if update is None:
@@ -164,12 +158,12 @@ def spelled(columns: Columns) -> dict[str, str]:
 
 
 def options(columns: Columns) -> dict[str, str]:
-    """Option -> its value in words, for those that are not as usual."""
+    """Return option -> its value in words, for unusual options."""
     return {name: OPTION_WORDS.get(value, value) for name, value in columns.options().items()}
 
 
 def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(mark, meaning) pairs for the marks that occur in the table."""
+    """Return (mark, meaning) pairs for the marks that occur in the table."""
     sets = table.shown()
     cells = [text for item in sets for text in item.columns.cells().values()]
     updates = [item.columns.update for item in sets]
@@ -209,13 +203,13 @@ def _option_marks(sets: Sequence[ColumnSet]) -> list[tuple[str, str]]:
 
 
 def _when(sets: Iterable[ColumnSet]) -> str:
-    """When gradients are reduced."""
+    """Describe when gradients are reduced."""
     updates = [(item.letter, item.columns.update) for item in sets]
     return _by_set((letter, WHEN[update.reduce.when]) for letter, update in updates if update is not None)
 
 
 def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
-    """(letter, text) pairs as a clause: the text alone where all sets agree."""
+    """Join (letter, text) pairs into a clause. The letters are left out if all texts are equal."""
     letters_of: dict[str, list[str]] = {}
     for letter, text in pairs:
         letters_of.setdefault(text, []).append(letter)
@@ -225,7 +219,7 @@ def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
-    """Each distinct reason once, with the cells that it set, in the order of sets and columns."""
+    """Return each distinct reason with the cells that it set, in the order of sets and columns."""
     order = [item.letter for item in sets]
     uses_of: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
     for item in sets:
@@ -237,16 +231,13 @@ def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
             every = len(pairs) == sum(name in COLUMNS for name, _ in item.columns.why) > 1
             uses_of.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
     return tuple(
-        Reason(
-            text,
-            tuple(Use(tuple(letters), _runs(letters, order), *cells) for cells, letters in uses.items()),
-        )
+        Reason(text, tuple(ReasonUse(tuple(found), _runs(found, order), *use) for use, found in uses.items()))
         for text, uses in uses_of.items()
     )
 
 
 def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
-    """Letters, and `C-F` for three or more that follow each other."""
+    """Join letters, with `C-F` for three or more in sequence."""
     places = [order.index(letter) for letter in letters]
     texts: list[str] = []
     start = 0
@@ -261,48 +252,48 @@ def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
 
 # --- boundaries ---------------------------------------------------------------------------------------
 
-CASTS = ("module", "computes in", "returns", "because")
-"""Heads of a table of boundaries."""
+BOUNDARY_HEADS = ("module", "computes in", "returns", "because")
+"""Headers of the table of boundaries."""
 
 
-def casts(table: Table) -> tuple[tuple[str, str, str, str], ...]:
-    """A line per pattern of boundaries, as CASTS has it."""
+def boundary_rows(table: Table) -> tuple[tuple[str, str, str, str], ...]:
+    """Return one row per pattern of boundaries, in the order of BOUNDARY_HEADS."""
     return tuple(
         (
-            cast.pattern + (f" x{len(cast.boundaries)}" if len(cast.boundaries) > 1 else ""),
-            str(cast.first.dtype),
-            OUTPUT[cast.first.output],
-            because(cast.first),
+            line.pattern + (f" x{len(line.boundaries)}" if len(line.boundaries) > 1 else ""),
+            str(line.first.dtype),
+            OUTPUT[line.first.output],
+            boundary_reason(line.first),
         )
-        for cast in table.casts
+        for line in table.boundaries
     )
 
 
-def entered(plan: Plan) -> str:
-    """What becomes of the floating inputs of the model, and of the modules that have no boundary."""
+def input_casts(plan: Plan) -> str:
+    """Describe the casts of the model's floating inputs and of modules without a boundary."""
     mode = plan.policy.mode
     if mode.autocast:
         return f"inputs are as they are given; elsewhere autocast to {mode.dtype} decides"
     return f"floating inputs of the model are cast to {mode.dtype}"
 
 
-def lookups(table: Table) -> str:
-    """What modules return that get no floating input; `""` where that is their own dtype."""
-    dtypes = dict.fromkeys(cast.first.lookup for cast in table.casts if cast.first.lookup is not None)
+def embedding_casts(table: Table) -> str:
+    """Describe what modules without floating inputs return, or `""` if that is their own dtype."""
+    dtypes = dict.fromkeys(line.first.lookup for line in table.boundaries if line.first.lookup is not None)
     return "".join(
         f"a module that gets no floating input, an embedding, returns {dtype} unless a rule says `keep`"
         for dtype in dtypes
     )
 
 
-def because(boundary: Boundary) -> str:
-    """Both reasons, once where they are one."""
+def boundary_reason(boundary: Boundary) -> str:
+    """Join the reasons of the dtype and the output of a boundary, without a repetition."""
     reasons = dict(boundary.why)
     return "; ".join(dict.fromkeys((reasons["output"], reasons["dtype"])))
 
 
 def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(what happens, why) for the buffers of the plan: how many are kept, how many are cast."""
+    """Return (count and cast, reason) pairs for the buffers of a plan."""
     counts: dict[tuple[str, str], int] = {}
     for buffer in plan.buffers:
         if buffer.storage is buffer.source:
@@ -317,7 +308,7 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
-    """(column, bytes) at rest between steps."""
+    """Return (column, bytes) pairs at rest between steps."""
     rest = cost.rest
     return (
         ("storage", rest.storage),
@@ -329,7 +320,7 @@ def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
 
 
 def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
-    """(what, bytes) at the worst moment of a step."""
+    """Return (part, bytes) pairs at the peak of a step."""
     peak = cost.peak
     return (
         ("at rest", peak.rest),
@@ -341,26 +332,23 @@ def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
 
 
 def per_parameter(count: int, cost: Cost) -> str:
-    """Bytes per parameter, of one rank."""
+    """Format the bytes per parameter of one rank."""
     bytes_each = count / cost.parameters if cost.parameters else 0.0
     return "<0.001" if 0.0 < bytes_each < 0.001 else figures.significant(bytes_each)
 
 
 def padding(plan: Plan, cost: Cost) -> str:
-    """What is allocated beyond the parameters, in a clause."""
+    """Describe the padding of segments in a clause."""
     text = f"{figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"
     if cost.whole_padding:
         text += f" ({figures.percent(cost.whole_padding / cost.parameters)} to keep them whole)"
-    return f"{text} in {layout(plan)}"
+    return f"{text} in {several(len(plan.units), 'unit')}, {several(len(plan.segments), 'segment')}"
 
 
 def basis(plan: Plan, cost: Cost) -> str:
-    """What the figures of a bill are of."""
+    """Name the rank and the step that the cost describes."""
     stages = plan.mesh.pipeline
     where = (
         f"one rank of pipeline stage {cost.pipeline_stage}, the most loaded," if stages > 1 else "one rank"
     )
     return f"{where} at {several(cost.micro_batches, 'micro-batch', 'micro-batches')} per step"
-
-
-# --- words --------------------------------------------------------------------------------------------

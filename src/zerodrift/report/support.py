@@ -1,17 +1,15 @@
-"""The support table as text, Markdown and JSON: what runs, what needs a word, what does not, and why not.
+"""The support table as text and Markdown.
 
-`policy/support.py` holds the cells and `resolve` obeys them; this room only sets them. Reasons are
-lettered in the order in which they are met and stated once below.
+`policy/support.py` holds the cells and `resolve` obeys them. Each distinct reason has a letter.
 
-Invariant: every cell of the table is shown, and every refusal with its reason.
+Invariant: every cell of the table is shown, and every refusal has its reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.rule import Rule
+from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.dtypes import BLOCK
@@ -19,21 +17,21 @@ from zerodrift.plan.cost import block_bytes
 from zerodrift.policy.nouns import State
 from zerodrift.policy.order import CARRIED, GIVEN_UP, REFUSED
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
-from zerodrift.report.frame import WIDTH, grid, printed, section
+from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 
 _STYLES = {"yes": "green", "narrow": "yellow", "no": "red"}
 _NARROW = "`precision.allow_narrow: true`"
 _DEFAULT = f"the config does not say what to accumulate in: {DEFAULT_ACCUMULATE} in every mode"
 _MODE, _ACCUMULATE, _CELL = 15, 13, 9
-"""Columns of text."""
+"""Widths of columns in characters."""
 
 Place = tuple[bool, int]
-"""(pipeline, stage)."""
+"""Pair of (has a pipeline, stage)."""
 
 
 class _Matrix:
-    """The cells by their place, and a letter per reason."""
+    """Cells by their place, and one letter per reason."""
 
     def __init__(self, cells: Sequence[SupportCell]) -> None:
         self.backends = tuple(dict.fromkeys(cell.backend for cell in cells))
@@ -51,7 +49,7 @@ class _Matrix:
                         self.letters.setdefault(reason, letter(len(self.letters)).lower())
 
     def at(self, backend: str, row: tuple[str, str], place: Place) -> tuple[str, str]:
-        """(status, letter of the reason or nothing)."""
+        """Return the status and the letter of the reason, or `""`."""
         cell = self._cells[backend, row, place]
         return cell.status, self.letters.get(cell.reason, "")
 
@@ -62,16 +60,15 @@ class _Matrix:
 def support_text(
     cells: Sequence[SupportCell], states: Sequence[StateCell], *, color: bool, width: int = WIDTH
 ) -> str:
-    """Blocks of every backend, with as many stages side by side as there is room for."""
+    """Render one block per backend, with as many stages side by side as fit."""
     matrix = _Matrix(cells)
-    head = Text().append("zerodrift", style="bold").append(" support")
     legend = [
         ("yes", "runs as it is"),
         ("narrow", f"runs with {_NARROW}: the letter says what is lost"),
         ("no", "is refused: the letter says why"),
         ("default", _DEFAULT),
     ]
-    parts: list[RenderableType] = [Group(head, Rule(style="dim")), grid(legend, (7,), ("bold",), width)]
+    parts: list[RenderableType] = [title("support", width=width), grid(legend, (7,), ("bold",), width)]
     for backend in matrix.backends:
         parts.append(section(f"backend {backend}"))
         for number, places in enumerate(_side_by_side(matrix.places, (width - _MODE - _ACCUMULATE) // _CELL)):
@@ -86,11 +83,11 @@ def support_text(
         section("reduce.order: native", GIVEN_UP),
         grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
     ]
-    return printed(parts, color, width)
+    return render(parts, color, width)
 
 
 def _side_by_side(places: Sequence[Place], room: int) -> Iterator[Sequence[Place]]:
-    """All of the places where there is room for them, or those of one kind, as many as fit."""
+    """Split the places into groups that fit side by side."""
     if len(places) <= room:
         yield places
         return
@@ -129,7 +126,7 @@ _PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
 
 
 def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
-    """A state and what holds for it: its bytes, then each backend with its reasons."""
+    """Yield each state with its bytes and its status per backend."""
     for state in dict.fromkeys(cell.state for cell in cells):
         size = block_bytes(State(state)) / BLOCK
         yield state, "; ".join([f"{size:.7g} bytes per element and moment", *_verdicts(cells, state)])
@@ -149,7 +146,7 @@ def _verdicts(cells: Sequence[StateCell], state: str) -> Iterator[str]:
 
 
 def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
-    """The page that is published as `docs/support.md`."""
+    """Return the page `docs/support.md`."""
     matrix = _Matrix(cells)
     lines = [
         "# Support",

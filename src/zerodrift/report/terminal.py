@@ -1,11 +1,9 @@
-"""A plan, or one parameter of it, as text of 100 columns, or of as many as a terminal has.
+"""A plan or one parameter as terminal text.
 
-`rows` says what the lines are, `summary` what the words are; this room only sets them. A plan is shown by
-column set: the nine cells once, under their full headers, and below them the parameters that have them,
-so that neither a dtype nor a name is cut to make room for the other.
+`rows` supplies the lines and `summary` the words. Each column set shows its nine cells once, followed by its
+parameters.
 
-Invariant: no line is wider than was asked for, whatever the names, and without colour the text says as much
-as with it.
+Invariant: no line is wider than asked for, and colour carries no information of its own.
 """
 
 from __future__ import annotations
@@ -20,41 +18,32 @@ from rich.rule import Rule
 from rich.table import Table as Grid
 from rich.text import Text
 
+from zerodrift.errors import listed
 from zerodrift.legible import legible
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.plan.timeline import Timeline
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation, OwnedRange
-from zerodrift.report.frame import WIDTH, elide, grid, pairs, printed, section, title
+from zerodrift.report.frame import WIDTH, elide, grid, pairs, render, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
 
 _INDENT = 3
 _BILL = 47
-"""Cells of a bill: two stand side by side where there is room."""
+"""Width of a cost table. Two stand side by side if they fit."""
 _MOST_SLICES = 6
+_MOST_SETS = 5
+"""Column sets in `brief_text`, which counts the others in one line."""
 
-_STYLES = (
-    ("fp32", "green"),
-    ("split", "green"),
-    ("bf16", "cyan"),
-    ("fp16", "magenta"),
-    ("fp8", "red"),
-)
-"""Colour by dtype, so that a narrow cell among wide ones is seen before it is read."""
+_STYLES = (("fp32", "green"), ("split", "green"), ("bf16", "cyan"), ("fp16", "magenta"), ("fp8", "red"))
+"""Colours of dtypes."""
 
 
 def plan_text(
-    plan: Plan,
-    cost: Cost,
-    table: Table,
-    timeline: Timeline | None = None,
-    *,
-    color: bool,
-    width: int = WIDTH,
+    plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None, *, color: bool, width: int = WIDTH
 ) -> str:
-    """The whole plan, for a person; `timeline` is that of its pipeline, where it has one."""
+    """Render a whole plan. `timeline` belongs to its pipeline, if it has one."""
     parts = [
         title("plan", plan.digest, width),
         pairs(summary.facts(plan), width=width),
@@ -82,24 +71,24 @@ def plan_text(
     parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost, width)]
     if plan.notes:
         parts += [section("notes"), grid([("!", note) for note in plan.notes], (1,), ("bold yellow",), width)]
-    return printed(parts, color, width)
+    return render(parts, color, width)
 
 
 def _boundaries(plan: Plan, table: Table, width: int) -> list[RenderableType]:
-    """Where dtypes change, where they do."""
-    if not table.casts:
+    """Render the boundaries at which dtypes change, if there are any."""
+    if not table.boundaries:
         return []
-    lines = [summary.CASTS, *summary.casts(table)]
-    below = summary.lookups(table)
+    lines = [summary.BOUNDARY_HEADS, *summary.boundary_rows(table)]
+    below = summary.embedding_casts(table)
     return [
-        section("boundaries", summary.entered(plan)),
+        section("boundaries", summary.input_casts(plan)),
         grid(lines, most=(40, 11, 19), styles=("", "", "bold"), width=width),
         *([Text(below, style="dim")] if below else []),
     ]
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[RenderableType]:
-    """Who holds what, and the order in which it runs."""
+    """Render the pieces of each rank and their order."""
     held = [(place, *rest, pieces) for place, pieces, *rest in (stages.HEADS, *stages.ranks(plan, timeline))]
     facts = pairs(stages.facts(plan, timeline), width=width)
     parts = [facts, grid(held, (8, 8, 10, 10, 5), ("",) * 5, width)]
@@ -112,7 +101,7 @@ def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[Rendera
 
 
 def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> str:
-    """Some rows of the plan, a line each, and what set their cells."""
+    """Render some rows of a plan with the reasons of their cells."""
     shown = f"{len(table.lines)} of {len(plan.rows)} parameters"
     parts = [
         title("rows", plan.digest, width),
@@ -125,11 +114,11 @@ def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> s
         _reasons(table.shown(), width),
         *_boundaries(plan, table, width),
     ]
-    return printed(parts, color, width)
+    return render(parts, color, width)
 
 
 def explanation_text(explanation: Explanation, digest: str, *, color: bool, width: int = WIDTH) -> str:
-    """One parameter: where it is, and why each of its cells is what it is."""
+    """Render one parameter: its place, its cells and their reasons."""
     facts = [
         ("parameter", explanation.names[0] + (f" ({explanation.kind})" if explanation.kind else "")),
         *(("=", name) for name in explanation.names[1:]),
@@ -145,14 +134,15 @@ def explanation_text(explanation: Explanation, digest: str, *, color: bool, widt
         facts.append(("boundary", "none: no module around it casts its inputs"))
     cells = [(cell.column, cell.words, cell.why) for cell in (*explanation.cells, *explanation.options)]
     parts = [title("explain", digest, width), pairs(facts, width=width), section("columns")]
-    return printed([*parts, grid(cells, most=(10, 30), styles=("", "bold"), width=width)], color, width)
+    return render([*parts, grid(cells, most=(10, 30), styles=("", "bold"), width=width)], color, width)
 
 
 def _boundary(boundary: Boundary, klass: str) -> str:
     returned = summary.OUTPUT[boundary.output]
     if boundary.lookup is not None and "Embedding" in klass:
         returned = str(boundary.lookup)
-    return f"{boundary.path} computes in {boundary.dtype}, returns {returned}: {summary.because(boundary)}"
+    why = summary.boundary_reason(boundary)
+    return f"{boundary.path} computes in {boundary.dtype}, returns {returned}: {why}"
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -160,12 +150,12 @@ def _boundary(boundary: Boundary, klass: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where the nine columns stand on a line."""
+    """Positions of the nine columns on a line."""
 
     widths: tuple[int, ...]
     gap: int
     left: int
-    """What is left of the line before the first column."""
+    """Cells before the first column."""
     width: int
 
     @staticmethod
@@ -178,11 +168,11 @@ class _Columns:
 
     @property
     def fits(self) -> bool:
-        """Whether a line takes all columns; where it does not, each is named beside its cell."""
+        """True if all columns fit on a line. Otherwise each cell is written behind its name."""
         return self.left >= len("set") or self.width >= WIDTH
 
     def draw(self, table: Table) -> RenderableType:
-        """Headers, and each column set followed by its lines."""
+        """Render the headers, and each column set followed by its lines."""
         heads = [self._line(Text("set"), map(Text, COLUMNS))] if self.fits else [Text("set")]
         parts: list[RenderableType] = [*heads, Rule(style="dim")]
         for number, item in enumerate(table.shown()):
@@ -206,7 +196,7 @@ class _Columns:
         return self._line(label, (_cell(cells[column]) for column in COLUMNS))
 
     def _named(self, item: ColumnSet, table: Table) -> RenderableType:
-        """A set's cells behind their names, on as many lines as they take."""
+        """Render the cells of a set behind their names, on several lines."""
         words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
         label = Text(f"{item.letter}  {'  '.join(words)}", style="bold")
         # A column stays with its value: NBSP does not break.
@@ -228,7 +218,7 @@ class _Columns:
 
 
 def _cell(text: str) -> Text:
-    """A cell, coloured by dtype; the marks `/` and `>` stay plain."""
+    """Colour a cell by dtype. The marks `/` and `>` stay plain."""
     shown = Text(text)
     for word, style in _STYLES:
         shown.highlight_regex(rf"{word}[-\w]*", f"bold {style}")
@@ -236,7 +226,7 @@ def _cell(text: str) -> Text:
 
 
 def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
-    """The parameters of a column set: pattern and count, shape, elements."""
+    """Render the parameters of a column set: pattern and count, shape, elements."""
     shapes = [figures.shape(line.shape) for line in lines]
     width = min(max(map(len, shapes)), 36, total * 36 // WIDTH)
     for line, shape in zip(lines, shapes, strict=True):
@@ -244,7 +234,7 @@ def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
 
 
 def _set_line(line: Line, shape: str, widths: tuple[int, int], mark: str) -> Iterable[Text]:
-    """`widths` are those of the shapes and of the whole line."""
+    """Render one line. `widths` are the width of the shapes and of the line."""
     width, total = widths
     count = f" x{line.count}" if line.count > 1 else ""
     room = total - _INDENT - width - 10
@@ -273,7 +263,7 @@ def _legend(plan: Plan, table: Table, width: int) -> RenderableType:
 
 
 def _reasons(sets: Sequence[ColumnSet], width: int) -> RenderableType:
-    """Each reason once: the sets it holds in, the cells it set, the reason."""
+    """Render each reason once, with its sets and cells."""
     rows = []
     for reason in summary.reasons(sets):
         for number, use in enumerate(reason.uses):
@@ -304,7 +294,7 @@ def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
 
 
 def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost) -> RenderableType:
-    """Bytes by part, with bars of one scale; what is zero is left out."""
+    """Render bytes by part with bars. Zero parts are left out."""
     most = max(cost.rest.total, cost.peak.total)
     table = Grid.grid(padding=(0, 2, 0, 0))
     table.add_column(width=10, no_wrap=True)
@@ -325,7 +315,7 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
 
 
 def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
-    """The wire bill, a line per op, purpose, dtype and axis."""
+    """Render the traffic of a step, one line per op, purpose, dtype and axis."""
     if not cost.traffic:
         yield Text("nothing is sent")
         return
@@ -351,12 +341,12 @@ def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
 
 
 def _bar(value: int, of: int, width: int) -> str:
-    """A bar of whole blocks, at least one for what is not zero."""
+    """Return a bar of whole blocks, at least one unless the value is zero."""
     return "█" * max(1, round(width * value / of)) if value and of else ""
 
 
 def _slices(explanation: Explanation) -> list[tuple[str, str]]:
-    """What each rank owns; the middle of a long list is left out, not its ends."""
+    """Describe the elements that each rank owns, without the middle of a long list."""
     if not explanation.sharded or explanation.shard == 1:
         whose = "on every rank" if not explanation.divided else "on the ranks that have its experts"
         return [("slices", f"none: whole {whose}")] if explanation.shard > 1 else []
@@ -372,3 +362,49 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
 
 def _slice(owned: OwnedRange, explanation: Explanation) -> str:
     return f"rank {owned.rank} of {explanation.shard}: elements {owned.start:,} to {owned.stop - 1:,}"
+
+
+# --- a plan in a few lines ----------------------------------------------------------------------------
+
+
+def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:
+    """Return the lines about a plan that a run prints before its first step."""
+    facts = dict(summary.facts(plan))
+    memory = (
+        f"{figures.size(cost.rest.total)} at rest, {figures.size(cost.peak.total)} at peak without "
+        f"activations, {figures.size(cost.wire)} sent per step; of one rank"
+    )
+    rows = [
+        ("model", f"{facts['model']}, {facts['parameters']}"),
+        ("ranks", f"{facts['mesh']}, stage {plan.policy.sharding.stage}, {plan.policy.backend}"),
+        *((label, facts[label]) for label in ("optimizer", "schedule") if label in facts),
+        *_set_lines(table),
+        ("cost", memory),
+        *(("!", note) for note in plan.notes),
+        *(("!", f"`{key}` is ignored: {why}") for key, why in plan.policy.ignored),
+    ]
+    return render([title(verb, plan.digest, width), grid(rows, (10,), ("bold",), width)], color, width)
+
+
+def _set_lines(table: Table) -> Iterable[tuple[str, str]]:
+    """Yield a line for each of the first column sets."""
+    sets = list(table.shown())
+    for item in sets[:_MOST_SETS]:
+        words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
+        lines = table.members(item)
+        more = sum(line.count for line in lines) - lines[0].count
+        names = lines[0].pattern + (f" and {more:,} more" if more else "")
+        yield f"dtypes {item.letter}", f"{' '.join(words)}: {_dtypes(item.columns)}; {names}"
+    if len(sets) > _MOST_SETS:
+        yield "", f"and {len(sets) - _MOST_SETS:,} more sets, with --plan"
+
+
+def _dtypes(columns: Columns) -> str:
+    """Return the storage dtype, then other columns by dtype: `bf16, accumulate and state fp32`."""
+    cells = {column: cell.rstrip("/") for column, cell in columns.cells().items()}
+    by_dtype: dict[str, list[str]] = {}
+    for column, cell in cells.items():
+        by_dtype.setdefault(cell, []).append(column)
+    most = cells["storage"]
+    others = [f"{listed(names)} {cell}" for cell, names in by_dtype.items() if cell not in (most, "same")]
+    return f"{most}, {'; '.join(others)}" if others else f"{most} in every column"

@@ -1,14 +1,14 @@
-"""A trace as text of 80 columns: what was found first, then every module with its operations.
+"""A trace as text of 80 columns: findings first, then a tree of modules with their operations.
 
-`traced` says what the lines are; this file only sets them, as a tree of modules.
+Modules that run the same operations, and whose paths differ only in numbers, share a line.
 
-Invariant: no line is wider than WIDTH, whatever the names, and without colour the text says as much as
-with it.
+Invariant: no line is wider than WIDTH, and the lines name every module with an operation exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -16,14 +16,14 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import several
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Hidden, Trace
-from zerodrift.report.frame import elide, grid, pairs, printed, section, shown, title
-from zerodrift.report.traced import HiddenLine, OperationRun, TracedModule, hidden_lines, runs, traced_modules
+from zerodrift.plan.traced import Hidden, Trace, TracedOperation
+from zerodrift.report.frame import elide, grid, legible_text, pairs, render, section, title
+from zerodrift.report.rows import fold_names
 
 WIDTH = 80
-"""Narrower than a plan: a tree and two columns need no more."""
 
 _MODULE, _DTYPES = 30, 17
 _KINDS = {
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 def trace_text(plan: Plan, trace: Trace, found: Sequence[Hidden], *, color: bool) -> str:
-    """The whole trace, for a person."""
+    """Render a whole trace."""
     modules = traced_modules(trace)
     parts = [
         title("plan --trace", plan.digest, WIDTH),
@@ -47,7 +47,7 @@ def trace_text(plan: Plan, trace: Trace, found: Sequence[Hidden], *, color: bool
         grid(list(_rows(modules)), (_MODULE, _DTYPES), ("", "bold"), WIDTH),
         Text("\n<  in the backward, in any order", style="dim"),
     ]
-    return printed(parts, color, WIDTH)
+    return render(parts, color, WIDTH)
 
 
 def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
 
 
 def _findings(lines: Sequence[HiddenLine]) -> Iterator[RenderableType]:
-    """By kind; what is said of several names in the same words is said once."""
+    """Render findings by kind. Names with the same text share it."""
     for number, (kind, alike) in enumerate(groupby(lines, key=lambda line: line.first.kind)):
         if number:
             yield Text()
@@ -76,8 +76,8 @@ def _findings(lines: Sequence[HiddenLine]) -> Iterator[RenderableType]:
             text = f"{line.first.what}{at}. {line.first.do}"
             said.setdefault(text, []).append(_counted(line.pattern, line.count))
         for text, names in said.items():
-            yield Padding(shown(", ".join(names), "bold"), (0, 0, 0, 2))
-            yield Padding(shown(text), (0, 0, 0, 4))
+            yield Padding(legible_text(", ".join(names), "bold"), (0, 0, 0, 2))
+            yield Padding(legible_text(text), (0, 0, 0, 4))
 
 
 def _counted(pattern: str, count: int) -> str:
@@ -89,7 +89,7 @@ def _counted(pattern: str, count: int) -> str:
 
 @dataclass(slots=True)
 class _Branch:
-    """A part of a path, and what is below it."""
+    """Component of a module path, with the components below it."""
 
     name: str
     module: TracedModule | None = None
@@ -109,7 +109,7 @@ def _rows(modules: Sequence[TracedModule]) -> Iterator[tuple[str, str, str]]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """The components of a path; a number belongs to the name before it."""
+    """Split a path into components. A number stays with the name before it."""
     parts: list[str] = []
     for part in pattern.split(".") if pattern else ():
         if parts and (part == "*" or part[:1].isdigit()):
@@ -120,7 +120,7 @@ def _parts(pattern: str) -> list[str]:
 
 
 def _below(node: _Branch, depth: int, count: int) -> Iterator[tuple[str, str, str]]:
-    """Lines of what is below a node, which stands for so many modules."""
+    """Yield the lines below a node that stands for `count` modules."""
     for _, group in groupby(node.below.values(), key=_merged_by):
         first, *others = group
         names = tuple(other.name for other in others)
@@ -133,10 +133,10 @@ def _below(node: _Branch, depth: int, count: int) -> Iterator[tuple[str, str, st
 
 
 def _merged_by(node: _Branch) -> object:
-    """Neighbours without anything below them that run the same are one line."""
+    """Return a key that is equal for neighbouring leaves that run the same operations."""
     if node.below or node.module is None:
         return id(node)
-    return (tuple(runs(node.module)), len(node.module.paths), node.module.calls, node.module.klass)
+    return (tuple(operation_runs(node.module)), len(node.module.paths), node.module.calls, node.module.klass)
 
 
 def _node_rows(
@@ -149,7 +149,7 @@ def _node_rows(
         return
     if len(module.paths) != count:
         name = f"{elide(name, _MODULE - 6)} x{len(module.paths)}"
-    shown = _merged(runs(module))
+    shown = _merged(operation_runs(module))
     called = several(module.calls, "call") + ": " if module.calls > 1 else ""
     for number, run in enumerate(shown or [OperationRun("", ())]):
         mark = "< " if run.backward else ""
@@ -158,13 +158,159 @@ def _node_rows(
 
 
 def _merged(found: Sequence[OperationRun]) -> list[OperationRun]:
-    """One line for a module with one run of each direction, in the same dtypes."""
+    """Merge one forward run and one backward run with equal dtypes into one line."""
     if len(found) == 2 and found[1].backward and not found[0].backward and found[0].dtypes == found[1].dtypes:
         return [OperationRun(found[0].dtypes, (*_repeated(found[0].names), f"< {', '.join(found[1].names)}"))]
     return list(found)
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
-    """`mul x3` for three that follow each other."""
+    """Count consecutive equal names: `mul x3`."""
     counted = [(name, len(list(group))) for name, group in groupby(names)]
     return [f"{name} x{count}" if count > 1 else name for name, count in counted]
+
+
+# --- lines -------------------------------------------------------------------------------------------
+
+NAMES = {"_to_copy": "cast"}
+"""Clearer names of torch operations."""
+_PARTS = ("native_", "_backward_data", "_backward", "_flash_attention_for_cpu", "_forward")
+"""Parts of operation names that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModule:
+    """Modules that run the same operations."""
+
+    pattern: str
+    paths: tuple[str, ...]
+    klass: str
+    calls: int
+    """Number of equal forwards of each module. 1 if its forwards differ, and `forward` has them all."""
+    forward: tuple[TracedOperation, ...]
+    """Operations of the first module."""
+    backward: tuple[TracedOperation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRun:
+    """Consecutive forward operations, or backward operations in any order, with the same dtypes."""
+
+    dtypes: str
+    """Dtypes as `dtypes` formats them."""
+    names: tuple[str, ...]
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenLine:
+    """Findings that differ only in the numbers of their names."""
+
+    pattern: str
+    count: int
+    first: Hidden
+
+
+def traced_modules(trace: Trace) -> list[TracedModule]:
+    """Group modules into lines, in the order of their first operations."""
+    forward: dict[str, dict[int, list[TracedOperation]]] = defaultdict(lambda: defaultdict(list))
+    backward: dict[str, list[TracedOperation]] = defaultdict(list)
+    order: dict[str, None] = {}
+    for operation in trace.operations:
+        order[operation.module] = None
+        if operation.backward:
+            backward[operation.module].append(operation)
+        else:
+            forward[operation.module][operation.call].append(operation)
+    entries: list[tuple[str, int, list[TracedOperation]]] = []
+    for path in order:
+        calls = list(forward[path].values())
+        same = len({_alike(call) for call in calls}) == 1
+        shown = calls[0] if same else [operation for call in calls for operation in call]
+        entries.append((path, len(calls) if same else 1, shown))
+    keys = [
+        (path, (trace.classes.get(path, ""), calls, _alike(shown), _without_sums(backward[path])))
+        for path, calls, shown in entries
+    ]
+    return [
+        TracedModule(
+            pattern=pattern,
+            paths=tuple(entries[index][0] for index in indices),
+            klass=trace.classes.get(entries[indices[0]][0], ""),
+            calls=entries[indices[0]][1],
+            forward=tuple(entries[indices[0]][2]),
+            backward=tuple(backward[entries[indices[0]][0]]),
+        )
+        for pattern, indices in fold_names(keys)
+    ]
+
+
+def _alike(operations: Iterable[TracedOperation]) -> tuple[tuple[str, str, str], ...]:
+    return tuple((shown_name(operation), dtypes(operation), operation.line) for operation in operations)
+
+
+def _without_sums(backward: Iterable[TracedOperation]) -> frozenset[tuple[str, str]]:
+    """Return a backward without sums of gradients. They run in whichever module has the last gradient."""
+    return frozenset((operation.name, dtypes(operation)) for operation in backward if operation.name != "add")
+
+
+def operation_runs(module: TracedModule) -> list[OperationRun]:
+    """Group the operations of a module that read or write floating numbers."""
+    forward: list[OperationRun] = []
+    for operation in module.forward:
+        types = dtypes(operation)
+        if not types:
+            continue
+        name = shown_name(operation)
+        if forward and forward[-1].dtypes == types:
+            forward[-1] = OperationRun(types, (*forward[-1].names, name))
+        else:
+            forward.append(OperationRun(types, (name,)))
+    backward: dict[str, dict[str, None]] = {}
+    for operation in module.backward:
+        if types := dtypes(operation):
+            backward.setdefault(types, {})[shown_name(operation)] = None
+    return [*forward, *(OperationRun(types, tuple(names), True) for types, names in backward.items())]
+
+
+def shown_name(operation: TracedOperation) -> str:
+    """Name an operation. A cast that the model does not ask for names its cause: `cast by autocast`."""
+    name = NAMES.get(operation.name, operation.name.strip("_"))
+    for part in _PARTS:
+        name = name.replace(part, "")
+    name = name.replace("scaled_dot_product", "attention")
+    by = operation.cast_by
+    return f"{name} by {by}" if by not in ("", "the model", "autograd") else name
+
+
+def dtypes(operation: TracedOperation) -> str:
+    """Format dtypes: `bf16`, `bf16 -> fp32`, `bf16 fp32 -> fp32`. `""` without floating numbers."""
+    inputs, outputs = (
+        [tensor.dtype for tensor in tensors] for tensors in (operation.inputs, operation.outputs)
+    )
+    if not any(map(_floats, (*inputs, *outputs))):
+        return ""
+    one, other = _join_floating(inputs), _join_floating(outputs)
+    return one if one == other or not other else f"{one} -> {other}" if one else other
+
+
+def _floats(dtype: str) -> bool:
+    known = {each.value for each in DType if each.is_floating}
+    return dtype in known or dtype.startswith("complex")
+
+
+def _join_floating(names: Sequence[str]) -> str:
+    """Join the floating dtypes, or all dtypes if none is floating."""
+    floating = [dtype for dtype in names if _floats(dtype)]
+    return " ".join(sorted(dict.fromkeys(floating or names)))
+
+
+def hidden_lines(found: Sequence[Hidden]) -> list[HiddenLine]:
+    """Return one line per pattern of findings."""
+    keys = [(each.name, (each.kind, each.what, each.line, each.do)) for each in found]
+    distinct = list(dict.fromkeys(keys))
+    first = {key: found[index] for index, key in reversed(list(enumerate(keys)))}
+    return [
+        HiddenLine(pattern, len(indices), first[distinct[indices[0]]])
+        for pattern, indices in fold_names(distinct)
+    ]

@@ -1,10 +1,6 @@
-"""What became of an update, as a table: what `engine.update_statistics()` returns.
+"""Statistics of one optimizer update, returned by `engine.update_statistics()`.
 
-Per parameter the share of elements whose update the model does not see, and of those that were lost to
-rounding altogether, the size of the update beside the weight, and the share of elements whose gradient left
-no trace in the optimizer's last moment.
-
-Invariant: figures of several parameters are figures of their elements together, never means of shares.
+Invariant: shares of several parameters count their elements together. They are never means of shares.
 """
 
 from __future__ import annotations
@@ -15,55 +11,52 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from zerodrift.report import figures
-from zerodrift.report.frame import WIDTH, elide, pairs, printed
-
-_NAME = WIDTH - 50
+from zerodrift.report.frame import WIDTH, pairs, render, text_table
 
 SHOWN = 20
-"""Lines of a table, the worst first."""
+"""Most lines of a table, the worst first."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateLine:
-    """One parameter's update, or that of several together."""
+    """Update of one parameter, or of several together."""
 
     name: str
     numel: int
     moved: int
-    """Elements that the update wanted to change."""
+    """Elements that the update was to change."""
     unseen: int
-    """Of those, the ones whose visible weight has the same bits as before."""
+    """Elements that were to change and whose weight in the model kept its bits."""
     lost: int
-    """Of those, the ones that no master remembers either."""
+    """Unseen elements whose master kept its bits too, or that have no master."""
     underflow: int
-    """Elements with a gradient whose last moment, as it is stored, is zero."""
+    """Elements with a gradient whose last moment is stored as zero."""
     change_norm: float
-    """Norm of the wanted change, before rounding."""
+    """Norm of the change before rounding."""
     weight_norm: float
     """Norm of the master before the update."""
 
     @property
     def lost_share(self) -> float:
-        """0 to 1, of the elements that were to change; 0 where none was."""
+        """Share of `lost` in `moved`, 0 to 1."""
         return self.lost / self.moved if self.moved else 0.0
 
     @property
     def unseen_share(self) -> float:
-        """0 to 1, of the elements that were to change; where a master remembers them, nothing is lost."""
+        """Share of `unseen` in `moved`, 0 to 1."""
         return self.unseen / self.moved if self.moved else 0.0
 
     @property
     def underflow_share(self) -> float:
-        """0 to 1, of all elements."""
+        """Share of `underflow` in all elements, 0 to 1."""
         return self.underflow / self.numel if self.numel else 0.0
 
     @property
     def ratio(self) -> float:
-        """The wanted change over the weight; infinity where the weight is zero and the change is not."""
+        """Norm of the change over norm of the weight. Infinite if only the weight is zero."""
         if self.weight_norm == 0:
             return math.inf if self.change_norm else 0.0
         return self.change_norm / self.weight_norm
@@ -71,24 +64,24 @@ class UpdateLine:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update of all trained parameters."""
+    """Update of all trained parameters in one step."""
 
     step: int
-    """Which one, from 1."""
+    """Number of the step, from 1."""
     lines: tuple[UpdateLine, ...]
-    """In the order of the plan."""
+    """Lines in the order of the plan."""
 
     def line(self, name: str) -> UpdateLine:
-        """Of one parameter, by the first of its names."""
+        """Return the line of one parameter by its first name."""
         return next(line for line in self.lines if line.name == name)
 
     @property
     def total(self) -> UpdateLine:
-        """Of all parameters together."""
-        return combined("all", self.lines)
+        """Line of all parameters together."""
+        return combine_lines("all", self.lines)
 
     def text(self, shown: int = SHOWN, *, color: bool = False) -> str:
-        """A table of the parameters that lost most, and of everything."""
+        """Render a table of the parameters that lost most, and their total."""
         return _text(self, shown, color)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,8 +101,8 @@ class UpdateReport:
         return self.text()
 
 
-def combined(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
-    """The elements of several parameters as one."""
+def combine_lines(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
+    """Combine lines into one."""
     return UpdateLine(
         name,
         sum(line.numel for line in lines),
@@ -134,23 +127,20 @@ def _text(report: UpdateReport, shown: int, color: bool) -> str:
         ("ratio", "norm of the wanted change over norm of the weight"),
         ("underflow", "elements with a gradient whose last moment is stored as zero"),
     ]
-    return printed([*parts, Text(), pairs(words)], color)
+    return render([*parts, Text(), pairs(words)], color)
 
 
-def _table(report: UpdateReport, lines: Sequence[UpdateLine]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(width=_NAME, no_wrap=True)
-    for width in (8, 7, 7, 8, 9):
-        table.add_column(width=width, justify="right", no_wrap=True)
-    heads = ("parameter", "elements", "unseen", "lost", "ratio", "underflow")
-    table.add_row(*(Text(word, style="dim") for word in heads))
+def _table(report: UpdateReport, lines: Sequence[UpdateLine]) -> Text:
+    rows = [("parameter", "elements", "unseen", "lost", "ratio", "underflow")]
     for line in (*lines, report.total):
-        table.add_row(
-            Text(elide(line.name, _NAME)),
-            figures.elements(line.numel),
-            figures.percent(line.unseen_share),
-            figures.percent(line.lost_share),
-            f"{line.ratio:.2e}",
-            figures.percent(line.underflow_share),
+        rows.append(
+            (
+                line.name,
+                figures.elements(line.numel),
+                figures.percent(line.unseen_share),
+                figures.percent(line.lost_share),
+                f"{line.ratio:.2e}",
+                figures.percent(line.underflow_share),
+            )
         )
-    return table
+    return text_table(rows, (WIDTH - 50, 8, 7, 7, 8, 9))

@@ -26,9 +26,8 @@ from zerodrift.inspect.audit.results import (
 )
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice
-from zerodrift.inspect.table import table
 from zerodrift.report.figures import percent
-from zerodrift.report.frame import elide, grid, pairs, printed, section, title
+from zerodrift.report.frame import elide, grid, pairs, render, section, text_table, title
 
 WIDTH = 80
 SHOWN = 10  # lines of a table
@@ -120,13 +119,16 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
         parts.append(Text(f"and {len(audit.findings) - SHOWN} more", style="dim"))
     for name, detail, rows in cell_tables(audit):
         widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
-        parts += [section(name, detail), table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1))]
+        parts += [
+            section(name, detail),
+            text_table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1)),
+        ]
         parts += [grid(_LEGEND, (8,), ("dim",), WIDTH)] if name == "replayed" else []
     if audit.recommendation is not None:
         parts += _pins(audit.recommendation, audit.drift)
     if audit.narrower:
         parts += _narrower(audit.narrower)
-    return printed([*parts, *_gradients(audit)], color, WIDTH)
+    return render([*parts, *_gradients(audit)], color, WIDTH)
 
 
 def facts(audit: Audit) -> list[tuple[str, str]]:
@@ -244,7 +246,7 @@ def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
             last if len(names) < 2 else f"{len(names) - 1} + {last}",
         ))  # fmt: skip
     bold = next((number for number, point in enumerate(points, 1) if point is chosen), None)
-    text = table(rows, (1, 13, 6, 5, 6, 6, 6, 7, 22), (0, 1, 8), " ", bold)
+    text = text_table(rows, (1, 13, 6, 5, 6, 6, 6, 7, 22), (0, 1, 8), " ", bold)
     parts: list[RenderableType] = [section("pins", "each line was run"), text, Text()]
     if not chosen.pins and chosen.mode == first.mode:
         return [*parts, Text("No pin removes a part worth a rule for that many bytes.")]
@@ -294,7 +296,7 @@ def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
         if one.many:
             moved = several(one.many, "gradient" if one.column == "reduce" else "update")
             rows.append(("", "", "", f"{moved} by more than 5%", "", "", ""))
-    text = table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
+    text = text_table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
     return [section("narrower", "what it changes of a gradient's or an update's norm"), text, Text()]
 
 
@@ -307,11 +309,11 @@ def _gradients(audit: Audit) -> list[RenderableType]:
     rows += [(g.name, f"{g.relative:.2g}", figure(g.accumulate), figure(g.reduce)) for g in worst]
     parts: list[RenderableType] = [
         section("gradients", "norm of the difference over the norm"),
-        table(rows, (_NAME, 10, 10, 8)),
+        text_table(rows, (_NAME, 10, 10, 8)),
     ]
     lost = sorted(audit.updates, key=lambda cost: -(cost.lost + cost.stuck))[:5]
     if lost and lost[0].lost + lost[0].stuck > 0:
         rows = [("parameter", "lost", "stuck", "underflow")]
         rows += [(u.name, percent(u.lost), percent(u.stuck), percent(u.underflow)) for u in lost]
-        parts += [section("updates", "shares of elements"), table(rows, (_NAME, 8, 8, 10))]
+        parts += [section("updates", "shares of elements"), text_table(rows, (_NAME, 8, 8, 10))]
     return parts

@@ -28,7 +28,7 @@ from typing import Any
 from zerodrift.files import is_locked, locked
 from zerodrift.inspect.trace.hooks import when_imported
 from zerodrift.inspect.trace.records import ProcessRecord
-from zerodrift.startup import Start, failures, spawn, starting, tell_failure
+from zerodrift.startup import StartupHook, failures, record_failure, spawn, startup_folder
 
 END = "end"  # a file that lets every process end
 HELD = "held"  # a file that is locked while the check is there
@@ -63,12 +63,12 @@ def run(
     timeout: float | None = None,
 ) -> RunRecord:
     """Run the command, and return when its processes have ended or `timeout` seconds are over."""
-    start = Start(__name__, "watch_with_torch", (steps, keep_going))
-    with starting(start, "zerodrift-check-") as folder:
+    hook = StartupHook(__name__, "watch_with_torch", (steps, keep_going))
+    with startup_folder(hook, "zerodrift-check-") as folder:
         seen = folder / "seen"
         seen.mkdir()
         with locked(seen / HELD):
-            child = spawn(command, folder, stdout, apart=True)
+            child = spawn(command, folder, stdout, new_session=True)
             try:
                 code = _wait(child, seen, keep_going, timeout)
             finally:
@@ -130,7 +130,7 @@ def watch_with_torch(folder: str, steps: int, keep_going: bool) -> None:
         try:
             _begin(Path(folder) / "seen", steps, keep_going)
         except Exception as error:
-            tell_failure(folder, error)
+            record_failure(folder, error)
 
     when_imported("torch", begin)
 

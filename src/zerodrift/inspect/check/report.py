@@ -24,7 +24,7 @@ from zerodrift.inspect.trace.records import (
     Sighting,
 )
 from zerodrift.report import figures
-from zerodrift.report.frame import elide, grid, pairs, printed, section, shown, title
+from zerodrift.report.frame import elide, grid, legible_text, pairs, render, section, title
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, heads, tint
 from zerodrift.report.page import section as page_section
@@ -85,7 +85,7 @@ def run_text(
     listed = [("!", note) for note in (*notes, *first.notes)]
     if listed:
         parts += [section("notes"), grid(listed, (1,), ("bold yellow",), WIDTH)]
-    return printed(parts, color, WIDTH)
+    return render(parts, color, WIDTH)
 
 
 def _model(model: ModelRecord) -> list[RenderableType]:
@@ -123,7 +123,7 @@ def _group_names(parameters: Sequence[ParameterRecord]) -> RenderableType:
     listed = _first([elide(name, WIDTH - 4) for name in names], _GROUP_NAMES)
     frozen = "" if parameters[0].trained else ", frozen"
     text = Text(f"{figures.elements(elements(parameters))} elements{frozen}: ", style="dim")
-    return Padding(text.append_text(shown(listed)), (0, 0, 0, 2))
+    return Padding(text.append_text(legible_text(listed)), (0, 0, 0, 2))
 
 
 def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:

@@ -96,7 +96,7 @@ def elements(parameters: Iterable[ParameterRecord]) -> int:
 
 def folded(names: Iterable[str]) -> tuple[str, ...]:
     """Fold names that differ only in numbers into one pattern, with their count."""
-    lines = rows.folded([(name, None) for name in names])
+    lines = rows.fold_names([(name, None) for name in names])
     return tuple(pattern if len(held) == 1 else f"{pattern} ({len(held)})" for pattern, held in lines)
 
 

@@ -15,8 +15,17 @@ from rich.text import Text
 from zerodrift.errors import several
 from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComparison, TokenDrift
 from zerodrift.inspect.drift.tensor_status import TensorStatus
-from zerodrift.inspect.table import table
-from zerodrift.report.frame import DIGEST_SHOWN, elide, grid, pairs, printed, section, shown, title
+from zerodrift.report.frame import (
+    DIGEST_SHOWN,
+    elide,
+    grid,
+    legible_text,
+    pairs,
+    render,
+    section,
+    text_table,
+    title,
+)
 
 WIDTH = 80
 _FAULTS = 12
@@ -67,10 +76,10 @@ def comparison_text(
         for t in found.far:
             numbers = (f"{t.trainer:.4f}", f"{t.other:.4f}", f"{t.other - t.trainer:+.4f}")
             tokens.append((f"{t.sequence:,}", f"{t.place:,}", f"{t.token}", *numbers))
-        parts += [section("furthest tokens"), table(tokens, left=())]
+        parts += [section("furthest tokens"), text_table(tokens, left=())]
     if found.notes:
         parts += [section("notes"), grid([("!", note) for note in found.notes], (1,), warn, width)]
-    return printed(parts, color, width)
+    return render(parts, color, width)
 
 
 _LEGEND = (
@@ -145,7 +154,7 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
         columns.add_column(width=size, justify="right")
     for number, row in enumerate(rows):
         style = "" if number else "dim"
-        words = shown(elide(row[0], first), style), shown(row[1], "dim")
+        words = legible_text(elide(row[0], first), style), legible_text(row[1], "dim")
         columns.add_row(*words, *(Text(cell, style=style) for cell in row[2:]))
     return columns
 

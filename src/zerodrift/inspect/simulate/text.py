@@ -12,11 +12,10 @@ from rich.text import Text
 from zerodrift.errors import several
 from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
 from zerodrift.inspect.simulate.work import Work
-from zerodrift.inspect.table import table
 from zerodrift.plan.table import Plan
 from zerodrift.record import encode
 from zerodrift.report.figures import percent, significant, size
-from zerodrift.report.frame import grid, pairs, printed, section, title
+from zerodrift.report.frame import grid, pairs, render, section, text_table, title
 
 WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
@@ -68,7 +67,7 @@ def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation
         section("memory", "of the fullest rank, at the worst moment of a step"),
         grid(uses, (24, 12), ("", "bold"), WIDTH),
     ]
-    return printed(lines, color, WIDTH)
+    return render(lines, color, WIDTH)
 
 
 def _fits(fits: bool) -> str:
@@ -111,7 +110,7 @@ def sweep_text(
     for why, one in reasons.items():
         choice = f"stage {one.stage}, wire {one.wire}, order {one.order}, {one.replicas} replicas"
         lines.append(Text(f"{choice}: {why}"))
-    return printed(lines, color, WIDTH)
+    return render(lines, color, WIDTH)
 
 
 _HEAD = ("stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory")
@@ -131,7 +130,7 @@ def _results(results: Sequence[SweepResult]) -> RenderableType:
             ))  # fmt: skip
     if not rows:
         return Text()
-    text = table([_HEAD, *rows], _WIDTHS, range(5), " ")
+    text = text_table([_HEAD, *rows], _WIDTHS, range(5), " ")
     return text.append(f"\nand {len(results) - SHOWN} more") if len(results) > SHOWN else text
 
 

@@ -19,7 +19,7 @@ from zerodrift.report import summary
 from zerodrift.report.figures import elements, significant, size
 from zerodrift.report.markup import Markup, join, tag
 from zerodrift.report.page import breaking, document, plan_sections, section, tint
-from zerodrift.report.rows import grouped
+from zerodrift.report.rows import group_rows
 from zerodrift.train.job import Job
 from zerodrift.train.report.charts import LARGEST_PERPLEXITY, charts, held_out, perplexity
 from zerodrift.train.report.display import clock
@@ -48,7 +48,7 @@ def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
         _digests(lines),
         _environment(lines),
         section("Plan", _facts(summary.facts(plan)), id="plan"),
-        *plan_sections(plan, cost(plan), grouped(plan), timeline(plan)),
+        *plan_sections(plan, cost(plan), group_rows(plan), timeline(plan)),
     ]
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     return document(f"zerodrift run: {job.run.folder}", body, style)

@@ -24,10 +24,9 @@ from zerodrift import legible
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
-from zerodrift.report.brief import brief_text
-from zerodrift.report.frame import grid, printed
-from zerodrift.report.rows import grouped
-from zerodrift.report.terminal import plan_text
+from zerodrift.report.frame import grid, render
+from zerodrift.report.rows import group_rows
+from zerodrift.report.terminal import brief_text, plan_text
 from zerodrift.train.data.blocks import IGNORED, BlockValues
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding_shares, sampler_of
@@ -50,8 +49,8 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
     """Return the plan in a few lines, or in full."""
     look: Any = {"color": display.color, "width": display.width}
     if whole_plan:
-        return plan_text(plan, cost(plan), grouped(plan), timeline(plan), **look)
-    return brief_text(plan, cost(plan), grouped(plan), "train", **look).rstrip("\n")
+        return plan_text(plan, cost(plan), group_rows(plan), timeline(plan), **look)
+    return brief_text(plan, cost(plan), group_rows(plan), "train", **look).rstrip("\n")
 
 
 def _samples(plan: Plan) -> int:
@@ -81,7 +80,7 @@ def data_text(job: Job, prepared: PreparedData, steps: int, plan: Plan, display:
     if job.data.group_by_length:
         facts.append(("padding", _padding(job, prepared, steps, plan)))
     lines = [(label.ljust(len("optimizer")), text) for label, text in facts]  # as wide as the plan's lines
-    return printed([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
+    return render([grid(lines, (10,), ("bold",), display.width)], display.color, display.width).rstrip("\n")
 
 
 def _padding(job: Job, prepared: PreparedData, steps: int, plan: Plan) -> str:
@@ -121,7 +120,7 @@ def preview(job: Job, *, color: bool, width: int) -> str:
         learned = f"{int((read.labels[0] != IGNORED).sum()):,} of {len(read.tokens[0]):,} tokens learned"
         parts.append(Text(f"\nblock {index + 1:,} of {count:,}, {learned}", style="bold"))
         parts.append(Padding(_text(read, letters), (0, 0, 0, 2)))
-    return printed([*parts, Text(f"\n{_MARKS}", style="dim")], color, width)
+    return render([*parts, Text(f"\n{_MARKS}", style="dim")], color, width)
 
 
 def _check_model(job: Job, letters: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from zerodrift.engine.digest import computed_by
 from zerodrift.kernels import native
 from zerodrift.kernels.build import COMPILERS, find_compiler
 from zerodrift.report.figures import size
-from zerodrift.report.frame import WIDTH, grid, pairs, printed, section, title
+from zerodrift.report.frame import WIDTH, grid, pairs, render, section, title
 from zerodrift.versions import TESTED, __version__, warning
 
 EXTRAS = {
@@ -159,4 +159,4 @@ def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH)
     parts.append(section("slow or missing" if wrong else "nothing is slow or missing"))
     if wrong:
         parts.append(pairs(wrong, width=width))
-    return printed(parts, color, width)
+    return render(parts, color, width)

@@ -1,7 +1,6 @@
-"""The verb over commands that were written for something else: `run`.
+"""Run a DeepSpeed command on zerodrift: `run`.
 
-Invariant: no process of the command gets the installed DeepSpeed for a name that was to be zerodrift's,
-without a word of it.
+Invariant: if a process of the command uses the installed DeepSpeed instead, an error or a note says so.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.versions import DEEPSPEED, __version__
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are the command's. SIGINT comes to it from the terminal."""
+"""Signals that are forwarded to the command. The terminal itself sends it SIGINT."""
 
-_DEAF = (
+_PYTHON_ADVICE = (
     "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no PYTHONPATH that replaces the one given."
 )
 
@@ -41,16 +40,16 @@ def run(
     with streams.errors(debug):
         if as_ != alias.NAME:
             raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
-        _require_first(command)
+        _require_reachable(command)
         added, flags = _additions(config, set_ or [], pin or [])
         code = _run(command, added, flags)
     if code:
         raise typer.Exit(code)
 
 
-def _require_first(command: list[str]) -> None:
-    """This can reach the command's processes, and nobody else does."""
-    option = startup.deaf(command)
+def _require_reachable(command: list[str]) -> None:
+    """Refuse a Python that ignores PYTHONPATH, and a run inside another one."""
+    option = startup.isolation_option(command)
     if option:
         raise ZerodriftError(
             shlex.join(command),
@@ -58,7 +57,7 @@ def _require_first(command: list[str]) -> None:
             got=f"`{option}`",
             do="Leave it out.",
         )
-    if alias.errand() is not None:
+    if alias.run_settings() is not None:
         raise ZerodriftError(
             "zerodrift run",
             "must not be inside another one",
@@ -70,7 +69,7 @@ def _require_first(command: list[str]) -> None:
 def _additions(
     config: Path | None, sets: list[str], pins: list[str]
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """Keys to add to every config, and the flags that they came by."""
+    """Return the keys to add to every config, and key -> the flag that set it."""
     if config is None and not sets and not pins:
         return {}, {}
     from zerodrift.config.additions import Additions
@@ -80,27 +79,27 @@ def _additions(
 
 
 def _run(command: list[str], added: dict[str, object], flags: dict[str, str]) -> int:
-    start = startup.Start("zerodrift.alias", "begin", (added, flags), guarded=(alias.NAME,))
-    with startup.starting(start, "zerodrift-run-") as folder:
+    hook = startup.StartupHook("zerodrift.alias", "begin", (added, flags), guarded=(alias.NAME,))
+    with startup.startup_folder(hook, "zerodrift-run-") as folder:
         _write_launcher(folder / "bin" / "deepspeed")
         more = f"; added to its config: {', '.join(flags.values())}" if flags else ""
         _say(f"`{alias.NAME}` is zerodrift {__version__}, with the names of DeepSpeed {DEEPSPEED}{more}")
         child = startup.spawn(command, folder)
-        with _signals(child):
+        with _forward_signals(child):
             code = child.wait()
-        return _judged(folder, code if code >= 0 else 128 - code, flags)
+        return _exit_code(folder, code if code >= 0 else 128 - code, flags)
 
 
 def _write_launcher(path: Path) -> None:
-    """The command `deepspeed`, for where it is not installed."""
+    """Write the command `deepspeed`, for machines without DeepSpeed."""
     path.parent.mkdir()
     path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m deepspeed.launcher.runner "$@"\n')
     path.chmod(0o755)
 
 
 @contextlib.contextmanager
-def _signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What is sent to this process goes to the command."""
+def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Forward signals of this process to the command."""
     before = {number: signal.signal(number, lambda it, _: child.send_signal(it)) for number in _FORWARDED}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -110,8 +109,8 @@ def _signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _judged(folder: Path, code: int, flags: dict[str, str]) -> int:
-    """The command's exit code; that of a refusal where it did not run on zerodrift."""
+def _exit_code(folder: Path, code: int, flags: dict[str, str]) -> int:
+    """Return the exit code of the command, or USAGE if it did not run on zerodrift."""
     reached = {path.name for path in folder.iterdir()}
     failures = startup.failures(folder)
     for failure in failures:
@@ -120,12 +119,12 @@ def _judged(folder: Path, code: int, flags: dict[str, str]) -> int:
         return code or streams.USAGE
     if "started" not in reached:
         error = ZerodriftError(
-            "zerodrift run", "must reach the Python processes of the command", got="none", do=_DEAF
+            "zerodrift run", "must reach the Python processes of the command", got="none", do=_PYTHON_ADVICE
         )
         print(f"zerodrift: error: {error}", file=sys.stderr)
         return code or streams.USAGE
     if "imported" not in reached:
-        _say(f"no process imported `{alias.NAME}` from zerodrift. If one was to: {_DEAF}")
+        _say(f"no process imported `{alias.NAME}` from zerodrift. If one was to: {_PYTHON_ADVICE}")
     elif "initialized" not in reached and flags:
         _say(
             f"no process called `{alias.NAME}.initialize`: nothing was done with {', '.join(flags.values())}"

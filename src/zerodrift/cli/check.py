@@ -1,6 +1,6 @@
-"""The verbs over runs of other programs: `check`, `diff`.
+"""Compare dtypes of runs, of saved tables and of two sides of one model: `check`, `diff`, `drift`.
 
-Invariant: the command runs as it stands; what it prints is its own.
+Invariant: `check` runs the command as it stands. Exit code 3 means a difference, 2 means nothing to compare.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.planning import write_page
+from zerodrift.cli.plan import numbers, write_page
 from zerodrift.errors import ZerodriftError
 
 if TYPE_CHECKING:
     from zerodrift.inspect.check.launch import RunRecord
 
 NOT_AS_EXPECTED = 3
+"""Exit code for a difference."""
 
 
 def check(
@@ -40,7 +41,7 @@ def check(
         from zerodrift.inspect.check.table import completed, encoded
 
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
-        _require_seen(seen, command, steps, timeout)
+        _require_record(seen, command, steps, timeout)
         processes = completed(seen.processes) if seen.processes[0].world > 1 else seen.processes[:1]
         others = [] if expect is None else unexpected(expect, processes)
         findings = [*others, *run_findings(processes)]
@@ -55,7 +56,7 @@ def check(
         else:
             from zerodrift.inspect.check.report import run_text
 
-            # What the command printed last may be no whole line.
+            # The last line of the command may have no end.
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
@@ -64,12 +65,12 @@ def check(
 
 
 def _ended_early(seen: RunRecord, steps: int) -> bool:
-    """Whether something went wrong before everything was seen."""
+    """Return True if the command failed or timed out before all steps."""
     return (seen.code != 0 or seen.late) and any(process.steps < steps for process in seen.processes)
 
 
-def _require_seen(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
-    """Something to show, or why there is none."""
+def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
+    """Raise an error that says why no training step was recorded."""
     if seen.processes:
         if any(process.models for process in seen.processes):
             return
@@ -137,9 +138,57 @@ def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> 
     with streams.errors(debug):
         from zerodrift.inspect.check.table import differences, read
 
-        told = differences(read(a), read(b))
-        if not told:
+        found = differences(read(a), read(b))
+        if not found:
             streams.emit("The tables are the same.\n")
             return
-        streams.emit("".join(f"{line}\n" for line in told))
+        streams.emit("".join(f"{line}\n" for line in found))
     raise typer.Exit(NOT_AS_EXPECTED)
+
+
+def drift(
+    config: options.TrainerConfig,
+    model: options.ModelOfTrainer,
+    tokens: options.TokenFile,
+    weights: options.TrainedWeights = None,
+    sent: options.SentFolder = None,
+    loaded: options.LoadedFolder = None,
+    sampler: options.SamplerTable = None,
+    recorded: options.RecordedFile = None,
+    bar: options.Bar = 0.015,
+    set_: options.Set = None,
+    auto: options.Auto = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Compare a trainer with a sampler, and show which difference their drift comes from."""
+    with streams.errors(debug):
+        from zerodrift.inspect.audit.tokens import read_ids, read_recorded
+        from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
+        from zerodrift.inspect.drift.sampler_dtypes import read_sampler_dtypes
+        from zerodrift.inspect.drift.text import comparison_json, comparison_text
+        from zerodrift.inspect.drift.trainer import load_trainer
+
+        sequences = read_ids(tokens)
+        other = SamplerSide(
+            sent,
+            loaded,
+            None if sampler is None else read_sampler_dtypes(sampler),
+            None if recorded is None else read_recorded(recorded, sequences),
+        )
+        with streams.progress(f"replaying {model}"):
+            side = load_trainer(config, model, weights, numbers(auto or ()), tuple(set_ or ()))
+            found = compare_sides(side, other, sequences, bar)
+        if json:
+            streams.emit(comparison_json(found))
+        else:
+            there = [str(path) for path in (sent, loaded, sampler, recorded) if path is not None]
+            count = sum(map(len, sequences))
+            facts = [
+                ("trainer", f"{config}, {weights or model}"),
+                ("other side", ", ".join(there)),
+                ("tokens", f"{count:,} in {len(sequences):,} sequences, {tokens}"),
+            ]
+            streams.emit(comparison_text(found, facts, color=streams.color()))
+    if not found.within:
+        raise typer.Exit(NOT_AS_EXPECTED)

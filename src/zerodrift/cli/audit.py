@@ -1,24 +1,22 @@
-"""The verb over a model's numbers: `audit`.
+"""Measure the numerics of a model: `audit`.
 
-Invariant: nothing of a run is changed; what is printed as a fact was run.
+Invariant: a run is only read, and every figure that is printed as a fact was measured.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.planning import is_job, write_page
+from zerodrift.cli.plan import is_job, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
     from zerodrift.inspect.audit.advice import Progress
     from zerodrift.inspect.audit.run import Subject
-    from zerodrift.inspect.audit.text import Audit
     from zerodrift.inspect.audit.tokens import Batch
     from zerodrift.plan.table import Plan
 
@@ -41,12 +39,17 @@ def audit(
     with streams.errors(debug):
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
-        share = _share(budget)
-        from zerodrift.inspect.audit.run import this_rank
+        share = _parse_share(budget)
+        from zerodrift.inspect.audit.audit import audit_subject
+        from zerodrift.inspect.audit.run import load_subject, this_rank
 
         rank = this_rank()
-        with _shown(rank) as told:
-            found = _audited(source, model, weights, tokens, batches, (share, of, confirm), set_ or [], told)
+        with _progress(rank) as report:
+            if is_job(source):
+                subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
+            else:
+                subject = load_subject(source, _require_model(model), weights, tokens, batches, set_ or [])
+            found = audit_subject(*subject, share, cast(Any, of), confirm, report)
         if rank:
             return
         if html is not None:
@@ -63,30 +66,8 @@ def audit(
             streams.emit(audit_text(found, color=streams.color()))
 
 
-def _audited(
-    source: str,
-    model: str | None,
-    weights: Path | None,
-    tokens: Path | None,
-    count: int,
-    limits: tuple[float, Any, int],
-    overrides: list[str],
-    told: Progress,
-) -> Audit:
-    from zerodrift.inspect.audit.audit import audit_subject
-    from zerodrift.inspect.audit.run import load_subject
-
-    plan, subject, batches = (
-        _of_job(source, overrides, count, (model, weights, tokens))
-        if is_job(source)
-        else load_subject(source, _named(model), weights, tokens, count, overrides)
-    )
-    budget, of, confirm = limits
-    return audit_subject(plan, subject, batches, budget, of, confirm, told)
-
-
-def _share(text: str) -> float:
-    """`1%` or `0.01`."""
+def _parse_share(text: str) -> float:
+    """Parse a share: `1%` or `0.01`."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / (100 if text.strip().endswith("%") else 1)
@@ -97,23 +78,20 @@ def _share(text: str) -> float:
     return value
 
 
-def _shown(rank: int) -> AbstractContextManager[Progress]:
-    """What is done, on a line of stderr where somebody watches."""
-    if rank or not streams.watched():
+def _progress(rank: int) -> AbstractContextManager[Progress]:
+    """Show progress on a terminal, on rank 0."""
+    if rank or not streams.is_watched():
         return nullcontext(lambda what, done, of: None)
-    return streams.counted()
+    return streams.count_progress()
 
 
-# --- what is audited -----------------------------------------------------------------------------------
-
-
-def _named(model: str | None) -> str:
+def _require_model(model: str | None) -> str:
     if model is None:
         raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
     return model
 
 
-def _of_job(
+def _load_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
     from zerodrift.train.job_file import read_job

@@ -1,6 +1,6 @@
-"""The verbs over checkpoints and weights: `inspect`, `convert`.
+"""Read checkpoints and convert weights: `inspect`, `convert`.
 
-Invariant: what is read is left as it is.
+Invariant: the source is left as it is.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
     with streams.errors(debug):
-        from zerodrift.checkpoint import inspect as looking
+        from zerodrift.checkpoint.inspect import inspect as read
+        from zerodrift.checkpoint.inspect import inspection_json, inspection_text
         from zerodrift.train.tools.artifacts import checkpoints_at
 
         with streams.progress(f"reading {checkpoint}"):
-            inspection = looking.inspect(checkpoints_at(checkpoint), verify=verify)
+            inspection = read(checkpoints_at(checkpoint), verify=verify)
         if json:
-            streams.emit(looking.inspection_json(inspection))
+            streams.emit(inspection_json(inspection))
         else:
-            streams.emit(looking.inspection_text(inspection, **streams.look()))
+            streams.emit(inspection_text(inspection, **streams.layout()))
         if not inspection.complete:
             raise typer.Exit(streams.USAGE)
 
@@ -55,10 +56,10 @@ def convert(
         if merge:
             _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
             from zerodrift.train.tools.merge import MergeOptions
-            from zerodrift.train.tools.merge import merge as merged
+            from zerodrift.train.tools.merge import merge as run_merge
 
             with streams.progress(f"merging {source}"):
-                done = merged(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
+                done = run_merge(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
             streams.emit(str(done))
             return
         from zerodrift.weights.convert import ConvertOptions
@@ -69,9 +70,9 @@ def convert(
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
         from zerodrift.train.tools.artifacts import checkpoints_at, config_of
 
-        asked = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        chosen = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)
-        streams.emit(str(run(checkpoints_at(source), target, asked, model, shown=True)))
+        streams.emit(str(run(checkpoints_at(source), target, chosen, model, shown=True)))
 
 
 def _refuse_with_merge(given: dict[str, bool]) -> None:

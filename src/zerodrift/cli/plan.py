@@ -1,6 +1,6 @@
-"""The verbs that start nothing: `plan`, `explain`, `support`.
+"""Plan without starting ranks: `plan`, `explain`, `support`, `plan --simulate`.
 
-Invariant: no weights are read, and no process group and no device is asked for.
+Invariant: no weights are read, and no process group or device is used.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.simulating import SimulationOptions, StepSource, simulated
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.files import kind
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
+    from zerodrift.inspect.simulate.simulation import Plans
     from zerodrift.plan.table import Plan
     from zerodrift.plan.timeline import Timeline
 
@@ -58,13 +59,13 @@ def plan(
                 )
             if inputs is not None and tokens is not None:
                 raise typer.BadParameter("give --inputs or --tokens, not both")
-            typed = SimulationOptions(simulate, sweep, tokens, recompute, inputs, json)
             with streams.progress(f"simulating {model or config}"):
-                text = simulated(_step_source(config, model, world_size, set_ or (), auto), typed)
+                step = _step_source(config, model, world_size, set_ or (), auto)
+                text = _simulation_text(step, simulate, sweep, tokens, recompute, inputs, json)
             streams.emit(text)
             return
         with streams.progress(f"planning {model or config}"):
-            planned, source = _made(config, model, world_size, set_, auto)
+            planned, source = _plan_of(config, model, world_size, set_, auto)
             traced = _trace_text(planned, source, inputs, json) if trace else ""
             text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
             text = traced or text
@@ -87,18 +88,16 @@ def explain(
         from zerodrift.report.explain import explain as explained
 
         with streams.progress(f"planning {model or config}"):
-            planned, _ = _made(config, model, world_size, set_, auto)
+            planned, _ = _plan_of(config, model, world_size, set_, auto)
             explanation = explained(planned, parameter)
         if json:
             streams.emit(as_json.explanation_json(explanation, planned))
         else:
-            streams.emit(terminal.explanation_text(explanation, planned.digest, **streams.look()))
+            streams.emit(terminal.explanation_text(explanation, planned.digest, **streams.layout()))
 
 
 def support(
-    markdown: options.Markdown = False,
-    json: options.Json = False,
-    debug: options.Debug = False,
+    markdown: options.Markdown = False, json: options.Json = False, debug: options.Debug = False
 ) -> None:
     """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together."""
     with streams.errors(debug):
@@ -112,22 +111,22 @@ def support(
             streams.emit(as_json.support_json(table(), states()))
         else:
             tables = table(), states()
-            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.look()))
+            streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.layout()))
 
 
 # --- work of the verbs --------------------------------------------------------------------------------
 
 
-def _made(
+def _plan_of(
     config: str,
     model: str | None,
     world_size: int | None,
     overrides: Sequence[str] | None,
     auto: Sequence[str] | None,
 ) -> tuple[Plan, str]:
-    """A plan, and what its model is."""
+    """Make a plan. Return it with the name of its model."""
     if is_job(config):
-        return _of_job(config, model, world_size, overrides or (), auto)
+        return _plan_of_job(config, model, world_size, overrides or (), auto)
     if model is None:
         raise _needs_model()
     from zerodrift.api import make_plan
@@ -137,7 +136,7 @@ def _made(
 
 
 def is_job(source: str) -> bool:
-    """Whether a file has a job's blocks."""
+    """Return True if a file has the blocks of a job."""
     from zerodrift.config.tree import tree_of
 
     try:
@@ -147,7 +146,7 @@ def is_job(source: str) -> bool:
     return isinstance(tree, Mapping) and "data" in tree and "model" in tree
 
 
-def _of_job(
+def _plan_of_job(
     source: str,
     model: str | None,
     world_size: int | None,
@@ -157,13 +156,13 @@ def _of_job(
     from zerodrift.train.job_file import read_job
     from zerodrift.train.tools.outline import plan_of
 
-    _require_own(model, auto)
+    _refuse_with_job(model, auto)
     job, config = read_job(source, overrides)
     return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
 
 
-def _require_own(model: str | None, auto: Sequence[str] | None) -> None:
-    """That a job is not given what it has."""
+def _refuse_with_job(model: str | None, auto: Sequence[str] | None) -> None:
+    """Refuse `--model` and `--auto` beside a job, which has its own."""
     if model is not None or auto:
         raise ConfigError(
             "--model and --auto",
@@ -180,7 +179,7 @@ def _step_source(
     overrides: Sequence[str],
     auto: Sequence[str] | None,
 ) -> StepSource:
-    """What a simulation plans again and again, each time with other overrides."""
+    """Return the model of a simulation, and a function that plans it under more overrides."""
     from zerodrift.api import make_plan
     from zerodrift.model.sources import describe
 
@@ -192,11 +191,11 @@ def _step_source(
         def of_config(more: Sequence[str]) -> Plan:
             return make_plan(source, spec, world, auto=given, overrides=(*overrides, *more))
 
-        return StepSource(of_config, model, _timeline)
+        return StepSource(of_config, model)
     from zerodrift.train.job_file import read_job, worded_for_a_job
     from zerodrift.train.tools.outline import planned_from
 
-    _require_own(model, auto)
+    _refuse_with_job(model, auto)
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
     built, values = planned_from(job, config, ranks)
@@ -206,7 +205,7 @@ def _step_source(
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
     again = job.model.activation_checkpointing
-    return StepSource(of_job, job.model.source, _timeline, job.data.block, again)
+    return StepSource(of_job, job.model.source, job.data.block, again)
 
 
 def _needs_model() -> ConfigError:
@@ -216,25 +215,25 @@ def _needs_model() -> ConfigError:
 def _plan_text(
     planned: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None
 ) -> str:
-    """What `plan` prints. The page is written first: if it cannot be, nothing else is said."""
+    """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
     from zerodrift.plan.cost import cost
     from zerodrift.report import as_json, names, terminal
     from zerodrift.report.explain import explain_row
-    from zerodrift.report.rows import grouped, single
+    from zerodrift.report.rows import group_rows, list_rows
 
     bill, timeline = cost(planned, micro_batches), _timeline(planned)
     if html is not None:
         from zerodrift.report.page import plan_page
 
-        write_page(html, plan_page(planned, bill, grouped(planned), timeline))
+        write_page(html, plan_page(planned, bill, group_rows(planned), timeline))
     if rows is None:
         if json:
             return as_json.plan_json(planned, bill, timeline)
-        return terminal.plan_text(planned, bill, grouped(planned), timeline, **streams.look())
+        return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.layout())
     chosen = names.matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
-    return terminal.rows_text(planned, single(planned, chosen), **streams.look())
+    return terminal.rows_text(planned, list_rows(planned, chosen), **streams.layout())
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
@@ -254,7 +253,7 @@ def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> st
 
 
 def _timeline(planned: Plan) -> Timeline | None:
-    """The order of a pipeline, which is torch's to say; None without a pipeline."""
+    """Return the order of a pipeline from torch's schedule, or None without a pipeline."""
     if planned.policy.pipeline is None:
         return None
     from zerodrift.pipeline.schedules import timeline
@@ -263,7 +262,7 @@ def _timeline(planned: Plan) -> Timeline | None:
 
 
 def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
-    """`--auto` texts as numbers, or pairs of them (`betas=0.9,0.95`); all that are wrong at once."""
+    """Parse `--auto` texts into numbers or lists of numbers (`betas=0.9,0.95`). Collect all mistakes."""
     problems = Problems()
     values: dict[str, float | list[float]] = {}
     for text in texts:
@@ -282,6 +281,7 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
 
 
 def write_page(path: Path, text: str) -> None:
+    """Write an HTML page and name its path on stderr."""
     try:
         if other := kind(path):
             raise OSError(errno.EINVAL, other)
@@ -292,3 +292,67 @@ def write_page(path: Path, text: str) -> None:
             "--html", "must be a file that can be written", got=f"{str(path)!r}: {reason}"
         ) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)
+
+
+# --- plan --simulate ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """Model of a simulated step, and a function that plans it under more overrides."""
+
+    plans: Plans
+    model: str
+    tokens: int | None = None
+    """Tokens of a sample. None for a config, which does not say it."""
+    recompute: bool | None = None
+    """True if a job recomputes activations. None for a config."""
+
+
+def _simulation_text(
+    step: StepSource,
+    cluster_name: str,
+    sweeps: bool,
+    tokens: int | None,
+    recompute: bool,
+    inputs: str | None,
+    json: bool,
+) -> str:
+    """Simulate one step, or a sweep of them, and return the report."""
+    from zerodrift.inspect.simulate.cluster import built_in, read_cluster
+    from zerodrift.inspect.simulate.simulation import require_known_order, simulate, sweep
+    from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
+    from zerodrift.inspect.simulate.work import count_work, sized_inputs
+    from zerodrift.model.inputs import inputs_for
+    from zerodrift.model.runnable import runnable
+
+    cluster, path = read_cluster(cluster_name)
+    if step.recompute is not None and recompute:
+        do = "Override the job's: `--set model.activation_checkpointing=true`."
+        raise ConfigError(
+            "--recompute", "must be left out with a job, which says it", got="a job file", do=do
+        )
+    length = None if inputs is not None else tokens or step.tokens
+    if length is None and inputs is None:
+        raise ConfigError(
+            "--tokens", "must say how many tokens a sample has", got="none", do="Or give a job file."
+        )
+    planned = step.plans(())
+    order = _timeline(planned)
+    require_known_order(planned, cluster, order)
+    samples = max(1, planned.policy.batch.micro)
+    module = runnable(step.model)
+    given = inputs_for(module, inputs) if length is None else sized_inputs(module, samples, length)
+    work = count_work(planned, module, given)
+    if cluster_name in built_in():
+        print(f"zerodrift: cluster {cluster_name} is {legible(str(path))}", file=sys.stderr)
+    if sweeps:
+        fit, others = sweep(planned, step.plans, _timeline, work, cluster)
+        if json:
+            return sweep_json(cluster_name, fit, others)
+        return sweep_text(planned, work, cluster_name, fit, others, color=streams.color())
+    again = recompute if step.recompute is None else step.recompute
+    found = simulate(planned, work, cluster, recompute=again, timeline=order)
+    if json:
+        return simulation_json(planned, work, cluster_name, found)
+    return simulation_text(planned, work, cluster_name, found, color=streams.color())

@@ -1,6 +1,6 @@
-"""The verbs of the reference trainer: `train`, `evaluate`, `data`, `replay`, `sample`.
+"""Run the reference trainer: `train`, `evaluate`, `data`, `replay`, `sample`.
 
-Invariant: what a job does is the trainer's; here its exit code is passed on.
+Invariant: the exit code is that of the trainer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def train(
 
 
 def evaluate(
-    job: options.Job,
-    set_: options.SetInJob = None,
-    nproc: options.Nproc = None,
-    debug: options.Debug = False,
+    job: options.Job, set_: options.SetInJob = None, nproc: options.Nproc = None, debug: options.Debug = False
 ) -> None:
     """Evaluate a checkpoint of a job on what is held out, and train nothing."""
     with streams.errors(debug):
