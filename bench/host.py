@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT
 from result import Result, flags
+
 from tests.host_calls import calls
 
 CARRIED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")

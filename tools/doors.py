@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import processes
 from environment import ROOT, SetupError, log_of, make_environment
+
 from tests.doors.examples import DEEPSPEED, TOOLS, TORCH, Example, Tool
 
 PAGE = ROOT / "docs" / "doors.md"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 
 import zerodrift.deepspeed as deepspeed
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.parameter_shards import shard_of
+from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
 from zerodrift.deepspeed.zero_init import LENT
 from zerodrift.engine.habits.absent_parameter import AbsentParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zerodrift.deepspeed.monitor.config import get_monitor_config
-from zerodrift.deepspeed.monitor.csv_monitor import csvMonitor
-from zerodrift.deepspeed.monitor.monitor import MonitorMaster
 
 from tests.ranks.harness import run_ranks
 from zerodrift import deepspeed
 from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.monitor.config import get_monitor_config
+from zerodrift.deepspeed.monitor.csv_monitor import csvMonitor
+from zerodrift.deepspeed.monitor.monitor import MonitorMaster
 from zerodrift.errors import ConfigError
 
 CONFIG: dict[str, Any] = {

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zerodrift.deepspeed.utils import zero_to_fp32
 
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.errors import NotHereError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
+from zerodrift.deepspeed.utils import zero_to_fp32
 from zerodrift.errors import CheckpointError, ConfigError, MeshError, ModelError, UnsupportedError
 
 CONFIG: dict[str, Any] = {

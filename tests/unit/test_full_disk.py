@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 import zerodrift as zd
 import zerodrift.deepspeed as deepspeed
@@ -27,6 +26,7 @@ from tests.unit.test_foreign_files import CONFIG, network, snapshot
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import verified
+from zerodrift.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.job import Run
 from zerodrift.train.loop.run_folder import RunFolder

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from zerodrift.deepspeed.runtime import lr_schedules
 
 from zerodrift.api import make_plan
+from zerodrift.deepspeed.runtime import lr_schedules
 from zerodrift.errors import ConfigError
 from zerodrift.optim import schedules as mine
 from zerodrift.policy.nouns import ComponentSpec

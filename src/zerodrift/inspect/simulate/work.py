@@ -1,8 +1,8 @@
 """Count what a model computes in a micro-batch, unit by unit: products, bytes through memory, activations
 that autograd keeps.
 
-One forward and backward runs without values (`inspect/trace/dry_run.py`), so casts, attention and losses are counted
-as they are called. An operation takes as long as its products or its bytes, whichever is longer.
+One forward and backward runs without values (`inspect/trace/dry_run.py`), so casts, attention and losses are
+counted as they are called. An operation takes as long as its products or its bytes, whichever is longer.
 
 Invariant: nothing here depends on a cluster, a stage or a number of ranks, except for the experts that ranks
 divide.
