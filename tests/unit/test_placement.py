@@ -15,8 +15,8 @@ from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for,
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import broken
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.policy.matrices import not_hidden
 from zerodrift.policy.nouns import Placement
+from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explain import explain
 from zerodrift.report.page import plan_page
 from zerodrift.report.rows import grouped

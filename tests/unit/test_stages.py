@@ -23,7 +23,16 @@ from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
 from zerodrift.plan.check import broken
 from zerodrift.plan.cost import cost, stage_cost
-from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, products, rank_of, width
+from zerodrift.plan.stages import (
+    activation_width,
+    crossings,
+    even_by_cost,
+    names_of,
+    part,
+    pieces_of,
+    products,
+    rank_of,
+)
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
@@ -160,12 +169,12 @@ def test_what_a_token_costs_between_ranks() -> None:
         ("dualpipev", 4, 6),
     ):
         made = cut(schedule, library, stages) if stages == 2 else cut(schedule, _more(library), stages)
-        assert (crossings(made), width(made)) == (count, 8)
+        assert (crossings(made), activation_width(made)) == (count, 8)
         said = dict(facts(made, None))["travels"]
         assert (
             said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
         )
-    assert width(cut("1f1b", model)) is None
+    assert activation_width(cut("1f1b", model)) is None
     said = dict(facts(cut("1f1b", tied(8)), None))["travels"]
     assert said.startswith("over 1 boundary between ranks") and "not known before it runs" in said
 

@@ -17,8 +17,13 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ADAMW, of_type
-from zerodrift.plan.prefetch import gathered_bytes, most_at_once, room
-from zerodrift.plan.schedule import Collective, counted
+from zerodrift.plan.schedule import (
+    Collective,
+    count_collectives,
+    gathered_bytes,
+    most_gathered_bytes,
+    prefetch_budget,
+)
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
@@ -174,8 +179,9 @@ def _peak(
     blocks = [gathered_bytes(plan, unit) for unit in units if unit.name]
     roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
     if plan.policy.sharding.keep_gathered == "never":
-        space = room(plan)
-        gathered = roots + max(most_at_once(blocks, space), most_at_once(blocks[::-1], space))
+        budget = prefetch_budget(plan)
+        both = (most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
+        gathered = roots + max(both)
     else:
         gathered = roots + sum(blocks)
     trained = [segment for segment in segments if segment.trained]
@@ -299,7 +305,7 @@ REDUCTIONS = 2
 
 def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
     lines: dict[tuple[str, str, str, str], list[int]] = {}
-    for call, times in counted(plan, stage, micro_batches):
+    for call, times in count_collectives(plan, stage, micro_batches):
         line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
         line[0] += times
         line[1] += times * sent(call, plan.mesh)

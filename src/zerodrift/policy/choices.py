@@ -1,9 +1,9 @@
-"""The decisions that are not a column: sharding, clipping, averaging, loss scale, optimizer, schedule.
+"""The decisions that are not a column: batch, sharding, clipping, averaging, loss scale, optimizer, schedule.
 
-Each function reads its keys and returns the decided value with its reason. Which dtype a parameter has is
-decided elsewhere (`columns.py`); whether a combination is supported too (`support.py`).
+Each function reads its keys and returns the decided value with its reason. `columns.py` decides the dtypes of
+a parameter, and `support.py` knows which combinations are supported.
 
-Invariant: every function is pure and total: what cannot be meant goes to `problems`, never raises.
+Invariant: every function is pure and total; contradictions go to `problems` and nothing raises.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import TYPES, of_type
-from zerodrift.policy import matrices
 from zerodrift.policy.arguments import ALIASES, SCHEDULES
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.nouns import Averaging, Batch, ComponentSpec, Decision, LossScale, Mode, ShardingPolicy
 from zerodrift.policy.numbers import AutoNumbers
+from zerodrift.policy.parameters import MUON_RULE
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
 
 
 def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPolicy, tuple[Decision, ...]]:
@@ -151,11 +155,11 @@ def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> Compo
 
 
 def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[Decision, ...]:
-    """How updates are shared out and watched, where that is not as usual."""
+    """List the decisions on unusual updates: Muon's two parts, and statistics."""
     decisions = []
     algorithm = None if optimizer is None else of_type(optimizer.type)
     if algorithm is not None and algorithm.rest is not None:
-        why = f"`optimizer.type`; rule: {matrices.RULE}; or `precision.rules[].optimizer`"
+        why = f"`optimizer.type`; rule: {MUON_RULE}; or `precision.rules[].optimizer`"
         decisions.append(Decision("optimizer", f"{algorithm.name}, {algorithm.rest.name} for the rest", why))
     if config.precision.statistics:
         decisions.append(Decision("statistics", "of every update", "`precision.statistics`"))
@@ -184,7 +188,7 @@ def schedule(
 def _require_below_the_rate(
     recipe: ComponentSpec, optimizer: ComponentSpec | None, problems: Problems
 ) -> None:
-    """That a schedule that goes down to a rate begins above it."""
+    """Refuse a schedule whose final rate is not below the optimizer's rate."""
     own = None if optimizer is None else json.loads(optimizer.params).get("lr")
     params = json.loads(recipe.params)
     for kind, name, value in (
@@ -198,13 +202,13 @@ def _require_below_the_rate(
 
 
 EXPERTS = ("*.experts.*",)
-"""Where the models of `transformers` stack their experts."""
+"""Default globs: the stacks of experts in models of `transformers`."""
 
 
 def experts(
     config: Config, mesh: MeshShape, averaging: Averaging, problems: Problems
 ) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
-    """Which parameters are divided over the expert axis, where there is one."""
+    """Return the globs of parameters that are divided over the expert axis; none without such an axis."""
     if mesh.expert == 1:
         return (), ()
     if averaging.before != 1.0:
@@ -220,6 +224,52 @@ def experts(
     globs = tuple(written or EXPERTS)
     value = f"{', '.join(globs)} over {mesh.expert} ranks, sharded over {mesh.expert_shard}"
     return globs, (Decision("experts", value, f"`experts.ranks`; {why}"),)
+
+
+def batch(
+    train: int | None, micro: int | None, steps: int | None, ranks: int, problems: Problems
+) -> tuple[Batch, str]:
+    """Return the three batch numbers, and the reason for the numbers that were not written.
+
+    DeepSpeed's arithmetic: train = micro x accumulation x data-parallel ranks. Any two give the third. With
+    only `train` or only `micro` the accumulation is 1. A caller with its own loader may write none.
+    """
+    over = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if train is None:
+        steps = steps or 1
+        if micro is None:
+            return Batch(0, steps, 0), "batch sizes are the caller's loader's"
+        return Batch(micro, steps, micro * steps * ranks), f"{MICRO} x {STEPS} x {over}"
+    if micro is None and steps is None:
+        return Batch(_quotient(train, ranks, TRAIN, problems), 1, train), f"{TRAIN} over {over}"
+    if micro is None:
+        steps = steps or 1
+        share = _quotient(train, ranks * steps, TRAIN, problems)
+        return Batch(share, steps, train), f"{TRAIN} over {over} and {steps} micro-batches"
+    if steps is None:
+        share = _quotient(train, ranks * micro, TRAIN, problems)
+        return Batch(micro, share, train), f"{TRAIN} over {over} of {micro}"
+    if train != micro * steps * ranks:
+        problems.add(
+            TRAIN,
+            f"must be {MICRO} x {STEPS} x data-parallel ranks, {micro} x {steps} x {ranks} = "
+            f"{micro * steps * ranks}",
+            got=str(train),
+            do="Write two of the three; the third follows.",
+        )
+    return Batch(micro, steps, train), "written in full"
+
+
+def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        problems.add(
+            key,
+            f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)",
+            got=str(total),
+            do=f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks.",
+        )
+    return max(1, total // parts)
 
 
 def batch_text(sizes: Batch, mesh: MeshShape) -> str:

@@ -15,7 +15,7 @@ from zerodrift.config.schema import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, modes, order, pipelining, rules
+from zerodrift.policy import choices, modes, order, pipelining, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoNumbers, AutoValues
@@ -76,11 +76,11 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     _check_param_dtype(config, mode, problems)
     allow_narrow = bool(precision.allow_narrow)
     _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
-    sizes, sizes_why = batch.arithmetic(
-        numbers.integer(batch.TRAIN, config.train_batch_size),
-        numbers.integer(batch.MICRO, config.train_micro_batch_size_per_gpu),
+    sizes, sizes_why = choices.batch(
+        numbers.integer(choices.TRAIN, config.train_batch_size),
+        numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
         pipelining.micro_batches(
-            config, numbers.integer(batch.STEPS, config.gradient_accumulation_steps), problems
+            config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh.data,
         problems,

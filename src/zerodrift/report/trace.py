@@ -18,7 +18,7 @@ from rich.text import Text
 
 from zerodrift.errors import several
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Hidden, Trace
+from zerodrift.plan.trace import Hidden, Trace
 from zerodrift.report.frame import elide, grid, pairs, printed, section, shown, title
 from zerodrift.report.traced import HiddenLine, OperationRun, TracedModule, hidden_lines, runs, traced_modules
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerodrift.dtypes import DType
-from zerodrift.plan.traced import Hidden, Trace, TracedOperation
+from zerodrift.plan.trace import Hidden, Trace, TracedOperation
 from zerodrift.report.rows import folded
 
 NAMES = {"_to_copy": "cast"}
