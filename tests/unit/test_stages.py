@@ -265,7 +265,7 @@ def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
         used += [(0, set(pieces)) for pieces in shared]
         most = max(most_begun(order.ranks[rank], pieces) for rank, pieces in used)
-        assert most == pipelining.begun(made.policy.pipeline, stages, count)
+        assert most == pipelining.most_unfinished(made.policy.pipeline, stages, count)
 
 
 def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:

@@ -110,12 +110,9 @@ def _root_stage(index: int, first_block: int, stages: int) -> int:
 def _stages(blocks: list[str], stages: int) -> dict[str, int]:
     """Distribute blocks over pipeline stages, contiguous and even by count."""
     if stages > max(1, len(blocks)):
-        raise ConfigError(
-            "pipeline.stages",
-            f"must not exceed the number of blocks, {len(blocks)}",
-            got=stages,
-            do="Use fewer stages, or name finer units in `sharding.units`.",
-        )
+        must = f"must not exceed the number of blocks, {len(blocks)}"
+        do = "Use fewer stages, or name finer units in `sharding.units`."
+        raise ConfigError("pipeline.stages", must, got=stages, do=do)
     return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
 
 
@@ -160,12 +157,8 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
         if not any(regex.match(path) for path in paths):
             shapes = sorted({re.sub(r"\d+", "*", path) for path in paths})
             hint = did_you_mean(pattern, shapes) or f"Modules here: {', '.join(shapes[:4])}."
-            problems.add(
-                f"sharding.units[{number}]",
-                f"must match a module of {model.source}",
-                got=f"no match for {pattern!r}",
-                do=hint,
-            )
+            must = f"must match a module of {model.source}"
+            problems.add(f"sharding.units[{number}]", must, got=f"no match for {pattern!r}", do=hint)
     problems.raise_as(ConfigError)
 
     def block_of(name: str) -> str:

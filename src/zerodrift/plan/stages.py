@@ -171,12 +171,9 @@ def require_ends(
         homes = {rank_of(pipeline, mesh, number) for number in (piece, *others)}
         if len(homes) > 1 and not homes <= ends:
             names = model.parameters[index].names
-            raise ModelError(
-                names[0],
-                "must be tied between the first and the last stage of a pipeline, or inside of one",
-                got=f"{' and '.join(names)} on ranks {sorted(homes)} of the pipeline",
-                do="Untie it, or use fewer stages.",
-            )
+            must = "must be tied between the first and the last stage of a pipeline, or inside of one"
+            got = f"{' and '.join(names)} on ranks {sorted(homes)} of the pipeline"
+            raise ModelError(names[0], must, got=got, do="Untie it, or use fewer stages.")
 
 
 # --- one rank's part --------------------------------------------------------------------------------------

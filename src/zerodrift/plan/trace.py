@@ -1,10 +1,10 @@
-"""What one forward and backward would compute, operation by operation, and where that is not what it seems.
+"""The trace of one forward and backward, operation by operation, and its findings.
 
-`inspect/trace/dry_run.py` runs a model on tensors without values and writes these down;
-`inspect/check/hidden.py` reads them, and `report/trace.py` shows them. Views are no operations: they compute
-nothing and cast nothing.
+`inspect/trace/dry_run.py` runs a model on tensors without values and writes a trace,
+`inspect/check/hidden.py` finds hidden casts in it, and `report/trace.py` prints it. Views are no operations:
+they neither compute nor cast.
 
-Invariant: values only. Two tensors that share memory have one number, and nothing else does.
+Invariant: values only. Tensors have the same memory number exactly if they share memory.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 CastBy = Literal["", "the model", "autocast", "a boundary", "a pin", "autograd", "torch"]
-"""Who asked for a cast; `torch` inside one of its functions, nobody where it is none."""
+"""The origin of a cast: `torch` is a cast inside one of torch's functions, `""` is no cast."""
 
 HiddenKind = Literal["refused", "pin cast", "promotion", "compute", "unused"]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """A tensor that goes into an operation, or comes out of it."""
+    """An input or output of an operation."""
 
     memory: int
-    """Which memory it is in: a view has the number of what it is a view of."""
+    """Number of the tensor's memory; a view has the number of its base."""
     dtype: str
-    """`bf16`."""
+    """Short name, such as `bf16`."""
     dims: int = 1
-    """0 for a number in a tensor, which widens nothing."""
+    """Number of dimensions; a tensor without dimensions widens nothing."""
     bytes: int = 0
-    """Of its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,66 +37,66 @@ class TracedOperation:
     """One operation of torch, below autograd and autocast."""
 
     module: str
-    """Path of the module whose forward it is of, `""` for the model itself."""
+    """Path of the module whose forward runs the operation, `""` for the model itself."""
     call: int
-    """Which call of that module, from 0."""
+    """Number of the module's call, from 0."""
     name: str
-    """torch's own name, `mm`."""
+    """torch's name, such as `mm`."""
     inputs: tuple[TracedTensor, ...]
     outputs: tuple[TracedTensor, ...]
     line: str
-    """Of the model's code, `modeling_llama.py:92`; empty where there is none."""
+    """Line of the model's code, such as `modeling_llama.py:92`; empty if unknown."""
     backward: bool = False
     cast_by: CastBy = ""
-    """Not empty: it casts its one input."""
+    """Origin of the cast if the operation casts its one input."""
     flops: int = 0
-    """Of its products, by torch's formulas."""
+    """Floating-point operations of products, by torch's formulas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operation that torch refuses, at which the step ends."""
+    """An operation that torch refuses; the step ends there."""
 
     module: str
     name: str
     inputs: tuple[str, ...]
     """Dtypes of its floating inputs."""
     said: str
-    """Why, in torch's words or ours."""
+    """The reason, in torch's words or ours."""
     line: str
     backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A step on one device, over the whole model."""
+    """A traced step of the whole model on one device."""
 
     device: str
     inputs: str
-    """What the model was called with, in words."""
+    """The model's inputs in words."""
     loss: str
-    """What the backward began at, in words; empty where there was none."""
+    """The start of the backward in words; empty without a backward."""
     operations: tuple[TracedOperation, ...]
-    """In the order in which they run."""
+    """Operations in order of execution."""
     classes: Mapping[str, str]
-    """Path of every module -> the name of its class."""
+    """Module path -> class name."""
     parameters: Mapping[int, str]
-    """Memory -> the parameter that it is of, by the plan's name."""
+    """Memory -> name of the parameter in the plan."""
     kept: Mapping[int, str]
-    """Memory of what a pinned module returned that the plan keeps in the pin's dtype -> the module's path."""
+    """Memory -> path of the pinned module whose output the plan keeps in the pin's dtype."""
     refused: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """One thing that a plan alone does not show."""
+    """A finding that the plan alone does not show."""
 
     kind: HiddenKind
     name: str
-    """Path of the module, or the parameter."""
+    """Path of the module, or name of the parameter."""
     what: str
-    """What happens, as a clause."""
+    """The effect, as a clause."""
     line: str
-    """Where in the model's code; empty where there is none."""
+    """Line of the model's code; empty if unknown."""
     do: str
-    """What it costs, and how to mend it."""
+    """The cost and the remedy."""

@@ -98,12 +98,8 @@ def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Aver
         )
     if config.prescale_gradients:
         if factor not in (None, 1.0):
-            problems.add(
-                "gradient_predivide_factor",
-                "must be left out with `prescale_gradients: true`, which divides by all ranks before",
-                got=str(factor),
-                do="Keep one of the two keys.",
-            )
+            must = "must be left out with `prescale_gradients: true`, which divides by all ranks before"
+            problems.add("gradient_predivide_factor", must, got=str(factor), do="Keep one of the two keys.")
         return Averaging(mean, float(mesh.data)), "`prescale_gradients`"
     if factor not in (None, 1.0):
         return Averaging(mean, float(factor or 1.0)), "`gradient_predivide_factor`"
@@ -173,12 +169,8 @@ def schedule(
         return None
     kind = ALIASES.get(config.scheduler.type, config.scheduler.type)
     if kind not in SCHEDULES:
-        problems.add(
-            "scheduler.type",
-            f"must be one of {', '.join(SCHEDULES)}",
-            got=shown(kind),
-            do=did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`.",
-        )
+        do = did_you_mean(kind, SCHEDULES) or "Any torch scheduler: build it and pass it to `initialize`."
+        problems.add("scheduler.type", f"must be one of {', '.join(SCHEDULES)}", got=shown(kind), do=do)
         return None
     recipe = ComponentSpec(kind, numbers.params("scheduler.params", kind, config.scheduler.params))
     _require_below_the_rate(recipe, optimizer, problems)
@@ -263,12 +255,9 @@ def batch(
 def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
-        problems.add(
-            key,
-            f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)",
-            got=str(total),
-            do=f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks.",
-        )
+        must = f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)"
+        do = f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks."
+        problems.add(key, must, got=str(total), do=do)
     return max(1, total // parts)
 
 

@@ -1,11 +1,10 @@
-"""From what is demanded of a parameter to all of its columns, each with a reason.
+"""All columns of a parameter from the demands on it, each with a reason.
 
-What the config left open is filled in here, in one order: storage, compute, gather, accumulate, reduce,
-master, state, export. Every default is stated with its reason, every column that cannot be had is a
-problem that names the key which asked for it. `_Filler`, a method per column in that order, is the place to
-read what zerodrift does when nobody says anything.
+Columns that the config leaves open are filled in one order: storage, compute, gather, accumulate, reduce,
+master, state, export. Every default has its reason. Every unsupported column is a problem that names the key
+which set it. `_ColumnFiller` has a method per column in that order; read it for the defaults.
 
-Invariant: `complete` is a pure function of its arguments, and what it returns needs no further decision.
+Invariant: `complete` is a pure function of its arguments, and its result needs no further decision.
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_v
 
 @dataclass(frozen=True, slots=True)
 class ColumnContext:
-    """What columns depend on besides the parameter's own demands."""
+    """The settings that columns of all parameters depend on."""
 
     mode: Mode
     backend: Backend
     stage: int
     allow_narrow: bool
     beta2: float | None
-    """Decay of the second moment, where the config's optimizer has one; bounds how it may be rounded."""
+    """Decay of the optimizer's second moment, which limits its rounding; None without one."""
     muon: bool
-    """Whether the config's optimizer is Muon, which leaves some parameters to AdamW."""
+    """Whether the optimizer is Muon, which leaves some parameters to AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterTraits:
-    """What columns depend on in the parameter itself."""
+    """The properties of a parameter that its columns depend on."""
 
     source: DType
     trained: bool
     safe: bool
-    """Autocast: every module that owns it is in the safe list."""
+    """Autocast only: every module that owns the parameter is in the safe list."""
     checkpoint: DType | None
-    """Its dtype in the checkpoint that the weights come from."""
+    """Dtype in the checkpoint that the weights come from."""
     dimensions: int
     not_hidden: str
-    """Why Muon leaves it to AdamW unless told otherwise; `""` where it does not."""
+    """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
     expert: str = ""
-    """Why it is divided over the expert axis; `""` where it is not."""
+    """Why the parameter is divided over the expert axis; `""` if it is not."""
 
 
 def complete(
@@ -74,10 +73,10 @@ def complete(
     output: Output | None,
     problems: Problems,
 ) -> Columns:
-    """Every column of a parameter."""
+    """Decide every column of a parameter."""
     if not subject.source.is_floating:
-        return _divided(_unchanged(subject.source, output), subject)
-    fill = _Filler(asked, setting, subject, problems)
+        return _with_experts(_integer_columns(subject.source, output), subject)
+    fill = _ColumnFiller(asked, setting, subject, problems)
     storage = fill.storage()
     compute = fill.compute()
     gather = fill.gather(storage, compute)
@@ -88,25 +87,25 @@ def complete(
         Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why
     )
     setting.backend.refuse_columns(columns, fill.place, problems)
-    return _divided(columns, subject)
+    return _with_experts(columns, subject)
 
 
-def _divided(columns: Columns, subject: ParameterTraits) -> Columns:
-    """The same columns, of a rank's own experts where the parameter is a stack of experts."""
+def _with_experts(columns: Columns, subject: ParameterTraits) -> Columns:
+    """Mark the columns of a stack of experts as divided over the expert axis."""
     if not subject.expert:
         return columns
     return replace(columns, parallel="expert", why=(*columns.why, ("parallel", subject.expert)))
 
 
-def _unchanged(dtype: DType, output: Output | None) -> Columns:
-    """An integer or boolean parameter: it stays what it is."""
+def _integer_columns(dtype: DType, output: Output | None) -> Columns:
+    """Return the columns of an integer or boolean parameter, which keeps its dtype."""
     reason = f"{dtype} is not a floating dtype: kept as it is"
     why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
     return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
 
 
-class _Filler:
-    """Fills one parameter's columns in order and remembers each reason."""
+class _ColumnFiller:
+    """Fills the columns of one parameter in order and stores each reason in `why`."""
 
     def __init__(
         self, asked: Demands, setting: ColumnContext, subject: ParameterTraits, problems: Problems
@@ -119,13 +118,13 @@ class _Filler:
         self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend.storage_sharded else ""
 
     def _demanded(self, column: str, default: DType, reason: str) -> DType:
-        """The demanded dtype of a column, or the default; remembers why."""
+        """Return the demanded dtype of a column or the default, and store the reason."""
         value, why = self.asked.get(column, (default.value, reason))
         self.why[column] = why
         return DType(value)
 
     def place(self, column: str) -> str:
-        """The key that asked for a column, for messages; the mode if nothing did."""
+        """Return the key that set a column, for messages; the mode's key if none did."""
         return self.asked[column][1] if column in self.asked else "precision.mode"
 
     def storage(self) -> DType:
@@ -149,12 +148,9 @@ class _Filler:
             default, reason = DType.FP32, "autocast: not a safe module, each op's autocast rule decides"
         compute = self._demanded("compute", default, reason)
         if compute is DType.FP16 and not mode.scaled and self.subject.trained:
-            self.problems.add(
-                self.place("compute"),
-                "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish",
-                got=f"mode {mode}",
-                do="Use mode fp16, or bf16 here.",
-            )
+            must = "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish"
+            do = "Use mode fp16, or bf16 here."
+            self.problems.add(self.place("compute"), must, got=f"mode {mode}", do=do)
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
@@ -175,23 +171,17 @@ class _Filler:
             narrow, reason = compute, self.setting.backend.gather_compute
         gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
-            self.problems.add(
-                self.place("gather"),
-                f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})",
-                got=str(gather),
-                do="Another dtype would round what neither end asks for.",
-            )
+            must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
+            do = "Another dtype would round what neither end asks for."
+            self.problems.add(self.place("gather"), must, got=str(gather), do=do)
         return gather
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
         if grad is not compute:
-            self.problems.add(
-                self.place("grad"),
-                f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it",
-                got=str(grad),
-                do="Set `accumulate` for the dtype that gradients are summed in.",
-            )
+            must = f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it"
+            do = "Set `accumulate` for the dtype that gradients are summed in."
+            self.problems.add(self.place("grad"), must, got=str(grad), do=do)
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
         axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
@@ -226,12 +216,9 @@ class _Filler:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
-            self.problems.add(
-                self.place("reduce.sum"),
-                f"`reduce.sum` must hold what is on the wire, {wire}",
-                got=str(total),
-                do="Use the wire's dtype or fp32.",
-            )
+            must = f"`reduce.sum` must hold what is on the wire, {wire}"
+            do = "Use the wire's dtype or fp32."
+            self.problems.add(self.place("reduce.sum"), must, got=str(total), do=do)
         every = stage >= 2
         default_when = "every" if every else "last"
         reason = f"stage {stage}: " + (
@@ -253,7 +240,7 @@ class _Filler:
         return Reduction(wire, total, when, order)  # type: ignore[arg-type]
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
-        """A column of the gradient must not lose what the column before it held, unless allowed."""
+        """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
         if not lost(of, dtype):
             return
         where = self.place(column)
@@ -265,17 +252,16 @@ class _Filler:
             )
         elif column == "accumulate" and not self.setting.allow_narrow:
             losses = " and ".join(lost(of, dtype))
-            self.problems.add(
-                where,
-                f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}",
-                got=str(dtype),
-                do="Say `precision.allow_narrow: true` if that is what you want.",
-            )
+            must = f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}"
+            do = "Say `precision.allow_narrow: true` if that is what you want."
+            self.problems.add(where, must, got=str(dtype), do=do)
 
     def _master(self, storage: DType) -> Master:
         mode = self.setting.mode
-        if storage is DType.FP32:
-            self.asked_master_is_storage()
+        if storage is DType.FP32:  # a second copy in fp32 would be the same bits
+            why = "storage is fp32: it is its own master"
+            value, key = self.asked.get("master", ("same", ""))
+            self.why["master"] = why if value == "same" and not key else f"{key}; {why}"
             return Master.SAME
         default = Master.SPLIT if storage is DType.BF16 else Master.FP32
         reason = {
@@ -286,22 +272,12 @@ class _Filler:
         self.why["master"] = why
         master = Master(value)
         if master is Master.SPLIT and storage is not DType.BF16:
-            self.problems.add(
-                why,
-                "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value",
-                got=f"storage {storage} in mode {mode}",
-                do="Use `master: fp32`.",
-            )
+            must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
+            self.problems.add(why, must, got=f"storage {storage} in mode {mode}", do="Use `master: fp32`.")
         return master
 
-    def asked_master_is_storage(self) -> None:
-        """fp32 storage is its own master; a second copy in fp32 would be the same bits."""
-        why = "storage is fp32: it is its own master"
-        value, asked = self.asked.get("master", ("same", ""))
-        self.why["master"] = why if value == "same" and not asked else f"{asked}; {why}"
-
     def _optimizer(self) -> MuonUpdate:
-        """Which of Muon's two updates; `""` under any other optimizer."""
+        """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
         if not self.setting.muon:
             if "optimizer" in self.asked:
                 self.problems.add(
@@ -319,16 +295,13 @@ class _Filler:
         )
         self.why["optimizer"] = why
         if value == "Muon" and subject.dimensions < 2:
-            self.problems.add(
-                why,
-                "`optimizer: Muon` must be for matrices",
-                got=f"a parameter with {subject.dimensions} dimensions",
-                do="Use `optimizer: AdamW`, or a rule that matches less.",
-            )
+            must = "`optimizer: Muon` must be for matrices"
+            do = "Use `optimizer: AdamW`, or a rule that matches less."
+            self.problems.add(why, must, got=f"a parameter with {subject.dimensions} dimensions", do=do)
         return "Muon" if value == "Muon" else "AdamW"
 
     def _placement(self, optimizer: MuonUpdate) -> Placement:
-        """Where a slice may end."""
+        """Return the places where a slice may end."""
         stacked = self.subject.dimensions > 2
         default, reason = "sliced", ""
         if optimizer == "Muon":
@@ -339,12 +312,9 @@ class _Filler:
             value, why = "whole", f"{why}; one matrix" if "placement" in self.asked else why
         if value == "sliced":
             if optimizer == "Muon":
-                self.problems.add(
-                    why,
-                    "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices",
-                    got="sliced",
-                    do="Leave `placement` out, or say `optimizer: AdamW`.",
-                )
+                must = "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices"
+                do = "Leave `placement` out, or say `optimizer: AdamW`."
+                self.problems.add(why, must, got="sliced", do=do)
             return "sliced"
         self.why["placement"] = why
         return "matrices" if value == "matrices" else "whole"

@@ -1,9 +1,6 @@
-"""Numeric values that may be "auto": the caller's number, or a problem that says what to pass.
+"""Numeric values that may be "auto": the caller's number, or a problem that names the number to pass.
 
-A number that is passed for a key which is not auto would be dropped without a word, so that is a problem
-too.
-
-Invariant: after `require_all_used`, every passed number stands in for exactly one written "auto".
+Invariant: after `require_all_used`, every passed number replaces exactly one written "auto".
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from zerodrift.policy.arguments import checked
 AUTO = "auto"
 
 AutoValues = Mapping[str, float | Sequence[float]]
-"""What stands in for a numeric "auto", by dotted key; `optimizer.params.betas` takes a pair."""
+"""The numbers for keys that are "auto", by dotted key; `optimizer.params.betas` takes a pair."""
 
 
 class AutoNumbers:
@@ -41,16 +38,13 @@ class AutoNumbers:
         self._asked.add(key)
         if key in self._given and self._given[key] != "auto":
             return self._given[key]
-        self._problems.add(
-            key,
-            "must be a number here: it is auto and nothing was passed for it",
-            got="'auto'",
-            do=f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python.",
-        )
+        must = "must be a number here: it is auto and nothing was passed for it"
+        do = f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python."
+        self._problems.add(key, must, got="'auto'", do=do)
         return None
 
     def _auto_number(self, key: str) -> Any:
-        """The caller's value for a key of the schema: what could have been written there."""
+        """Return the caller's value for a key of the schema, checked as if written in the config."""
         number = self._auto(key)
         kind: Any = fields.kind_at(key.split("."), Config)
         if number is None:
@@ -74,7 +68,7 @@ class AutoNumbers:
         return None if value is None else int(value)
 
     def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
-        """A block of arguments with its autos filled in, checked, as JSON text."""
+        """Fill the autos of a block of arguments, check the block, and return it as JSON text."""
         filled = {
             name: self._auto(join(where, name)) if value == AUTO else value for name, value in params.items()
         }
@@ -83,12 +77,9 @@ class AutoNumbers:
         return json.dumps(checked(where, kind, named, self._problems, missing), sort_keys=True)
 
     def require_all_used(self) -> None:
-        """A value passed for a key that is not auto would be silently dropped: say so instead."""
+        """Refuse a number for a key that is not auto, which would be ignored silently."""
         for key in self._given:
             if key not in self._asked:
-                self._problems.add(
-                    key,
-                    "must be 'auto' in the config for a passed value to stand in",
-                    got=f"{shown(self._given[key])} passed",
-                    do=did_you_mean(key, self._asked) or f"To override the config: --set {key}=...",
-                )
+                must = "must be 'auto' in the config for a passed value to stand in"
+                do = did_you_mean(key, self._asked) or f"To override the config: --set {key}=..."
+                self._problems.add(key, must, got=f"{shown(self._given[key])} passed", do=do)

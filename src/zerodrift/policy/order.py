@@ -96,12 +96,8 @@ def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, pro
         if asked != [when] and assignment([when], micro_batches, mesh) is not None
     ]
     there = several(micro_batches, "micro-batch", "micro-batches")
-    problems.add(
-        KEY,
-        must,
-        got=f"tree, {there} on each of {several(mesh.data, 'rank')}",
-        do=f"{'; or '.join([*uses, 'leave `order` out'])}.",
-    )
+    do = f"{'; or '.join([*uses, 'leave `order` out'])}."
+    problems.add(KEY, must, got=f"tree, {there} on each of {several(mesh.data, 'rank')}", do=do)
 
 
 def accumulators(micro_batches: int) -> int:

@@ -71,12 +71,9 @@ class ColumnsOf:
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
         pinned = _is_pinned(asked, matched)
         if parameter.trained and not parameter.dtype.is_floating:
-            self.problems.add(
-                parameter.name,
-                "must be of real floating numbers to be trained",
-                got=str(parameter.dtype),
-                do="Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
-            )
+            must = "must be of real floating numbers to be trained"
+            do = "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`."
+            self.problems.add(parameter.name, must, got=str(parameter.dtype), do=do)
         subject = ParameterTraits(
             parameter.dtype,
             parameter.trained,
@@ -107,12 +104,9 @@ class ColumnsOf:
                 continue
             if held.size > columns.compute.size:
                 self._refused.add(path)
-                self.problems.add(
-                    path,
-                    f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it",
-                    got=str(columns.compute),
-                    do=f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`.",
-                )
+                must = f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it"
+                do = f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`."
+                self.problems.add(path, must, got=str(columns.compute), do=do)
 
     def _expert(self, parameter: ParameterSpec) -> str:
         """Return the pattern that makes the parameter a stack of experts, or `""`."""

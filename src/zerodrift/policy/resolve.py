@@ -1,10 +1,11 @@
-"""From what was written to what is meant: `resolve(config, mesh) -> Policy`.
+"""The policy of a config: `resolve(config, mesh) -> Policy`.
 
-Here end `zero_optimization.stage`, `"auto"`, `bf16.enabled` and every other way of saying a thing twice.
-Two keys that say the same agree or are an error that names both. Numeric `"auto"` values come from the
-caller or are an error that says what to pass. The columns of each parameter follow in `parameters.py`.
+`resolve` interprets `zero_optimization.stage`, `"auto"`, `bf16.enabled` and all other keys with several
+spellings. Two keys with one meaning agree, or are an error that names both. Numeric `"auto"` values come from
+the caller, or are an error that names the value to pass. `parameters.py` decides the columns of each
+parameter.
 
-Invariant: pure. No process group, no device, no environment variable is looked at.
+Invariant: pure. No process group, no device and no environment variable is read.
 """
 
 from __future__ import annotations
@@ -22,22 +23,19 @@ from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
-"""Whose parameters autocast takes in the low dtype: DeepSpeed's default list."""
+"""DeepSpeed's default list of classes whose parameters autocast reads in the low dtype."""
 
 
 def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShape:
-    """The mesh that a config asks for on `world_size` ranks.
+    """Return the mesh of a config on `world_size` ranks.
 
     `tensor` is the number of ranks that share each DTensor of the model, where it has any.
     """
     config = load(config)
     meshes.require_ranks(world_size)
     if world_size % tensor:
-        raise MeshError(
-            "world size",
-            f"must be a multiple of the {tensor} ranks that the model's DTensors are over",
-            got=world_size,
-        )
+        must = f"must be a multiple of the {tensor} ranks that the model's DTensors are over"
+        raise MeshError("world size", must, got=world_size)
     world_size //= tensor
     pipeline = config.pipeline.stages if config.pipeline else 1
     shard = config.zero_optimization.mics_shard_size or 0
@@ -45,12 +43,8 @@ def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShap
     backend = BACKENDS[config.backend or "native"]
     if backend.replicates and (config.zero_optimization.stage or 0) == 0:
         if replicate or shard > 0:
-            raise ConfigError(
-                "sharding.replicate",
-                f"must be left out at stage 0 on backend {backend.name}, where every rank replicates",
-                got="a hybrid mesh",
-                do="Use stage 1, 2 or 3.",
-            )
+            must = f"must be left out at stage 0 on backend {backend.name}, where every rank replicates"
+            raise ConfigError("sharding.replicate", must, got="a hybrid mesh", do="Use stage 1, 2 or 3.")
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
     shape = meshes.fit(world_size, replicate, max(0, shard), pipeline, expert)
@@ -100,12 +94,9 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     order_decisions = order.order(config, mesh, backend, averaging, pipeline, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
-        problems.add(
-            "backend",
-            f"must be {takes} for a model whose parameters are DTensors",
-            got=f"{backend.name}, and DTensors over {mesh.tensor} ranks",
-            do=f"Set `backend: {takes}`, or build the model without tensor parallelism.",
-        )
+        must = f"must be {takes} for a model whose parameters are DTensors"
+        do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
+        problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
@@ -155,7 +146,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
 
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
-    """The columns that the config sets for all parameters, whatever dialect said so."""
+    """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
     said: list[tuple[str, str, str]] = []
     for column, value in rules.column_values(config.precision):
         said.append((column, value, f"precision.{column}"))
@@ -172,19 +163,15 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     demands: rules.Demands = {}
     for column, value, key in said:
         if column in demands and demands[column][0] != value:
-            problems.add(
-                key,
-                f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`",
-                got=value,
-                do="Keep one of the two keys.",
-            )
+            must = f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`"
+            problems.add(key, must, got=value, do="Keep one of the two keys.")
             continue
         demands.setdefault(column, (value, key))
     return demands
 
 
 def _low_precision_flags(config: Config, mode: Mode) -> list[tuple[str, str, str]]:
-    """`bf16_master_weights_and_grads`, `fp16_master_...` and `bf16_optimizer_states`, where they are on."""
+    """Return the columns that DeepSpeed's `..._master_weights_and_grads` and `bf16_optimizer_states` set."""
     said = []
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
@@ -201,12 +188,9 @@ def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
     dtype = config.data_types.param_dtype if config.data_types else None
     expected = DType.FP32 if mode.autocast else mode.dtype
     if dtype is not None and dtype is not expected:
-        problems.add(
-            "data_types.param_dtype",
-            f"must agree with mode {mode}, whose parameters are {expected}",
-            got=str(dtype),
-            do="Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`.",
-        )
+        must = f"must agree with mode {mode}, whose parameters are {expected}"
+        do = "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`."
+        problems.add("data_types.param_dtype", must, got=str(dtype), do=do)
 
 
 def _check_supported(
@@ -218,7 +202,7 @@ def _check_supported(
     allow_narrow: bool,
     problems: Problems,
 ) -> None:
-    """The support table, asked about this config."""
+    """Refuse an `accumulate` that the support table does not allow."""
     value, key = demands.get("accumulate", (str(DEFAULT_ACCUMULATE), "precision.mode"))
     supported = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
     lifted = "compute" in demands and demands["compute"][0] == value
@@ -231,12 +215,8 @@ def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
     ours = config.precision.buffers
     theirs = config.data_types.buffer_dtype if config.data_types else None
     if ours is not None and theirs is not None and ours != theirs:
-        problems.add(
-            "data_types.buffer_dtype",
-            f"must agree with `precision.buffers`, which says {ours}",
-            got=str(theirs),
-            do="Keep one of the two keys.",
-        )
+        must = f"must agree with `precision.buffers`, which says {ours}"
+        problems.add("data_types.buffer_dtype", must, got=str(theirs), do="Keep one of the two keys.")
     if isinstance(ours, DType):
         return ours, "precision.buffers"
     if ours is None and isinstance(theirs, DType):

@@ -1,9 +1,9 @@
-"""Ordered rules: what they match, and what several matches of one parameter add up to.
+"""Ordered rules: their matches, and the demands of all rules that match one parameter.
 
-The last match wins, cell by cell. A tied parameter is asked under each of its names and gets the widest
-demand of each column. Values stay text here; `columns.py` gives them types and completes them.
+The last match wins, column by column. A tied parameter is matched by each of its names and gets the widest
+demand of each column. Values stay text here; `columns.py` converts and completes them.
 
-Invariant: a rule that matches nothing is an error, so a misspelt pattern cannot pass for a decision.
+Invariant: a rule that matches nothing is an error, so that a misspelt pattern is never ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PIN: tuple[tuple[str, str], ...] = (
     ("state", "fp32"),
     ("export", "fp32"),
 )
-"""What `pin: fp32` stands for: the parameter is never rounded, anywhere."""
+"""The columns of `pin: fp32`: the parameter is never rounded."""
 
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
@@ -41,7 +41,7 @@ Demands = dict[str, tuple[str, str]]
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
-    """The columns that a block sets, as (column, value) text pairs; `reduce` in its parts."""
+    """Return the columns that a block sets as (column, value) texts; `reduce` is split into its parts."""
     values = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
     reduce = block.reduce
     if isinstance(reduce, DType):
@@ -56,7 +56,8 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
-    """The ordered rules of a config: DeepSpeed's pinned substrings first, then ours, so ours win."""
+    """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
+    win."""
     built_in = [
         ResolvedRule(
             "substring",
@@ -91,10 +92,10 @@ def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
 
 
 def is_class(klass: str, wanted: str) -> bool:
-    """Whether the dotted class `klass` is the one that `wanted` names.
+    """Return True if `wanted` names the dotted class `klass`.
 
-    `torch.nn.Linear` names `torch.nn.modules.linear.Linear`: the class is looked up where a user imports
-    it from, a parent package of where it is defined. A bare `Linear` names any class of that name.
+    `torch.nn.Linear` names `torch.nn.modules.linear.Linear`, because users import a class from a parent
+    package of its module. A bare `Linear` names any class of that name.
     """
     package, _, name = klass.rpartition(".")
     wanted_package, _, wanted_name = wanted.rpartition(".")
@@ -105,12 +106,12 @@ def is_class(klass: str, wanted: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Asks whether a parameter name matches; `*` also crosses dots."""
+    """Compile a glob on parameter names; `*` also crosses dots."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
 def matches(rule: ResolvedRule, name: str, owner: OwningModule) -> bool:
-    """Whether a rule applies to a parameter under one of its names."""
+    """Return True if a rule matches a parameter by one of its names."""
     if rule.kind == "substring":
         return rule.pattern in name
     if rule.pattern and not glob(rule.pattern)(name):
@@ -121,7 +122,7 @@ def matches(rule: ResolvedRule, name: str, owner: OwningModule) -> bool:
 def demands(
     base: Demands, rules: Sequence[ResolvedRule], parameter: ParameterSpec
 ) -> tuple[Demands, tuple[ResolvedRule, ...]]:
-    """What is demanded of a parameter, and the rules that matched it, over all its names."""
+    """Return the demands on a parameter and the rules that matched it, over all its names."""
     per_name: list[Demands] = []
     matched: dict[ResolvedRule, None] = {}
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
@@ -150,7 +151,7 @@ _WIDTH = {
 
 
 def _wider(left: Demands, right: Demands) -> Demands:
-    """Per column the wider of two demands: what one name needs, the tied name gets too."""
+    """Merge the demands of two names of a tied parameter; the wider value of each column wins."""
     out = dict(left)
     for column, (value, why) in right.items():
         if column not in out:
@@ -174,7 +175,7 @@ def _widest_value(left: str, right: str) -> str:
 
 
 def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: Problems) -> None:
-    """Every rule must match some parameter; those that do not are named with the nearest names."""
+    """Refuse rules that match no parameter, and suggest the nearest names."""
     pending = list(rules)
     for parameter in model.parameters:
         if not pending:
@@ -187,30 +188,30 @@ def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: P
         )
 
 
-OF_TORCH = "torch.nn.modules."
-"""Modules whose own forward takes all of their parameters together, in one dtype."""
+TORCH_MODULES = "torch.nn.modules."
+"""Class prefix of modules whose forward needs all their parameters in one dtype."""
 
 
 def require_one_compute(model: ModelSpec, columns: Sequence[Columns], problems: Problems) -> None:
-    """A module of torch cannot run with its weight in one dtype and its bias in another. Not for autocast,
-    which casts for each operation."""
+    """Refuse a module of torch whose parameters compute in different dtypes.
+
+    Modes with autocast skip this check, because autocast casts for each operation.
+    """
     held: dict[str, dict[str, DType]] = {}
     why: dict[str, str] = {}
     for parameter, cells in zip(model.parameters, columns, strict=True):
         for name, owner in zip(parameter.names, parameter.owners, strict=True):
-            if owner.klass.startswith(OF_TORCH) and cells.compute.is_floating:
+            if owner.klass.startswith(TORCH_MODULES) and cells.compute.is_floating:
                 held.setdefault(owner.path, {})[name.rpartition(".")[2]] = cells.compute
                 if cells.pinned:
                     why[owner.path] = cells.reasons()["compute"]
     mixed = [path for path, dtypes in held.items() if len(set(dtypes.values())) > 1]
     if mixed:
         path, more = mixed[0], f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-        problems.add(
-            why.get(path, "precision.rules"),
-            "must leave all parameters of a module one `compute` dtype",
-            got=f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}",
-            do=f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`.",
-        )
+        must = "must leave all parameters of a module one `compute` dtype"
+        got = f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}"
+        do = f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`."
+        problems.add(why.get(path, "precision.rules"), must, got=got, do=do)
 
 
 def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
@@ -230,7 +231,7 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
 
 
 def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Names that have a component close to a word of the pattern that is nobody's component."""
+    """Return the names with a component close to a word of the pattern that is no component itself."""
     names = list(names)
     parts = {part for name in names for part in name.split(".")}
     for word in (word for word in reversed(words) if word not in parts):
