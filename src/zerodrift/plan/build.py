@@ -223,7 +223,7 @@ def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
         yield (
             f"keeping parameters whole pads them by {padded / placed:.0%}, in memory and on the wire: slices "
             f"over {shard} ranks are as long as the fullest. Fewer shard ranks waste less "
-            f"(`sharding.replicate`), and so do rules that leave out what is much larger than the rest"
+            f"(`sharding.replicate`), and so do rules that exclude parameters much larger than the rest"
         )
 
 
@@ -248,8 +248,8 @@ def _note_moved(before: list[Members], after: list[Members]) -> Iterable[str]:
     count = len(after[0].parameters) - len(before[0].parameters)
     if count:
         yield (
-            f"{count:,} small parameters of blocks are gathered with what is in no block, once: for so many "
-            f"ranks each block's would be more padding than values"
+            f"{count:,} small parameters of blocks are gathered with the root, once: on so many ranks each "
+            f"block's would be more padding than values"
         )
 
 

@@ -57,7 +57,7 @@ def rows_do_not_overlap(plan: Plan) -> Iterator[str]:
         end = 0
         for row in (plan.rows[index] for index in segment.rows):
             if row.offset < end:
-                yield f"{row.name} overlaps what precedes it in segment {number}"
+                yield f"{row.name} overlaps the row before it in segment {number}"
             end = row.offset + row.numel
         if end > segment.padded:
             yield f"segment {number} ends at {end}, beyond its {segment.padded} elements"
@@ -137,7 +137,7 @@ def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
         if update is None:
             continue
         if update.grad is not row.columns.compute:
-            yield f"{row.name}: grad is not what autograd leaves"
+            yield f"{row.name}: grad is not the compute dtype"
         if not update.accumulate.dtype.holds(update.grad) and not plan.policy.allow_narrow:
             yield f"{row.name}: accumulate is narrower than grad without allow_narrow"
         if not update.reduce.sum.holds(update.reduce.wire):

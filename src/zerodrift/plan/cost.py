@@ -182,14 +182,13 @@ def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
         gathered = roots + max(both)
     else:
         gathered = roots + sum(blocks)
-    trained = [segment for segment in plan.segments if segment.trained]
-    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in trained)
+    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in plan.segments)
     sums += max(_arriving(plan, micro_batches), default=0)
     accumulate = max(0, sums - rest.accumulate)
     blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
     roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
     gradient = roots_gradient + max(blocks, default=0)
-    wires = sorted((_wire_buffers(plan, segment) for segment in trained), reverse=True)
+    wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
     return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 
 
@@ -248,7 +247,7 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
     """
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None:
-        raise AssertionError("a frozen segment has no accumulator")
+        return 0
     size = segment.padded * update.accumulate.dtype.size
     others = accumulators_of(plan, segment, micro_batches) - 1
     more = others * _resting_bytes(segment, update.accumulate, shard)

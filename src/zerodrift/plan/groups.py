@@ -199,7 +199,7 @@ class _UnitGroups:
         listed = " and ".join(kind_text(kind) for kind in kinds)
         names = [self._plan.rows[row].name.rpartition(".")[2] for row in node.rows]
         below = f"{node.path}.*" if node.path else "*"
-        must = "must hold parameters of one kind: fully_shard has one policy for what hangs in a module"
+        must = "must hold parameters of one kind: fully_shard has one policy per module"
         do = f"Give all of `{below}` the same columns, or use the native backend."
         self._problems.add(node.path or "model", must, got=f"{listed} among {', '.join(names)}", do=do)
 

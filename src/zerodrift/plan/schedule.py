@@ -33,6 +33,7 @@ from zerodrift.dtypes import DType
 from zerodrift.plan.stages import part, pieces, pieces_of, shared_with_another, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
+from zerodrift.policy.nouns import Update
 from zerodrift.policy.order import When, assignment, micro_batches_of_rank
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -259,59 +260,57 @@ def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
 
 
 def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is None or not (last or update.reduce.when == "every") or plan.slices(segment) == 1:
-            continue
-        wire, total = update.reduce.wire, update.reduce.sum
-        yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
+    for number, segment, update in _updates(plan, unit):
+        if (last or update.reduce.when == "every") and plan.slices(segment) > 1:
+            wire, total = update.reduce.wire, update.reduce.sum
+            yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
 
 
 def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is not None:
-            numel = segment.padded // plan.slices(segment)
-            wire, total = update.reduce.wire, update.reduce.sum
-            yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+    for number, segment, update in _updates(plan, unit):
+        numel = segment.padded // plan.slices(segment)
+        wire, total = update.reduce.wire, update.reduce.sum
+        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
 
 
 def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
     """Sum the gradients of parameters that are tied across the pipeline."""
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is not None and shared_with_another(plan, segment):
-            numel = segment.padded // plan.slices(segment)
-            dtype = update.accumulate.dtype
+    for number, segment, update in _updates(plan, unit):
+        if shared_with_another(plan, segment):
+            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
             yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
 
 
 def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
     """List the messages of the norm, the update, and the messages that the update sends."""
-    trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.trained]
+    trained = [item for unit in units for item in _updates(plan, unit)]
     if trained and plan.mesh.shard > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
     if plan.mesh.pipeline > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
-    sliced = [(number, segment) for number, segment in trained if plan.slices(segment) > 1]
-    for number, segment in sliced:
-        update = segment.columns.update
-        if update is not None and not update.axis:
-            # Every rank updates the whole parameter, so the reduced gradient goes to every rank.
+    sliced = [item for item in trained if plan.slices(item[1]) > 1]
+    for number, segment, update in sliced:
+        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
             dtype = update.accumulate.dtype
             yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
     if trained:
         yield Computation("update", -1)
-    for number, segment in sliced:
-        update, storage = segment.columns.update, segment.columns.storage
-        if update is not None and update.axis and not storage.axis:
+    for number, segment, update in sliced:
+        storage = segment.columns.storage
+        if update.axis and not storage.axis:
             dtype = storage.dtype
             yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
 def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:
-    for number in unit.segments:
-        yield number, plan.segments[number]
+    return ((number, plan.segments[number]) for number in unit.segments)
+
+
+def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
+    """List the trained segments of a unit, each with its number and its update columns."""
+    for number, segment in _segments(plan, unit):
+        if segment.columns.update is not None:
+            yield number, segment, segment.columns.update
 
 
 # --- gathers ahead ----------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ ANY: Table = {
     "bias_correction": _only(True),
     "amsgrad": _only(False),
 }
-"""Arguments that every elementwise optimizer accepts: the choice of an Adam, and flags at the one value that
-zerodrift follows."""
+"""Arguments that every elementwise optimizer accepts: the choice of an Adam, and flags at the only value that
+is supported."""
 
 _OF_OPTIMIZERS: Table = {
     **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),

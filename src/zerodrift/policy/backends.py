@@ -101,7 +101,7 @@ def _fsdp2_settings(
 ) -> None:
     keep = config.sharding.keep_gathered
     if keep not in (None, "step") and config.zero_optimization.stage in FSDP2.gathered_once:
-        must = "must be `step` at stages 1-2 on backend fsdp2: that is what these stages mean there"
+        must = "must be `step` at stages 1-2 on backend fsdp2: that is the meaning of these stages there"
         problems.add("sharding.keep_gathered", must, got=keep, do="Leave it out, or use stage 3.")
     if mesh.pipeline > 1:
         must = "must be 1 or left out on backend fsdp2"
@@ -127,13 +127,10 @@ def _fsdp2_settings(
         must = "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step"
         problems.add("sharding.accumulator", must, got="keep", do=f"Leave it out, {_NATIVE}")
     if config.precision.statistics:
-        problems.add(
-            "precision.statistics",
-            "must be false or left out on backend fsdp2: torch's optimizers do not tell what becomes of an "
-            "update",
-            got="true",
-            do=f"Leave it out, {_NATIVE}",
+        must = (
+            "must be false or left out on backend fsdp2: torch's optimizers report no statistics of updates"
         )
+        problems.add("precision.statistics", must, got="true", do=f"Leave it out, {_NATIVE}")
 
 
 def _fsdp2_sum(accumulate: DType, pipeline: bool, stage: int) -> str:
@@ -151,8 +148,8 @@ def _fsdp2_state(state: State) -> str:
     if state is State.FP32:
         return ""
     return (
-        "torch's own optimizer updates what fully_shard holds, and keeps moments in the parameters' "
-        "dtype: use `state: fp32`, or the native backend"
+        "torch's own optimizer updates the parameters of fully_shard, and keeps moments in their dtype: "
+        "use `state: fp32`, or the native backend"
     )
 
 

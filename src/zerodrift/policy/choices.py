@@ -41,40 +41,19 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
         keep, kept_why = "never", "default: a gathered unit is dropped after use, two are alive at once"
     offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     free = block.accumulator != "keep"
-    decisions = [
-        Decision(
-            "stage",
-            str(stage),
-            "`zero_optimization.stage`" if zero.stage is not None else "default: nothing is sharded",
-        )
-    ]
+    why = "default: nothing is sharded" if zero.stage is None else "`zero_optimization.stage`"
+    decisions = [Decision("stage", str(stage), why)]
     if stage == 3 or backend.storage_sharded:
         decisions.append(Decision("keep_gathered", keep, kept_why))
     if block.prefetch is not None and stage == 3:
         decisions.append(Decision("prefetch", f"{block.prefetch:,} bytes", "`sharding.prefetch`"))
-    decisions.append(
-        Decision(
-            "accumulator",
-            "freed after the step" if free else "kept between steps",
-            "`sharding.accumulator`" if block.accumulator else "default: memory goes back to activations",
-        )
-    )
+    why = "`sharding.accumulator`" if block.accumulator else "default: memory goes back to activations"
+    decisions.append(Decision("accumulator", "freed after the step" if free else "kept between steps", why))
     if offload:
-        decisions.append(
-            Decision(
-                "offload",
-                "master and state",
-                "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too",
-            )
-        )
-    policy = ShardingPolicy(
-        stage,  # type: ignore[arg-type]
-        tuple(block.units or ()),
-        keep,
-        free,
-        offload,
-        block.prefetch or 0,
-    )
+        why = "`zero_optimization.offload_optimizer.device`: in host memory; the bill counts them too"
+        decisions.append(Decision("offload", "master and state", why))
+    units = tuple(block.units or ())
+    policy = ShardingPolicy(stage, units, keep, free, offload, block.prefetch or 0)  # type: ignore[arg-type]
     return policy, tuple(decisions)
 
 

@@ -172,7 +172,7 @@ class _ColumnFiller:
         gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
-            do = "Another dtype would round what neither end asks for."
+            do = "Another dtype would round without need."
             self.problems.add(self.place("gather"), must, got=str(gather), do=do)
         return gather
 
@@ -216,7 +216,7 @@ class _ColumnFiller:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
-            must = f"`reduce.sum` must hold what is on the wire, {wire}"
+            must = f"`reduce.sum` must hold the wire dtype, {wire}"
             do = "Use the wire's dtype or fp32."
             self.problems.add(self.place("reduce.sum"), must, got=str(total), do=do)
         every = stage >= 2
@@ -252,8 +252,8 @@ class _ColumnFiller:
             )
         elif column == "accumulate" and not self.setting.allow_narrow:
             losses = " and ".join(lost(of, dtype))
-            must = f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}"
-            do = "Say `precision.allow_narrow: true` if that is what you want."
+            must = f"`accumulate` must hold the compute dtype, {of}: {dtype} loses {losses}"
+            do = "Set `precision.allow_narrow: true` to allow that."
             self.problems.add(where, must, got=str(dtype), do=do)
 
     def _master(self, storage: DType) -> Master:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zerodrift.config.schema import Config
+from zerodrift.config.schema import Config, TorchAutocast
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.policy.nouns import Decision, Mode
@@ -70,7 +70,7 @@ def choose(config: Config, problems: Problems) -> Decision:
     written = config.precision.mode
     autocast = config.torch_autocast
     if autocast is not None and autocast.enabled:
-        return _autocast(config, bf16, fp16, problems)
+        return _autocast(config, autocast, bf16, fp16, problems)
     if written is None or written == "auto":
         mode, why = from_flags(bf16, fp16, asks=written == "auto")
         if mode is None:
@@ -85,34 +85,27 @@ def choose(config: Config, problems: Problems) -> Decision:
 
 def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
     """Refuse DeepSpeed's flags that contradict `precision.mode`."""
+    must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
-        contradicts = (state == "true" and mode is not own) or (state == "false" and mode is own)
-        if contradicts:
-            must = f"must agree with `precision.mode`, which is {mode}"
+        if state == ("false" if mode is own else "true"):
             problems.add(key, must, got=state, do=f"Remove `{key}` or `precision.mode`.")
-    autocast = config.torch_autocast
+    autocast, do = config.torch_autocast, "Remove one of the two keys."
     if mode.autocast and autocast is not None:
         if autocast.enabled is False:
-            must = f"must agree with `precision.mode`, which is {mode}"
-            problems.add("torch_autocast.enabled", must, got="false", do="Remove one of the two keys.")
-        if autocast.dtype is not None and autocast.dtype is not mode.dtype:
-            must = f"must agree with `precision.mode`, which is {mode}"
-            do = "Remove one of the two keys."
+            problems.add("torch_autocast.enabled", must, got="false", do=do)
+        if autocast.dtype not in (None, mode.dtype):
             problems.add("torch_autocast.dtype", must, got=str(autocast.dtype), do=do)
 
 
-def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
+def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
     """Decide the mode under `torch_autocast.enabled: true`."""
-    block = config.torch_autocast
-    assert block is not None
     dtype = block.dtype or DType.BF16
     why = "`torch_autocast.enabled` is true"
     if block.dtype is None:
         why += "; its `dtype` is not given: bf16, which needs no loss scale"
     if dtype is DType.FP32:
-        problems.add(
-            "torch_autocast.dtype", "must be bf16 or fp16", got="fp32", do="For fp32, turn autocast off."
-        )
+        do = "For fp32, turn autocast off."
+        problems.add("torch_autocast.dtype", "must be bf16 or fp16", got="fp32", do=do)
         dtype = DType.BF16
     mode = Mode(f"autocast-{dtype}")
     written = config.precision.mode
@@ -126,14 +119,13 @@ def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Dec
         if low_masters(config, own) and own is dtype:
             why += f"; `{key}.enabled` only sets the dtype of parameters, masters and accumulator"
             continue
-        problems.add(
-            f"{key}.enabled",
-            "must not be true together with `torch_autocast.enabled`",
-            got="both",
-            do=f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
+        must = "must not be true together with `torch_autocast.enabled`"
+        do = (
+            f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
             f"`{key}.{key}_master_weights_and_grads: true` and the same autocast dtype may both be on: "
-            f"then the flag sets the dtype of parameters, masters and accumulator.",
+            f"then the flag sets the dtype of parameters, masters and accumulator."
         )
+        problems.add(f"{key}.enabled", must, got="both", do=do)
     return Decision("precision.mode", str(mode), why)
 
 

@@ -86,7 +86,7 @@ def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, pro
     else:
         must = "must be `rank` unless the ranks, which sum every micro-batch first, are a power of two"
     if mesh.replicate > 1:
-        must += ", and so is what a replica sums"
+        must += ", and so are the micro-batches of a replica"
     ranks = numbers_of_ranks(asked, total, mesh.replicate)
     numbers = listed(ranks, "or")
     uses = [f"Use {numbers} ranks for these {total} micro-batches" if ranks else "Use fewer replicas"]
@@ -144,7 +144,7 @@ TENSOR = OrderRefusal(
 )
 BEFORE = OrderRefusal(
     "division before the reduction",
-    "what is rounded then depends on the number of ranks",
+    "the rounding then depends on the number of ranks",
     "Leave `prescale_gradients` and `gradient_predivide_factor` out",
 )
 SUM = OrderRefusal(
@@ -167,7 +167,7 @@ RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write
 
 RANKS = OrderRefusal(
     "other numbers of ranks",
-    "what ranks sum first must be whole nodes of the tree: a power of two of neighbours",
+    "the first sums of ranks must be whole nodes of the tree: a power of two of neighbours",
     "The error names the numbers of ranks that fit",
 )
 

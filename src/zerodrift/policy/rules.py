@@ -58,19 +58,12 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
     """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
     win."""
-    built_in = [
-        ResolvedRule(
-            "substring",
-            text,
-            "",
-            PIN,
-            True,
-            None,
-            f"zero_optimization.fp32_pinned_parameters[{number}]: '{text}'",
-        )
+    key = "zero_optimization.fp32_pinned_parameters"
+    pins = (
+        ResolvedRule("substring", text, "", PIN, True, None, f"{key}[{number}]: '{text}'")
         for number, text in enumerate(substrings)
-    ]
-    return (*built_in, *(_from_block(number, rule) for number, rule in enumerate(rules)))
+    )
+    return (*pins, *(_from_block(number, rule) for number, rule in enumerate(rules)))
 
 
 def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
@@ -80,15 +73,8 @@ def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
     kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
     shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
     pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-    return ResolvedRule(
-        kind,  # type: ignore[arg-type]
-        pattern,
-        klass,
-        tuple(sets.items()),
-        pinned,
-        block.output,
-        f"precision.rules[{number}]: {shown}",
-    )
+    why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+    return ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
 
 
 def is_class(klass: str, wanted: str) -> bool:
@@ -135,34 +121,19 @@ def demands(
     return functools.reduce(_wider, per_name), tuple(matched)
 
 
-_WIDTH = {
-    "same": 0,
-    "split": 1,
-    "8bit": -1,
-    "bf16-stochastic": 2,
-    "last": 0,
-    "every": 1,
-    "sliced": 0,
-    "matrices": 1,
-    "whole": 2,
-    "Muon": 0,
-    "AdamW": 1,
-}
+_WIDTH = {"8bit": -1, "split": 1, "bf16-stochastic": 2, "every": 1, "matrices": 1, "whole": 2, "AdamW": 1}
+"""Order of the values of a column that are not dtypes; all other values have 0."""
 
 
 def _wider(left: Demands, right: Demands) -> Demands:
     """Merge the demands of two names of a tied parameter; the wider value of each column wins."""
-    out = dict(left)
-    for column, (value, why) in right.items():
-        if column not in out:
-            out[column] = (value, why)
-            continue
-        mine = out[column]
-        if value == mine[0]:
-            continue
-        wide = _widest_value(mine[0], value)
-        reason = why if wide == value else mine[1] if wide == mine[0] else f"{mine[1]}; {why}"
-        out[column] = (wide, f"{reason} (widest of tied names)")
+    out = {**left, **right, **left}  # in the order of the left
+    for column in left.keys() & right.keys():
+        (one, one_why), (other, other_why) = left[column], right[column]
+        if one != other:
+            wide = _widest_value(one, other)
+            why = other_why if wide == other else one_why if wide == one else f"{one_why}; {other_why}"
+            out[column] = (wide, f"{why} (widest of tied names)")
     return out
 
 
