@@ -123,34 +123,16 @@ def _add_unit(
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
         packed = pack(parameters, slices if sliced else 1, placement)
-        number = len(segments)
-        start = len(rows)
+        number, start = len(segments), len(rows)
         for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
-            rows.append(
-                Row(
-                    names=parameter.names,
-                    shape=parameter.shape,
-                    source=parameter.dtype,
-                    klass=parameter.owners[0].klass,
-                    columns=columns[index],
-                    unit=unit,
-                    segment=number,
-                    offset=offset,
-                    parts=parts,
-                )
-            )
+            names, klass = parameter.names, parameter.owners[0].klass
+            place = unit, number, offset, parts
+            rows.append(Row(names, parameter.shape, parameter.dtype, klass, columns[index], *place))
         numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
         copies = members.copies.get(indices[0], ())
         segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded, copies))
-    units.append(
-        Unit(
-            members.name,
-            tuple(range(first_row, len(rows))),
-            tuple(range(first_segment, len(segments))),
-            members.stage,
-            members.products,
-        )
-    )
+    held = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
+    units.append(Unit(members.name, *held, members.stage, members.products))
 
 
 def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:

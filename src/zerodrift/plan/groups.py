@@ -102,14 +102,14 @@ class _UnitGroups:
     """Builder of the groups of one unit."""
 
     def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
-        self._plan = plan
+        self._unit, self._rows = plan.units[number], plan.rows
         self._number = number
         self._problems = problems
         self._made: dict[tuple[str, ...], tuple[Kind, list[int]]] = {}
 
     def groups(self) -> list[Group]:
-        unit = self._plan.units[self._number]
-        tied = [row for row in unit.rows if len({_owner(n) for n in self._plan.rows[row].names}) > 1]
+        unit = self._unit
+        tied = [row for row in unit.rows if len({_owner(n) for n in self._rows[row].names}) > 1]
         root = self._tree(row for row in unit.rows if row not in set(tied))
         kind = self._main(root.rows, unit.rows)
         self._made[(unit.name,)] = (kind, [])
@@ -124,10 +124,10 @@ class _UnitGroups:
 
     def _tree(self, rows: Iterable[int]) -> _Node:
         """Build the tree of modules below the unit's own."""
-        name = self._plan.units[self._number].name
+        name = self._unit.name
         root = _Node(name)
         for row in rows:
-            owner = _owner(self._plan.rows[row].name)
+            owner = _owner(self._rows[row].name)
             inner = owner[len(name) :].strip(".")
             node = root
             for part in inner.split(".") if inner else ():
@@ -138,7 +138,7 @@ class _UnitGroups:
 
     def _kinds(self, rows: Iterable[int]) -> list[Kind]:
         """List the different kinds among rows. A frozen row counts only if it fits no trained kind."""
-        kinds = [kind_of(self._plan.rows[row]) for row in rows if self._is_floating(row)]
+        kinds = [kind_of(self._rows[row]) for row in rows if self._is_floating(row)]
         trained = list(dict.fromkeys(kind for kind in kinds if kind.update is not None))
         computed = {kind.compute for kind in trained}
         return trained + list(
@@ -146,26 +146,26 @@ class _UnitGroups:
         )
 
     def _is_floating(self, row: int) -> bool:
-        return self._plan.rows[row].columns.storage.dtype.is_floating
+        return self._rows[row].columns.storage.dtype.is_floating
 
     def _main(self, direct: Sequence[int], rows: Sequence[int]) -> Kind:
         """Return the kind of most elements, among those that fit the rows of the unit's own module."""
         kinds = self._kinds(rows)
-        fitting = [k for k in kinds if all(k.fits(self._plan.rows[row]) for row in direct)]
+        fitting = [k for k in kinds if all(k.fits(self._rows[row]) for row in direct)]
         weights = {kind: 0 for kind in fitting or self._kinds(direct) or kinds}
         for row in rows:
-            kind = kind_of(self._plan.rows[row])
+            kind = kind_of(self._rows[row])
             if kind in weights:
-                weights[kind] += self._plan.rows[row].numel
+                weights[kind] += self._rows[row].numel
         return max(weights, key=lambda kind: weights[kind]) if weights else Kind(DType.FP32, None)
 
     def _place_tied(self, row: int, unit: str, kind: Kind) -> None:
         """Put a parameter of several modules into the unit's group, or make its modules one group."""
-        if kind.fits(self._plan.rows[row]):
+        if kind.fits(self._rows[row]):
             self._made[(unit,)][1].append(row)
             return
-        owners = tuple(dict.fromkeys(_owner(name) for name in self._plan.rows[row].names))
-        self._made.setdefault(owners, (kind_of(self._plan.rows[row]), []))[1].append(row)
+        owners = tuple(dict.fromkeys(_owner(name) for name in self._rows[row].names))
+        self._made.setdefault(owners, (kind_of(self._rows[row]), []))[1].append(row)
 
     def _visit(self, node: _Node, path: tuple[str, ...], kind: Kind) -> None:
         """Put the rows below a module into the group at `path`, or into groups of their own."""
@@ -173,7 +173,7 @@ class _UnitGroups:
         shared = next((paths for paths in self._made if len(paths) > 1 and node.path in paths), None)
         if shared is not None:
             path, kind = shared, self._made[shared][0]
-        if all(kind.fits(self._plan.rows[row]) for row in below):
+        if all(kind.fits(self._rows[row]) for row in below):
             self._made[path][1].extend(below)
             return
         kinds = self._kinds(below)
@@ -184,7 +184,7 @@ class _UnitGroups:
         if len(direct) > 1:
             self._refuse(node, direct)
             return
-        if not all(kind.fits(self._plan.rows[row]) for row in node.rows):
+        if not all(kind.fits(self._rows[row]) for row in node.rows):
             if node.path in path:
                 self._refuse(node, [kind, *direct])
                 return
@@ -197,7 +197,7 @@ class _UnitGroups:
     def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
         """Refuse parameters of two kinds in one module."""
         listed = " and ".join(kind_text(kind) for kind in kinds)
-        names = [self._plan.rows[row].name.rpartition(".")[2] for row in node.rows]
+        names = [self._rows[row].name.rpartition(".")[2] for row in node.rows]
         below = f"{node.path}.*" if node.path else "*"
         must = "must hold parameters of one kind: fully_shard has one policy per module"
         do = f"Give all of `{below}` the same columns, or use the native backend."

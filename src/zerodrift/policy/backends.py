@@ -64,7 +64,7 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
             place("gather"),
             f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: fully_shard casts "
             f"before it gathers",
-            got=str(columns.gather),
+            got=columns.gather,
             do=f"Leave `gather` out, {_NATIVE}",
         )
     update = columns.update
@@ -83,7 +83,7 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
             place("storage"),
             "`storage` of a trained parameter must be fp32 on backend fsdp2: fully_shard has no master "
             "beside it, and keeps gradients and moments in its dtype",
-            got=str(storage),
+            got=storage,
             do=f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}",
         )
     elif update.reduce.when == "every" and update.accumulate.dtype is not storage:
@@ -91,7 +91,7 @@ def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
             place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate"),
             f"`accumulate` must be {storage} where every micro-batch is reduced, on backend fsdp2: "
             f"fully_shard sums them in the storage dtype",
-            got=str(update.accumulate.dtype),
+            got=update.accumulate.dtype,
             do=f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}",
         )
 
@@ -106,10 +106,10 @@ def _fsdp2_settings(
     if mesh.pipeline > 1:
         must = "must be 1 or left out on backend fsdp2"
         do = "Use the native backend for a pipeline."
-        problems.add("pipeline.stages", must, got=str(mesh.pipeline), do=do)
+        problems.add("pipeline.stages", must, got=mesh.pipeline, do=do)
     if mesh.expert > 1:
         do = "Use the native backend for expert parallelism."
-        problems.add("experts.ranks", "must be 1 or left out on backend fsdp2", got=str(mesh.expert), do=do)
+        problems.add("experts.ranks", "must be 1 or left out on backend fsdp2", got=mesh.expert, do=do)
     takes = [known for known in ELEMENTWISE if known.torch]
     if optimizer is not None and of_type(optimizer.type) not in takes:
         problems.add(
@@ -122,7 +122,7 @@ def _fsdp2_settings(
     if config.sharding.prefetch is not None:
         must = "must be left out on backend fsdp2: fully_shard gathers one unit ahead"
         do = "Leave it out, or use the native backend."
-        problems.add("sharding.prefetch", must, got=str(config.sharding.prefetch), do=do)
+        problems.add("sharding.prefetch", must, got=config.sharding.prefetch, do=do)
     if config.sharding.accumulator == "keep":
         must = "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step"
         problems.add("sharding.accumulator", must, got="keep", do=f"Leave it out, {_NATIVE}")

@@ -78,7 +78,7 @@ def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Aver
     if config.prescale_gradients:
         if factor not in (None, 1.0):
             must = "must be left out with `prescale_gradients: true`, which divides by all ranks before"
-            problems.add("gradient_predivide_factor", must, got=str(factor), do="Keep one of the two keys.")
+            problems.add("gradient_predivide_factor", must, got=factor, do="Keep one of the two keys.")
         return Averaging(mean, float(mesh.data)), "`prescale_gradients`"
     if factor not in (None, 1.0):
         return Averaging(mean, float(factor or 1.0)), "`gradient_predivide_factor`"
@@ -187,7 +187,7 @@ def experts(
             "experts.ranks",
             "must be left out where gradients are divided before they are reduced (`prescale_gradients`, "
             "`gradient_predivide_factor`): those of experts pass fewer ranks",
-            got=str(mesh.expert),
+            got=mesh.expert,
             do="Remove one of the keys.",
         )
     written = config.experts.parameters if config.experts else None
@@ -225,7 +225,7 @@ def batch(
             TRAIN,
             f"must be {MICRO} x {STEPS} x data-parallel ranks, {micro} x {steps} x {ranks} = "
             f"{micro * steps * ranks}",
-            got=str(train),
+            got=train,
             do="Write two of the three; the third follows.",
         )
     return Batch(micro, steps, train), "written in full"
@@ -236,7 +236,7 @@ def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
         below, above = total // parts * parts, (total // parts + 1) * parts
         must = f"must be a multiple of {parts} (data-parallel ranks times what each step does on one)"
         do = f"Use {below} or {above}." if below else f"Use {above}, or fewer ranks."
-        problems.add(key, must, got=str(total), do=do)
+        problems.add(key, must, got=total, do=do)
     return max(1, total // parts)
 
 

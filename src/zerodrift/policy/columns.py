@@ -127,6 +127,9 @@ class _ColumnFiller:
         """Return the key that set a column, for messages; the mode's key if none did."""
         return self.asked[column][1] if column in self.asked else "precision.mode"
 
+    def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
+        self.problems.add(self.place(column), must, got=got, do=do)
+
     def storage(self) -> DType:
         mode, source = self.setting.mode, self.subject.source
         if mode.autocast:
@@ -149,8 +152,7 @@ class _ColumnFiller:
         compute = self._demanded("compute", default, reason)
         if compute is DType.FP16 and not mode.scaled and self.subject.trained:
             must = "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish"
-            do = "Use mode fp16, or bf16 here."
-            self.problems.add(self.place("compute"), must, got=f"mode {mode}", do=do)
+            self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
@@ -158,13 +160,9 @@ class _ColumnFiller:
             reason = f"stage {self.setting.stage}: storage is whole, an updated slice travels as stored"
             gather = self._demanded("gather", storage, reason)
             if gather is not storage:
-                self.problems.add(
-                    self.place("gather"),
-                    f"`gather` must be {storage} at stage {self.setting.stage}, where storage is whole and "
-                    f"an updated slice travels as stored",
-                    got=str(gather),
-                    do="Leave `gather` out, or use stage 3.",
-                )
+                whole = "where storage is whole and an updated slice travels as stored"
+                must = f"`gather` must be {storage} at stage {self.setting.stage}, {whole}"
+                self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
         if self.setting.backend.gather_compute:
@@ -172,16 +170,14 @@ class _ColumnFiller:
         gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
-            do = "Another dtype would round without need."
-            self.problems.add(self.place("gather"), must, got=str(gather), do=do)
+            self._refuse("gather", must, gather, "Another dtype would round without need.")
         return gather
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
         if grad is not compute:
             must = f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it"
-            do = "Set `accumulate` for the dtype that gradients are summed in."
-            self.problems.add(self.place("grad"), must, got=str(grad), do=do)
+            self._refuse("grad", must, grad, "Set `accumulate` for the dtype that gradients are summed in.")
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
         axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
@@ -217,8 +213,7 @@ class _ColumnFiller:
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
-            do = "Use the wire's dtype or fp32."
-            self.problems.add(self.place("reduce.sum"), must, got=str(total), do=do)
+            self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
         every = stage >= 2
         default_when = "every" if every else "last"
         reason = f"stage {stage}: " + (
@@ -243,18 +238,14 @@ class _ColumnFiller:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
         if not lost(of, dtype):
             return
-        where = self.place(column)
-        name = column.partition(".")[0]
-        verdict = gradient_dtype(self.setting.mode, dtype)
+        name, mode = column.partition(".")[0], self.setting.mode
+        verdict = gradient_dtype(mode, dtype)
         if verdict.status == "no":
-            self.problems.add(
-                where, f"`{name}` must not be {dtype} in mode {self.setting.mode}: {verdict.reason}"
-            )
+            self._refuse(column, f"`{name}` must not be {dtype} in mode {mode}: {verdict.reason}")
         elif column == "accumulate" and not self.setting.allow_narrow:
             losses = " and ".join(lost(of, dtype))
             must = f"`accumulate` must hold the compute dtype, {of}: {dtype} loses {losses}"
-            do = "Set `precision.allow_narrow: true` to allow that."
-            self.problems.add(where, must, got=str(dtype), do=do)
+            self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
         mode = self.setting.mode
@@ -273,20 +264,17 @@ class _ColumnFiller:
         master = Master(value)
         if master is Master.SPLIT and storage is not DType.BF16:
             must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
-            self.problems.add(why, must, got=f"storage {storage} in mode {mode}", do="Use `master: fp32`.")
+            self._refuse("master", must, f"storage {storage} in mode {mode}", "Use `master: fp32`.")
         return master
 
     def _optimizer(self) -> MuonUpdate:
         """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
         if not self.setting.muon:
             if "optimizer" in self.asked:
-                self.problems.add(
-                    self.asked["optimizer"][1],
-                    "`optimizer` must be left out of rules without `optimizer.type: Muon`: every parameter "
-                    "gets the same update",
-                    got=self.asked["optimizer"][0],
-                    do="Remove it, or name Muon in the `optimizer` block.",
-                )
+                same = "every parameter gets the same update"
+                must = f"`optimizer` must be left out of rules without `optimizer.type: Muon`: {same}"
+                do = "Remove it, or name Muon in the `optimizer` block."
+                self._refuse("optimizer", must, self.asked["optimizer"][0], do)
             return ""
         subject = self.subject
         default: MuonUpdate = "AdamW" if subject.not_hidden else "Muon"
@@ -297,7 +285,7 @@ class _ColumnFiller:
         if value == "Muon" and subject.dimensions < 2:
             must = "`optimizer: Muon` must be for matrices"
             do = "Use `optimizer: AdamW`, or a rule that matches less."
-            self.problems.add(why, must, got=f"a parameter with {subject.dimensions} dimensions", do=do)
+            self._refuse("optimizer", must, f"a parameter with {subject.dimensions} dimensions", do)
         return "Muon" if value == "Muon" else "AdamW"
 
     def _placement(self, optimizer: MuonUpdate) -> Placement:
@@ -314,7 +302,7 @@ class _ColumnFiller:
             if optimizer == "Muon":
                 must = "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices"
                 do = "Leave `placement` out, or say `optimizer: AdamW`."
-                self.problems.add(why, must, got="sliced", do=do)
+                self._refuse("placement", must, "sliced", do)
             return "sliced"
         self.why["placement"] = why
         return "matrices" if value == "matrices" else "whole"
@@ -328,7 +316,7 @@ class _ColumnFiller:
         verdict = state_verdict(state, backend.name, beta2)
         if verdict.status == "no":
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
-            self.problems.add(why, f"`state` must not be {state} here: {verdict.reason}", got=got)
+            self._refuse("state", f"`state` must not be {state} here: {verdict.reason}", got)
         return state
 
     def export(self, compute: DType) -> DType:

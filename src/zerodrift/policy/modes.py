@@ -94,7 +94,7 @@ def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems
         if autocast.enabled is False:
             problems.add("torch_autocast.enabled", must, got="false", do=do)
         if autocast.dtype not in (None, mode.dtype):
-            problems.add("torch_autocast.dtype", must, got=str(autocast.dtype), do=do)
+            problems.add("torch_autocast.dtype", must, got=autocast.dtype, do=do)
 
 
 def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:

@@ -20,7 +20,16 @@ COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "mast
 """The columns, in the order in which every table shows them."""
 
 
-class Mode(enum.Enum):
+class _TextEnum(enum.Enum):
+    """An enum that prints as its value. It hashes by identity, as `DType` does."""
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Mode(_TextEnum):
     """The recipe that the columns start from."""
 
     FP32 = "fp32"
@@ -28,9 +37,6 @@ class Mode(enum.Enum):
     FP16 = "fp16"
     AUTOCAST_BF16 = "autocast-bf16"
     AUTOCAST_FP16 = "autocast-fp16"
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def autocast(self) -> bool:
@@ -48,10 +54,9 @@ class Mode(enum.Enum):
         return self.dtype is DType.FP16
 
 
-class Master(enum.Enum):
+class Master(_TextEnum):
     """The values that the optimizer updates."""
 
-    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     """A copy in fp32."""
     SPLIT = "split"
@@ -59,22 +64,15 @@ class Master(enum.Enum):
     SAME = "same"
     """Storage itself."""
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class State(enum.Enum):
+class State(_TextEnum):
     """The optimizer's moments, and how they are rounded."""
 
-    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     BF16 = "bf16"
     BF16_STOCHASTIC = "bf16-stochastic"
     EIGHT_BIT = "8bit"
     """A code per element and an fp32 scale per block, rounded stochastically."""
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def dtype(self) -> DType:

@@ -73,7 +73,7 @@ class ColumnsOf:
         if parameter.trained and not parameter.dtype.is_floating:
             must = "must be of real floating numbers to be trained"
             do = "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`."
-            self.problems.add(parameter.name, must, got=str(parameter.dtype), do=do)
+            self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
         subject = ParameterTraits(
             parameter.dtype,
             parameter.trained,
@@ -106,7 +106,7 @@ class ColumnsOf:
                 self._refused.add(path)
                 must = f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it"
                 do = f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`."
-                self.problems.add(path, must, got=str(columns.compute), do=do)
+                self.problems.add(path, must, got=columns.compute, do=do)
 
     def _expert(self, parameter: ParameterSpec) -> str:
         """Return the pattern that makes the parameter a stack of experts, or `""`."""

@@ -77,7 +77,7 @@ def micro_batches(config: Config, steps: int | None, problems: Problems) -> int 
     ours = config.pipeline.micro_batches if config.pipeline is not None else None
     if ours is not None and steps is not None and ours != steps:
         must = f"must agree with `gradient_accumulation_steps`, which says {steps}"
-        problems.add("pipeline.micro_batches", must, got=str(ours), do="Keep one of the two keys.")
+        problems.add("pipeline.micro_batches", must, got=ours, do="Keep one of the two keys.")
     return steps if ours is None else ours
 
 
@@ -85,12 +85,10 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
     """Refuse numbers of pieces and micro-batches that torch's schedules cannot run."""
     if schedule in SINGLE and chunks != 1:
         problems.add(
-            "pipeline.chunks", f"must be 1 with schedule {schedule}", got=str(chunks), do="Use `interleaved`."
+            "pipeline.chunks", f"must be 1 with schedule {schedule}", got=chunks, do="Use `interleaved`."
         )
     if schedule in V_SHAPED and chunks != 2:
-        problems.add(
-            "pipeline.chunks", f"must be 2 with schedule {schedule}", got=str(chunks), do="Leave it out."
-        )
+        problems.add("pipeline.chunks", f"must be 2 with schedule {schedule}", got=chunks, do="Leave it out.")
     if count > MOST_MICRO_BATCHES:
         must = f"must be at most {MOST_MICRO_BATCHES:,}: a schedule lists every one"
         problems.add("pipeline.micro_batches", must, got=f"{count:,}", do="Make micro-batches larger.")
@@ -99,7 +97,7 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
         problems.add(
             "pipeline.micro_batches",
             f"must be at least {least} with schedule {schedule} over {ranks} ranks",
-            got=str(count),
+            got=count,
             do="Use more micro-batches, or `gpipe`."
             if schedule == "1f1b"
             else "Use more micro-batches, or `zbv`.",
@@ -108,7 +106,7 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
     if schedule in ("interleaved", "interleaved-zero-bubble") and count % rounds:
         must = f"must be a multiple of its rounds over {ranks} ranks, {rounds}, with schedule {schedule}"
         do = f"Use {count // ranks * ranks} or {(count // ranks + 1) * ranks}."
-        problems.add("pipeline.micro_batches", must, got=str(count), do=do)
+        problems.add("pipeline.micro_batches", must, got=count, do=do)
 
 
 def _check_gathered(config: Config, problems: Problems) -> None:

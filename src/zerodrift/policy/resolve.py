@@ -190,7 +190,7 @@ def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
     if dtype is not None and dtype is not expected:
         must = f"must agree with mode {mode}, whose parameters are {expected}"
         do = "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`."
-        problems.add("data_types.param_dtype", must, got=str(dtype), do=do)
+        problems.add("data_types.param_dtype", must, got=dtype, do=do)
 
 
 def _check_supported(
@@ -216,7 +216,7 @@ def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
     theirs = config.data_types.buffer_dtype if config.data_types else None
     if ours is not None and theirs is not None and ours != theirs:
         must = f"must agree with `precision.buffers`, which says {ours}"
-        problems.add("data_types.buffer_dtype", must, got=str(theirs), do="Keep one of the two keys.")
+        problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
     if isinstance(ours, DType):
         return ours, "precision.buffers"
     if ours is None and isinstance(theirs, DType):
