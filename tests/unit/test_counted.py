@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.models import moe, parameter
 from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, mesh_for, resolve
-from zerodrift.plan.cost import sent, stage_cost
+from zerodrift.plan.cost import sent_bytes, stage_cost
 from zerodrift.plan.schedule import backward_order, collectives, contains, count_collectives
 from zerodrift.plan.table import Unit
 
@@ -60,7 +60,7 @@ def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str
     for call, times in calls:
         key = (call.op, call.purpose, str(call.dtype), call.axis)
         found[(*key, "count")] += times
-        found[(*key, "bytes")] += times * sent(call, mesh)
+        found[(*key, "bytes")] += times * sent_bytes(call, mesh)
     return found
 
 

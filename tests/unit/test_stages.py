@@ -21,7 +21,7 @@ from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
-from zerodrift.plan.check import broken
+from zerodrift.plan.check import find_violations
 from zerodrift.plan.cost import cost, stage_cost
 from zerodrift.plan.stages import (
     activation_width,
@@ -106,14 +106,14 @@ def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], co
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parts_are_sound_and_together_the_plan(schedule: str) -> None:
     whole = cut(schedule)
-    assert broken(whole) == []
+    assert find_violations(whole) == []
     back = Plan.from_json(json.loads(json.dumps(whole.to_json())))
     assert back == whole and back.digest == whole.digest
     parts = [part(whole, rank) for rank in range(2)]
     leads = [row.name for each in parts for row in each.rows if each.segments[row.segment].lead]
     assert sorted(leads) == sorted(row.name for row in whole.rows)
     for rank, each in enumerate(parts):
-        assert broken(each) == []
+        assert find_violations(each) == []
         known = {name for row in each.rows for name in row.names}
         assert known == set().union(*(names_of(whole, piece) for piece in pieces_of(whole, rank)))
         assert each.units[0].name == "" and sum(not unit.name for unit in each.units) == 1

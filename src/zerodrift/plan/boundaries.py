@@ -28,7 +28,7 @@ PROJECTIONS = re.compile(
 """Last names of projections in attention and feed-forward layers, whose results are combined with others."""
 
 
-def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> tuple[Boundary, ...]:
+def find_boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> tuple[Boundary, ...]:
     """Find the boundaries of a model in the order of its parameters; `columns` has one item per parameter."""
     distinct = {id(cells): cells for cells in columns}
     own = {key for key, cells in distinct.items() if has_own_dtype(cells, policy.mode)}

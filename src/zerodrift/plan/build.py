@@ -17,7 +17,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
 from zerodrift.plan.experts import own_experts, require_experts
-from zerodrift.plan.groups import groups
+from zerodrift.plan.groups import find_groups
 from zerodrift.plan.layout import Members, find_units, group, move_small_segments, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy
@@ -61,7 +61,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         buffers=tuple(_buffer(buffer, policy) for buffer in model.buffers),
         units=tuple(units),
         segments=tuple(segments),
-        boundaries=boundaries.boundaries(policy, model, columns),
+        boundaries=boundaries.find_boundaries(policy, model, columns),
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
             *boundaries.note_missing_classes(policy, model, columns),
@@ -70,7 +70,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     )
     check.require(plan)
     if policy.backend == "fsdp2":
-        groups(plan)  # a plan that fully_shard cannot run is refused where it is made
+        find_groups(plan)  # a plan that fully_shard cannot run is refused where it is made
     return plan
 
 

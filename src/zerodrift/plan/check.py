@@ -233,14 +233,14 @@ CHECKS: tuple[Check, ...] = (
 """Every invariant of a plan."""
 
 
-def broken(plan: Plan) -> list[str]:
+def find_violations(plan: Plan) -> list[str]:
     """List the violations of a plan as "check: detail"."""
     return [f"{check.__name__}: {detail}" for check in CHECKS for detail in check(plan)]
 
 
 def require(plan: Plan) -> None:
     """Raise AssertionError unless every invariant holds."""
-    violations = broken(plan)
+    violations = find_violations(plan)
     if violations:
         raise AssertionError(
             f"plan of {plan.source} breaks {len(violations)} invariants: " + "; ".join(violations[:5])

@@ -160,7 +160,7 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
             continue
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
-        count = moments(plan.policy.optimizer, update.optimizer)
+        count = count_moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
             size = _resting_bytes(segment, update.accumulate, shard)
@@ -310,11 +310,11 @@ def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
     for call, times in count_collectives(plan, stage, micro_batches):
         line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
         line[0] += times
-        line[1] += times * sent(call, plan.mesh)
+        line[1] += times * sent_bytes(call, plan.mesh)
     return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
 
 
-def sent(call: Collective, mesh: MeshShape) -> int:
+def sent_bytes(call: Collective, mesh: MeshShape) -> int:
     """Count the bytes that one rank sends for a collective over a ring."""
     ranks = {
         "shard": mesh.shard,
@@ -327,7 +327,7 @@ def sent(call: Collective, mesh: MeshShape) -> int:
     return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
 
 
-def moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
+def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
     """Count the moments per element of an optimizer, or of AdamW if the config names none.
 
     `share` is the part of an optimizer that updates parameters differently.

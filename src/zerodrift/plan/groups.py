@@ -57,7 +57,7 @@ def kind_of(row: Row) -> Kind:
     return Kind(row.columns.compute, trained or None)
 
 
-def groups(plan: Plan) -> tuple[Group, ...]:
+def find_groups(plan: Plan) -> tuple[Group, ...]:
     """Return the groups of a plan, unit by unit; ConfigError names all parameters that cannot be grouped."""
     problems = Problems()
     _check_rows(plan, problems)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
-from zerodrift.plan.stages import part, pieces, pieces_of, shared_with_another, units_of_piece
+from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
 from zerodrift.policy.nouns import Update
@@ -276,7 +276,7 @@ def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
 def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
     """Sum the gradients of parameters that are tied across the pipeline."""
     for number, segment, update in _updates(plan, unit):
-        if shared_with_another(plan, segment):
+        if is_tied_across_ranks(plan, segment):
             numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
             yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
 

@@ -250,7 +250,7 @@ def units_of_piece(plan: Plan, piece: int) -> list[Unit]:
     return [unit for unit in plan.units if (unit.stage == piece if unit.name else piece in ends)]
 
 
-def shared_with_another(plan: Plan, segment: Segment) -> bool:
+def is_tied_across_ranks(plan: Plan, segment: Segment) -> bool:
     """Return True if the other end of the pipeline holds a copy; see [Note: tied across the pipeline]."""
     last = pieces(plan.policy.pipeline, plan.mesh) - 1
     return bool(segment.copies) and rank_of(plan.policy.pipeline, plan.mesh, last) != 0

@@ -49,7 +49,7 @@ class Timeline:
             for number, rank in enumerate(self.ranks):
                 while len(starts[number]) < len(rank):
                     action = rank[len(starts[number])]
-                    ends = [_end_of(ended, need) for need in needs(action, last)]
+                    ends = [_end_of(ended, need) for need in dependencies(action, last)]
                     if any(end is None for end in ends):
                         break
                     begin = max([free[number], *(end for end in ends if end is not None)])
@@ -83,7 +83,7 @@ class Timeline:
         return tuple(_alive(rank) for rank in self.ranks)
 
 
-def needs(action: Action, last: int) -> list[tuple[Action, ...]]:
+def dependencies(action: Action, last: int) -> list[tuple[Action, ...]]:
     """List the dependencies of an action, each as the alternative actions that satisfy it."""
     piece, micro = action.piece, action.micro_batch
     if action.kind == "F":

@@ -4,7 +4,7 @@ accept.
 Wrong arguments are refused when the config is resolved, before any process starts. Optimizers and schedules
 set their own defaults.
 
-Invariant: arguments that pass `checked` build without an error; nothing here imports torch.
+Invariant: arguments that pass `check_arguments` build without an error; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ REQUIRED: Mapping[str, Sequence[str]] = {
 }
 
 
-def checked(
+def check_arguments(
     where: str, kind: str, params: Mapping[str, Any], problems: Problems, unknown: Collection[str] = ()
 ) -> dict[str, Any]:
     """Check the arguments of an optimizer or a schedule: null is left out, and `2e3` becomes a whole number.

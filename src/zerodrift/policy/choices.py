@@ -26,7 +26,9 @@ MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 
 
-def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPolicy, tuple[Decision, ...]]:
+def decide_sharding(
+    config: Config, stage: int, backend: Backend
+) -> tuple[ShardingPolicy, tuple[Decision, ...]]:
     zero, block = config.zero_optimization, config.sharding
     keep = block.keep_gathered
     pipeline = config.pipeline is not None and config.pipeline.stages > 1
@@ -57,7 +59,7 @@ def sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPoli
     return policy, tuple(decisions)
 
 
-def clip(config: Config, numbers: AutoNumbers) -> tuple[float, str]:
+def decide_clip(config: Config, numbers: AutoNumbers) -> tuple[float, str]:
     written = config.gradient_clipping
     clip = numbers.number("gradient_clipping", written, 1.0)
     if written is None:
@@ -65,7 +67,7 @@ def clip(config: Config, numbers: AutoNumbers) -> tuple[float, str]:
     return clip, "`gradient_clipping`"
 
 
-def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Averaging, str]:
+def decide_averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Averaging, str]:
     mean = config.gradient_allreduce_op != "sum"
     factor = config.gradient_predivide_factor
     if not mean and (config.prescale_gradients or factor not in (None, 1.0)):
@@ -85,7 +87,7 @@ def averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Aver
     return Averaging(mean, 1.0), "`gradient_allreduce_op`" if config.gradient_allreduce_op else "default"
 
 
-def loss_scale(config: Config, mode: Mode, numbers: AutoNumbers) -> LossScale | None:
+def decide_loss_scale(config: Config, mode: Mode, numbers: AutoNumbers) -> LossScale | None:
     if not mode.scaled:
         return None
     block = config.fp16
@@ -104,7 +106,7 @@ def loss_scale(config: Config, mode: Mode, numbers: AutoNumbers) -> LossScale | 
     )
 
 
-def scale_decision(scale: LossScale | None, mode: Mode, config: Config) -> Decision:
+def describe_loss_scale(scale: LossScale | None, mode: Mode, config: Config) -> Decision:
     if scale is None:
         return Decision("loss scale", "none", f"mode {mode} has the range of fp32")
     if not scale.dynamic:
@@ -113,7 +115,7 @@ def scale_decision(scale: LossScale | None, mode: Mode, config: Config) -> Decis
     return Decision("loss scale", text, "`fp16` block" if config.fp16 else f"mode {mode}, default scaler")
 
 
-def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
+def decide_optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> ComponentSpec | None:
     if config.optimizer is None:
         return None
     kind = TYPES.get(config.optimizer.type.lower())
@@ -129,7 +131,7 @@ def optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -> Compo
     return ComponentSpec(kind, numbers.params("optimizer.params", kind, config.optimizer.params))
 
 
-def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[Decision, ...]:
+def describe_updates(optimizer: ComponentSpec | None, config: Config) -> tuple[Decision, ...]:
     """List the decisions on unusual updates: Muon's two parts, and statistics."""
     decisions = []
     algorithm = None if optimizer is None else of_type(optimizer.type)
@@ -141,7 +143,7 @@ def update_decisions(optimizer: ComponentSpec | None, config: Config) -> tuple[D
     return tuple(decisions)
 
 
-def schedule(
+def decide_schedule(
     config: Config, numbers: AutoNumbers, optimizer: ComponentSpec | None, problems: Problems
 ) -> ComponentSpec | None:
     if config.scheduler is None:
@@ -176,7 +178,7 @@ EXPERTS = ("*.experts.*",)
 """Default globs: the stacks of experts in models of `transformers`."""
 
 
-def experts(
+def decide_experts(
     config: Config, mesh: MeshShape, averaging: Averaging, problems: Problems
 ) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
     """Return the globs of parameters that are divided over the expert axis; none without such an axis."""
@@ -197,7 +199,7 @@ def experts(
     return globs, (Decision("experts", value, f"`experts.ranks`; {why}"),)
 
 
-def batch(
+def decide_batch(
     train: int | None, micro: int | None, steps: int | None, ranks: int, problems: Problems
 ) -> tuple[Batch, str]:
     """Return the three batch numbers, and the reason for the numbers that were not written.
@@ -240,14 +242,14 @@ def _quotient(total: int, parts: int, key: str, problems: Problems) -> int:
     return max(1, total // parts)
 
 
-def batch_text(sizes: Batch, mesh: MeshShape) -> str:
+def describe_batch(sizes: Batch, mesh: MeshShape) -> str:
     if not sizes.micro:
         return f"{_count(sizes.accumulation, 'micro-batch', 'micro-batches')} per step"
     steps = _count(sizes.accumulation, "micro-batch", "micro-batches")
     return f"{sizes.micro} x {steps} x {_count(mesh.data, 'rank', 'ranks')} = {sizes.train}"
 
 
-def averaging_text(averaging: Averaging, mesh: MeshShape) -> str:
+def describe_averaging(averaging: Averaging, mesh: MeshShape) -> str:
     if not averaging.mean:
         return "sum over ranks"
     ranks = _count(mesh.data, "rank", "ranks")

@@ -63,7 +63,7 @@ def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
     return Mode.BF16, f"{auto} and bf16 is not ruled out"
 
 
-def choose(config: Config, problems: Problems) -> Decision:
+def decide_mode(config: Config, problems: Problems) -> Decision:
     """Decide the mode of a config, with its reason; contradictions go to `problems`."""
     bf16 = flag(config.bf16.enabled if config.bf16 else None)
     fp16 = flag(config.fp16.enabled if config.fp16 else None)

@@ -15,7 +15,7 @@ from zerodrift.config import fields
 from zerodrift.config.plain import join, plain, shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
-from zerodrift.policy.arguments import checked
+from zerodrift.policy.arguments import check_arguments
 
 AUTO = "auto"
 
@@ -74,7 +74,7 @@ class AutoNumbers:
         }
         missing = {name for name, value in filled.items() if params[name] == AUTO and value is None}
         named = {name: value for name, value in filled.items() if name not in missing}
-        return json.dumps(checked(where, kind, named, self._problems, missing), sort_keys=True)
+        return json.dumps(check_arguments(where, kind, named, self._problems, missing), sort_keys=True)
 
     def require_all_used(self) -> None:
         """Refuse a number for a key that is not auto, which would be ignored silently."""

@@ -178,7 +178,7 @@ GIVEN_UP = "the same bits at every stage, and in every run, are given up"
 """The price of `order: native`."""
 
 
-def order(
+def decide_order(
     config: Config,
     mesh: MeshShape,
     backend: Backend,

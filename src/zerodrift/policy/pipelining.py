@@ -26,7 +26,7 @@ SPLIT: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv", "dualpipev")
 """Schedules that delay weight gradients."""
 
 
-def pipelining(
+def decide_pipeline(
     config: Config, mesh: MeshShape, micro_batches: int, tree: bool, problems: Problems
 ) -> tuple[Pipelining | None, tuple[Decision, ...]]:
     """Return the pipeline of a config, None without one, and the decisions on it.
@@ -72,7 +72,7 @@ def most_unfinished(pipeline: Pipelining | None, ranks: int, micro_batches: int)
     return min(ranks, micro_batches) if splits else 1
 
 
-def micro_batches(config: Config, steps: int | None, problems: Problems) -> int | None:
+def decide_micro_batches(config: Config, steps: int | None, problems: Problems) -> int | None:
     """Return the micro-batches per step from either of the two keys."""
     ours = config.pipeline.micro_batches if config.pipeline is not None else None
     if ours is not None and steps is not None and ours != steps:

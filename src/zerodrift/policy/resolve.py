@@ -60,38 +60,38 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     config = load(config)
     problems = Problems()
     numbers = AutoNumbers(auto or {}, problems)
-    mode_decision = modes.choose(config, problems)
+    mode_decision = modes.decide_mode(config, problems)
     mode = Mode(mode_decision.value)
     precision = config.precision
     backend = BACKENDS[config.backend or "native"]
     stage = config.zero_optimization.stage or 0
-    optimizer = choices.optimizer(config, numbers, problems)
+    optimizer = choices.decide_optimizer(config, numbers, problems)
     demands = _demands(config, mode, problems)
     _check_param_dtype(config, mode, problems)
     allow_narrow = bool(precision.allow_narrow)
     _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
-    sizes, sizes_why = choices.batch(
+    sizes, sizes_why = choices.decide_batch(
         numbers.integer(choices.TRAIN, config.train_batch_size),
         numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
-        pipelining.micro_batches(
+        pipelining.decide_micro_batches(
             config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh.data,
         problems,
     )
-    clip, clip_why = choices.clip(config, numbers)
-    averaging, averaging_why = choices.averaging(config, mesh, problems)
-    scale = choices.loss_scale(config, mode, numbers)
+    clip, clip_why = choices.decide_clip(config, numbers)
+    averaging, averaging_why = choices.decide_averaging(config, mesh, problems)
+    scale = choices.decide_loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
-    sharding, sharding_decisions = choices.sharding(config, stage, backend)
+    sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
     asked = demands.get("reduce.order", ("rank", ""))[0]
-    pipeline, pipeline_decisions = pipelining.pipelining(
+    pipeline, pipeline_decisions = pipelining.decide_pipeline(
         config, mesh, sizes.accumulation, asked == "tree", problems
     )
     safe = _safe_modules(config, mode)
-    schedule = choices.schedule(config, numbers, optimizer, problems)
-    experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
-    order_decisions = order.order(config, mesh, backend, averaging, pipeline, asked, problems)
+    schedule = choices.decide_schedule(config, numbers, optimizer, problems)
+    experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
+    order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         must = f"must be {takes} for a model whose parameters are DTensors"
@@ -106,13 +106,13 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         Decision("backend", backend.name, "`backend`" if config.backend else "default"),
         *sharding_decisions,
         *pipeline_decisions,
-        Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
+        Decision("batch", choices.describe_batch(sizes, mesh), sizes_why),
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
-        Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
+        Decision("averaging", choices.describe_averaging(averaging, mesh), averaging_why),
         *order_decisions,
-        choices.scale_decision(scale, mode, config),
+        choices.describe_loss_scale(scale, mode, config),
         *_safe_decision(safe, config),
-        *choices.update_decisions(optimizer, config),
+        *choices.describe_updates(optimizer, config),
         *expert_decisions,
     )
     return Policy(

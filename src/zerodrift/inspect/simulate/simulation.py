@@ -28,7 +28,7 @@ from zerodrift.plan.cost import Cost, stage_cost
 from zerodrift.plan.schedule import events, pipeline_events, step_end
 from zerodrift.plan.stages import part, pieces_of, rank_of
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action, Timeline, needs
+from zerodrift.plan.timeline import Action, Timeline, dependencies
 from zerodrift.policy.nouns import Mode
 
 PLAYED = 4
@@ -201,7 +201,7 @@ def _play_pipeline(
         for rank, (player, order) in enumerate(zip(players, orders, strict=True)):
             while (place := places[rank]) < len(order):
                 pair = order[place : place + 1 + (order[place][0] in timeline.paired)]
-                inputs = [arrival(need, rank) for action, _ in pair for need in needs(action, last)]
+                inputs = [arrival(need, rank) for action, _ in pair for need in dependencies(action, last)]
                 if None in inputs:
                     break
                 begin = max([player.streams.now, *(time for time in inputs if time is not None)])
