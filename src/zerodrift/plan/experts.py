@@ -52,9 +52,8 @@ def _require_stack(
     name, shape = parameter.name, list(parameter.shape)
     owner = name.rpartition(".")[0]
     if len(parameter.names) > 1:
-        problems.add(
-            name, "must not be tied, as a stack of experts", got=", ".join(parameter.names), do=_LESS
-        )
+        must = "must not be tied, as a stack of experts"
+        problems.add(name, must, got=", ".join(parameter.names), do=_LESS)
         return
     if owner.rpartition(".")[2].isdecimal() or any(part.isdecimal() for part in _after(owner, "experts")):
         must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
@@ -68,9 +67,8 @@ def _require_stack(
         return
     count, first = counts.setdefault(owner, (shape[0], name))
     if count != shape[0]:
-        problems.add(
-            name, f"must have the {count} experts of `{first}` beside it", got=f"shape {shape}", do=_LESS
-        )
+        must = f"must have the {count} experts of `{first}` beside it"
+        problems.add(name, must, got=f"shape {shape}", do=_LESS)
 
 
 _LESS = "Name only stacks of experts in `experts.parameters`."

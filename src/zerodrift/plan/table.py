@@ -174,8 +174,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest over every decision, without the source and the notes. Ranks start only if it is
-        equal."""
+        """Hex digest over every decision but the source and the notes; ranks start only if it is equal."""
         decided = {key: value for key, value in self.to_json().items() if key not in ("source", "notes")}
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -205,32 +204,16 @@ class Plan:
             return shared.setdefault(columns, len(shared))
 
         divided = any(row.parts > 1 for row in self.rows)
-        rows = [
-            [
-                list(row.names),
-                list(row.shape),
-                row.source.value,
-                row.klass,
-                number(row.columns),
-                row.unit,
-                row.segment,
-                row.offset,
-                *([row.parts] if divided else []),
-            ]
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            place = [row.unit, row.segment, row.offset, *([row.parts] if divided else [])]
+            names, shape = list(row.names), list(row.shape)
+            rows.append([names, shape, row.source.value, row.klass, number(row.columns), *place])
         tied = any(segment.copies for segment in self.segments)
-        segments = [
-            [
-                segment.unit,
-                number(segment.columns),
-                list(segment.rows),
-                segment.numel,
-                segment.padded,
-                *([list(segment.copies)] if tied else []),
-            ]
-            for segment in self.segments
-        ]
+        segments = []
+        for segment in self.segments:
+            extent = [segment.numel, segment.padded, *([list(segment.copies)] if tied else [])]
+            segments.append([segment.unit, number(segment.columns), list(segment.rows), *extent])
         return {
             "source": self.source,
             "policy": encode(self.policy),

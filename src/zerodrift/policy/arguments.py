@@ -222,14 +222,10 @@ def check_arguments(
             problems.add(join(where, key), f"must be given: {table[key].words}")
     if kind in SCHEDULES:
         _check_together(where, kind, {**dict.fromkeys(unknown), **values}, problems)
-    if (
-        kind in SGD.types
-        and values.get("nesterov")
-        and (not values.get("momentum") or values.get("dampening"))
-    ):
-        problems.add(
-            join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", got="true"
-        )
+    plain_momentum = values.get("momentum") and not values.get("dampening")
+    if kind in SGD.types and values.get("nesterov") and not plain_momentum:
+        must = "must be left out without `momentum`, or with `dampening`"
+        problems.add(join(where, "nesterov"), must, got="true")
     return values
 
 

@@ -60,40 +60,28 @@ _NATIVE = "or use the native backend."
 def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
     storage = columns.storage.dtype
     if columns.gather is not columns.compute:
-        problems.add(
-            place("gather"),
-            f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: fully_shard casts "
-            f"before it gathers",
-            got=columns.gather,
-            do=f"Leave `gather` out, {_NATIVE}",
-        )
+        why = "fully_shard casts before it gathers"
+        must = f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: {why}"
+        problems.add(place("gather"), must, got=columns.gather, do=f"Leave `gather` out, {_NATIVE}")
     update = columns.update
     if update is None:
         return
     if update.placement != "sliced":
-        problems.add(
-            place("placement"),
-            "`placement` must be `sliced` on backend fsdp2: fully_shard cuts every parameter on its first "
-            "dimension",
-            got=update.placement,
-            do="Use the native backend, or an elementwise optimizer.",
-        )
+        why = "fully_shard cuts every parameter on its first dimension"
+        do = "Use the native backend, or an elementwise optimizer."
+        must = f"`placement` must be `sliced` on backend fsdp2: {why}"
+        problems.add(place("placement"), must, got=update.placement, do=do)
     if storage is not DType.FP32:
-        problems.add(
-            place("storage"),
-            "`storage` of a trained parameter must be fp32 on backend fsdp2: fully_shard has no master "
-            "beside it, and keeps gradients and moments in its dtype",
-            got=storage,
-            do=f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}",
-        )
+        why = "fully_shard has no master beside it, and keeps gradients and moments in its dtype"
+        must = f"`storage` of a trained parameter must be fp32 on backend fsdp2: {why}"
+        do = f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}"
+        problems.add(place("storage"), must, got=storage, do=do)
     elif update.reduce.when == "every" and update.accumulate.dtype is not storage:
-        problems.add(
-            place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate"),
-            f"`accumulate` must be {storage} where every micro-batch is reduced, on backend fsdp2: "
-            f"fully_shard sums them in the storage dtype",
-            got=update.accumulate.dtype,
-            do=f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}",
-        )
+        key = place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate")
+        why = "on backend fsdp2: fully_shard sums them in the storage dtype"
+        must = f"`accumulate` must be {storage} where every micro-batch is reduced, {why}"
+        do = f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}"
+        problems.add(key, must, got=update.accumulate.dtype, do=do)
 
 
 def _fsdp2_settings(
@@ -112,13 +100,10 @@ def _fsdp2_settings(
         problems.add("experts.ranks", "must be 1 or left out on backend fsdp2", got=mesh.expert, do=do)
     takes = [known for known in ELEMENTWISE if known.torch]
     if optimizer is not None and of_type(optimizer.type) not in takes:
-        problems.add(
-            "optimizer.type",
-            "must be an optimizer of torch that updates element by element, on backend fsdp2",
-            got=repr(optimizer.type),
-            do=f"Use {either(known.name for known in takes)}, pass an optimizer of your own to `initialize`, "
-            f"{_NATIVE}",
-        )
+        must = "must be an optimizer of torch that updates element by element, on backend fsdp2"
+        names = either(known.name for known in takes)
+        do = f"Use {names}, pass an optimizer of your own to `initialize`, {_NATIVE}"
+        problems.add("optimizer.type", must, got=repr(optimizer.type), do=do)
     if config.sharding.prefetch is not None:
         must = "must be left out on backend fsdp2: fully_shard gathers one unit ahead"
         do = "Leave it out, or use the native backend."

@@ -25,6 +25,8 @@ TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 
+_DIVISORS = "`prescale_gradients`, `gradient_predivide_factor`"
+
 
 def decide_sharding(
     config: Config, stage: int, backend: Backend
@@ -71,12 +73,8 @@ def decide_averaging(config: Config, mesh: MeshShape, problems: Problems) -> tup
     mean = config.gradient_allreduce_op != "sum"
     factor = config.gradient_predivide_factor
     if not mean and (config.prescale_gradients or factor not in (None, 1.0)):
-        problems.add(
-            "gradient_allreduce_op",
-            "must be `mean` where gradients are divided (`prescale_gradients`, `gradient_predivide_factor`)",
-            got="sum",
-            do="Remove one of the keys.",
-        )
+        must = f"must be `mean` where gradients are divided ({_DIVISORS})"
+        problems.add("gradient_allreduce_op", must, got="sum", do="Remove one of the keys.")
     if config.prescale_gradients:
         if factor not in (None, 1.0):
             must = "must be left out with `prescale_gradients: true`, which divides by all ranks before"
@@ -120,13 +118,10 @@ def decide_optimizer(config: Config, numbers: AutoNumbers, problems: Problems) -
         return None
     kind = TYPES.get(config.optimizer.type.lower())
     if kind is None:
-        problems.add(
-            "optimizer.type",
-            f"must be one of {', '.join(dict.fromkeys(TYPES.values()))}",
-            got=shown(config.optimizer.type),
-            do=did_you_mean(config.optimizer.type, TYPES.values())
-            or "Any other elementwise optimizer: build it and pass it to `initialize`.",
-        )
+        must = f"must be one of {', '.join(dict.fromkeys(TYPES.values()))}"
+        other = "Any other elementwise optimizer: build it and pass it to `initialize`."
+        do = did_you_mean(config.optimizer.type, TYPES.values()) or other
+        problems.add("optimizer.type", must, got=shown(config.optimizer.type), do=do)
         return None
     return ComponentSpec(kind, numbers.params("optimizer.params", kind, config.optimizer.params))
 
@@ -185,13 +180,9 @@ def decide_experts(
     if mesh.expert == 1:
         return (), ()
     if averaging.before != 1.0:
-        problems.add(
-            "experts.ranks",
-            "must be left out where gradients are divided before they are reduced (`prescale_gradients`, "
-            "`gradient_predivide_factor`): those of experts pass fewer ranks",
-            got=mesh.expert,
-            do="Remove one of the keys.",
-        )
+        when = f"where gradients are divided before they are reduced ({_DIVISORS})"
+        must = f"must be left out {when}: those of experts pass fewer ranks"
+        problems.add("experts.ranks", must, got=mesh.expert, do="Remove one of the keys.")
     written = config.experts.parameters if config.experts else None
     why = "`experts.parameters`" if written else "default: where transformers stacks experts"
     globs = tuple(written or EXPERTS)
@@ -223,13 +214,9 @@ def decide_batch(
         share = _quotient(train, ranks * micro, TRAIN, problems)
         return Batch(micro, share, train), f"{TRAIN} over {over} of {micro}"
     if train != micro * steps * ranks:
-        problems.add(
-            TRAIN,
-            f"must be {MICRO} x {STEPS} x data-parallel ranks, {micro} x {steps} x {ranks} = "
-            f"{micro * steps * ranks}",
-            got=train,
-            do="Write two of the three; the third follows.",
-        )
+        product = f"{micro} x {steps} x {ranks} = {micro * steps * ranks}"
+        must = f"must be {MICRO} x {STEPS} x data-parallel ranks, {product}"
+        problems.add(TRAIN, must, got=train, do="Write two of the three; the third follows.")
     return Batch(micro, steps, train), "written in full"
 
 

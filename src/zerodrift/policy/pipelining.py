@@ -41,13 +41,9 @@ def decide_pipeline(
     _check_sizes(schedule, chunks, mesh.pipeline, micro_batches, problems)
     _check_gathered(config, problems)
     if block.weight_grads == "autograd" and config.sharding.keep_gathered == "micro-batch":
-        problems.add(
-            "pipeline.weight_grads",
-            "must be `queue` with `sharding.keep_gathered: micro-batch`: the second pass of autograd reads "
-            "parameters, a queue does not",
-            got="'autograd'",
-            do="Leave one of the two keys out.",
-        )
+        why = "the second pass of autograd reads parameters, a queue does not"
+        must = f"must be `queue` with `sharding.keep_gathered: micro-batch`: {why}"
+        problems.add("pipeline.weight_grads", must, got="'autograd'", do="Leave one of the two keys out.")
     if block.weight_grads is not None and schedule not in SPLIT:
         must = f"must be left out with schedule {schedule}, which puts no gradient off"
         do = f"Use one of {', '.join(SPLIT)}."
@@ -84,9 +80,8 @@ def decide_micro_batches(config: Config, steps: int | None, problems: Problems) 
 def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, problems: Problems) -> None:
     """Refuse numbers of pieces and micro-batches that torch's schedules cannot run."""
     if schedule in SINGLE and chunks != 1:
-        problems.add(
-            "pipeline.chunks", f"must be 1 with schedule {schedule}", got=chunks, do="Use `interleaved`."
-        )
+        must = f"must be 1 with schedule {schedule}"
+        problems.add("pipeline.chunks", must, got=chunks, do="Use `interleaved`.")
     if schedule in V_SHAPED and chunks != 2:
         problems.add("pipeline.chunks", f"must be 2 with schedule {schedule}", got=chunks, do="Leave it out.")
     if count > MOST_MICRO_BATCHES:
@@ -94,14 +89,9 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
         problems.add("pipeline.micro_batches", must, got=f"{count:,}", do="Make micro-batches larger.")
     least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     if count < least:
-        problems.add(
-            "pipeline.micro_batches",
-            f"must be at least {least} with schedule {schedule} over {ranks} ranks",
-            got=count,
-            do="Use more micro-batches, or `gpipe`."
-            if schedule == "1f1b"
-            else "Use more micro-batches, or `zbv`.",
-        )
+        must = f"must be at least {least} with schedule {schedule} over {ranks} ranks"
+        do = f"Use more micro-batches, or `{'gpipe' if schedule == '1f1b' else 'zbv'}`."
+        problems.add("pipeline.micro_batches", must, got=count, do=do)
     rounds = max(1, count // ranks)
     if schedule in ("interleaved", "interleaved-zero-bubble") and count % rounds:
         must = f"must be a multiple of its rounds over {ranks} ranks, {rounds}, with schedule {schedule}"

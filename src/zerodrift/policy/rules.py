@@ -154,9 +154,8 @@ def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: P
         names = list(zip(parameter.names, parameter.owners, strict=True))
         pending = [rule for rule in pending if not any(matches(rule, *name) for name in names)]
     for rule in pending:
-        problems.add(
-            rule.why, f"must match a parameter of {model.source}", got="no match", do=_hint(rule, model)
-        )
+        must = f"must match a parameter of {model.source}"
+        problems.add(rule.why, must, got="no match", do=_hint(rule, model))
 
 
 TORCH_MODULES = "torch.nn.modules."
