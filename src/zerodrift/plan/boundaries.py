@@ -125,11 +125,11 @@ class _BoundaryFinder:
 
     def _by_rule(self, inside: Sequence[int]) -> tuple[Output, str] | None:
         """Return the output that rules set for the parameters, and its reason; `keep` wins over `input`."""
-        said = {self._columns[index].output: index for index in reversed(inside)}
-        output: Output | None = "keep" if "keep" in said else "input" if "input" in said else None
+        by_output = {self._columns[index].output: index for index in reversed(inside)}
+        output: Output | None = "keep" if "keep" in by_output else "input" if "input" in by_output else None
         if output is None:
             return None
-        parameter = self._model.parameters[said[output]]
+        parameter = self._model.parameters[by_output[output]]
         names = list(zip(parameter.names, parameter.owners, strict=True))
         rules = (rule for rule in reversed(self._policy.rules) if rule.output == output)
         return output, next(rule.why for rule in rules if any(matches(rule, *name) for name in names))

@@ -66,35 +66,35 @@ class ParameterTraits:
 
 
 def complete(
-    asked: Demands,
-    setting: ColumnContext,
-    subject: ParameterTraits,
+    demands: Demands,
+    context: ColumnContext,
+    traits: ParameterTraits,
     pinned: bool,
     output: Output | None,
     problems: Problems,
 ) -> Columns:
     """Decide every column of a parameter."""
-    if not subject.source.is_floating:
-        return _with_experts(_integer_columns(subject.source, output), subject)
-    fill = _ColumnFiller(asked, setting, subject, problems)
+    if not traits.source.is_floating:
+        return _with_experts(_integer_columns(traits.source, output), traits)
+    fill = _ColumnFiller(demands, context, traits, problems)
     storage = fill.storage()
     compute = fill.compute()
     gather = fill.gather(storage, compute)
-    update = fill.update(storage, compute) if subject.trained else None
+    update = fill.update(storage, compute) if traits.trained else None
     export = fill.export(compute)
     why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
     columns = Columns(
         Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why
     )
-    setting.backend.refuse_columns(columns, fill.place, problems)
-    return _with_experts(columns, subject)
+    context.backend.refuse_columns(columns, fill.place, problems)
+    return _with_experts(columns, traits)
 
 
-def _with_experts(columns: Columns, subject: ParameterTraits) -> Columns:
+def _with_experts(columns: Columns, traits: ParameterTraits) -> Columns:
     """Mark the columns of a stack of experts as divided over the expert axis."""
-    if not subject.expert:
+    if not traits.expert:
         return columns
-    return replace(columns, parallel="expert", why=(*columns.why, ("parallel", subject.expert)))
+    return replace(columns, parallel="expert", why=(*columns.why, ("parallel", traits.expert)))
 
 
 def _integer_columns(dtype: DType, output: Output | None) -> Columns:
@@ -108,65 +108,65 @@ class _ColumnFiller:
     """Fills the columns of one parameter in order and stores each reason in `why`."""
 
     def __init__(
-        self, asked: Demands, setting: ColumnContext, subject: ParameterTraits, problems: Problems
+        self, demands: Demands, context: ColumnContext, traits: ParameterTraits, problems: Problems
     ) -> None:
-        self.asked = asked
-        self.setting = setting
-        self.subject = subject
+        self.demands = demands
+        self.context = context
+        self.traits = traits
         self.problems = problems
         self.why: dict[str, str] = {}
-        self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend.storage_sharded else ""
+        self.storage_axis: Axis = "shard" if context.stage == 3 or context.backend.storage_sharded else ""
 
     def _demanded(self, column: str, default: DType, reason: str) -> DType:
         """Return the demanded dtype of a column or the default, and store the reason."""
-        value, why = self.asked.get(column, (default.value, reason))
+        value, why = self.demands.get(column, (default.value, reason))
         self.why[column] = why
         return DType(value)
 
     def place(self, column: str) -> str:
         """Return the key that set a column, for messages; the mode's key if none did."""
-        return self.asked[column][1] if column in self.asked else "precision.mode"
+        return self.demands[column][1] if column in self.demands else "precision.mode"
 
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
     def storage(self) -> DType:
-        mode, source = self.setting.mode, self.subject.source
+        mode, source = self.context.mode, self.traits.source
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
-        elif self.setting.backend.storage_fp32 and mode is not Mode.FP32:
-            default, reason = DType.FP32, self.setting.backend.storage_fp32
+        elif self.context.backend.storage_fp32 and mode is not Mode.FP32:
+            default, reason = DType.FP32, self.context.backend.storage_fp32
         else:
             default, reason = mode.dtype, f"mode {mode}"
-        if not self.subject.trained and source is not default and default.holds(source):
+        if not self.traits.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
         return self._demanded("storage", default, reason)
 
     def compute(self) -> DType:
-        mode = self.setting.mode
+        mode = self.context.mode
         default, reason = mode.dtype, f"mode {mode}"
-        if mode.autocast and self.subject.safe:
+        if mode.autocast and self.traits.safe:
             reason = "autocast: every module that owns it is in the safe list"
         elif mode.autocast:
             default, reason = DType.FP32, "autocast: not a safe module, each op's autocast rule decides"
         compute = self._demanded("compute", default, reason)
-        if compute is DType.FP16 and not mode.scaled and self.subject.trained:
+        if compute is DType.FP16 and not mode.scaled and self.traits.trained:
             must = "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish"
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if not self.storage_axis:
-            reason = f"stage {self.setting.stage}: storage is whole, an updated slice travels as stored"
+            reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
             gather = self._demanded("gather", storage, reason)
             if gather is not storage:
                 whole = "where storage is whole and an updated slice travels as stored"
-                must = f"`gather` must be {storage} at stage {self.setting.stage}, {whole}"
+                must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
                 self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
-        if self.setting.backend.gather_compute:
-            narrow, reason = compute, self.setting.backend.gather_compute
+        if self.context.backend.gather_compute:
+            narrow, reason = compute, self.context.backend.gather_compute
         gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
@@ -180,7 +180,7 @@ class _ColumnFiller:
             self._refuse("grad", must, grad, "Set `accumulate` for the dtype that gradients are summed in.")
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
-        axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
+        axis: Axis = "shard" if self.context.stage >= 1 else self.storage_axis
         optimizer = self._optimizer()
         return Update(
             grad=grad,
@@ -201,14 +201,14 @@ class _ColumnFiller:
         return dtype
 
     def _reduce(self, accumulate: DType) -> Reduction:
-        mode, stage = self.setting.mode, self.setting.stage
-        order, order_why = self.asked.get("reduce.order", ("rank", ""))
-        if mode.autocast and self.subject.safe and order == "rank":
+        mode, stage = self.context.mode, self.context.stage
+        order, order_why = self.demands.get("reduce.order", ("rank", ""))
+        if mode.autocast and self.traits.safe and order == "rank":
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
         wire = self._demanded("reduce.wire", default, reason)
-        if "reduce.wire" in self.asked:
+        if "reduce.wire" in self.demands:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
@@ -219,7 +219,7 @@ class _ColumnFiller:
         reason = f"stage {stage}: " + (
             "the accumulator is sharded, so each micro-batch is reduced" if every else "reduced once per step"
         )
-        when, why = self.asked.get("reduce.when", (default_when, reason))
+        when, why = self.demands.get("reduce.when", (default_when, reason))
         wire_why, sum_why = self.why.pop("reduce.wire"), self.why.pop("reduce.sum")
         self.why["accumulate"] += f"; {'sharded' if when == 'every' else 'whole'}, reduce.when is {when}"
         parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
@@ -238,20 +238,20 @@ class _ColumnFiller:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
         if not lost(of, dtype):
             return
-        name, mode = column.partition(".")[0], self.setting.mode
+        name, mode = column.partition(".")[0], self.context.mode
         verdict = gradient_dtype(mode, dtype)
         if verdict.status == "no":
             self._refuse(column, f"`{name}` must not be {dtype} in mode {mode}: {verdict.reason}")
-        elif column == "accumulate" and not self.setting.allow_narrow:
+        elif column == "accumulate" and not self.context.allow_narrow:
             losses = " and ".join(lost(of, dtype))
             must = f"`accumulate` must hold the compute dtype, {of}: {dtype} loses {losses}"
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode = self.setting.mode
+        mode = self.context.mode
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"
-            value, key = self.asked.get("master", ("same", ""))
+            value, key = self.demands.get("master", ("same", ""))
             self.why["master"] = why if value == "same" and not key else f"{key}; {why}"
             return Master.SAME
         default = Master.SPLIT if storage is DType.BF16 else Master.FP32
@@ -259,7 +259,7 @@ class _ColumnFiller:
             Master.SPLIT: "bf16 storage holds the high half: exact fp32 in 16 more bits",
             Master.FP32: f"{storage} storage cannot hold half of an fp32 value: a copy in fp32",
         }[default]
-        value, why = self.asked.get("master", (default.value, reason))
+        value, why = self.demands.get("master", (default.value, reason))
         self.why["master"] = why
         master = Master(value)
         if master is Master.SPLIT and storage is not DType.BF16:
@@ -269,35 +269,35 @@ class _ColumnFiller:
 
     def _optimizer(self) -> MuonUpdate:
         """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
-        if not self.setting.muon:
-            if "optimizer" in self.asked:
+        if not self.context.muon:
+            if "optimizer" in self.demands:
                 same = "every parameter gets the same update"
                 must = f"`optimizer` must be left out of rules without `optimizer.type: Muon`: {same}"
                 do = "Remove it, or name Muon in the `optimizer` block."
-                self._refuse("optimizer", must, self.asked["optimizer"][0], do)
+                self._refuse("optimizer", must, self.demands["optimizer"][0], do)
             return ""
-        subject = self.subject
-        default: MuonUpdate = "AdamW" if subject.not_hidden else "Muon"
-        value, why = self.asked.get(
-            "optimizer", (default, f"Muon's rule: {subject.not_hidden or 'a hidden matrix'}")
+        traits = self.traits
+        default: MuonUpdate = "AdamW" if traits.not_hidden else "Muon"
+        value, why = self.demands.get(
+            "optimizer", (default, f"Muon's rule: {traits.not_hidden or 'a hidden matrix'}")
         )
         self.why["optimizer"] = why
-        if value == "Muon" and subject.dimensions < 2:
+        if value == "Muon" and traits.dimensions < 2:
             must = "`optimizer: Muon` must be for matrices"
             do = "Use `optimizer: AdamW`, or a rule that matches less."
-            self._refuse("optimizer", must, f"a parameter with {subject.dimensions} dimensions", do)
+            self._refuse("optimizer", must, f"a parameter with {traits.dimensions} dimensions", do)
         return "Muon" if value == "Muon" else "AdamW"
 
     def _placement(self, optimizer: MuonUpdate) -> Placement:
         """Return the places where a slice may end."""
-        stacked = self.subject.dimensions > 2
+        stacked = self.traits.dimensions > 2
         default, reason = "sliced", ""
         if optimizer == "Muon":
             default = "matrices" if stacked else "whole"
             reason = "Muon works on whole matrices" + ("; a stack may be cut between them" if stacked else "")
-        value, why = self.asked.get("placement", (default, reason))
+        value, why = self.demands.get("placement", (default, reason))
         if value == "matrices" and not stacked:
-            value, why = "whole", f"{why}; one matrix" if "placement" in self.asked else why
+            value, why = "whole", f"{why}; one matrix" if "placement" in self.demands else why
         if value == "sliced":
             if optimizer == "Muon":
                 must = "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices"
@@ -308,11 +308,11 @@ class _ColumnFiller:
         return "matrices" if value == "matrices" else "whole"
 
     def _state(self, optimizer: MuonUpdate) -> State:
-        value, why = self.asked.get("state", ("fp32", "default: moments in fp32"))
+        value, why = self.demands.get("state", ("fp32", "default: moments in fp32"))
         self.why["state"] = why
         state = State(value)
-        beta2 = None if optimizer == "Muon" else self.setting.beta2
-        backend = self.setting.backend
+        beta2 = None if optimizer == "Muon" else self.context.beta2
+        backend = self.context.backend
         verdict = state_verdict(state, backend.name, beta2)
         if verdict.status == "no":
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
@@ -320,13 +320,13 @@ class _ColumnFiller:
         return state
 
     def export(self, compute: DType) -> DType:
-        checkpoint = self.subject.checkpoint
+        checkpoint = self.traits.checkpoint
         if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             return self._demanded("export", checkpoint, "the dtype of the source checkpoint")
         if checkpoint is not None:
             return self._demanded(
                 "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
             )
-        if self.setting.mode.autocast:
+        if self.context.mode.autocast:
             return self._demanded("export", DType.FP32, "no source checkpoint: autocast trains fp32 weights")
         return self._demanded("export", compute, "no source checkpoint: the compute dtype")

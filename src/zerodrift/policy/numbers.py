@@ -30,14 +30,14 @@ class AutoNumbers:
         if not isinstance(given, Mapping):
             problems.add("auto", "must be a block of numbers by dotted key", got=shown(given))
             given = {}
-        self._given = plain(given, problems)
+        self._numbers = plain(given, problems)
         self._problems = problems
-        self._asked: set[str] = set()
+        self._auto_keys: set[str] = set()
 
     def _auto(self, key: str) -> Any:
-        self._asked.add(key)
-        if key in self._given and self._given[key] != "auto":
-            return self._given[key]
+        self._auto_keys.add(key)
+        if key in self._numbers and self._numbers[key] != "auto":
+            return self._numbers[key]
         must = "must be a number here: it is auto and nothing was passed for it"
         do = f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python."
         self._problems.add(key, must, got="'auto'", do=do)
@@ -78,8 +78,8 @@ class AutoNumbers:
 
     def require_all_used(self) -> None:
         """Refuse a number for a key that is not auto, which would be ignored silently."""
-        for key in self._given:
-            if key not in self._asked:
+        for key in self._numbers:
+            if key not in self._auto_keys:
                 must = "must be 'auto' in the config for a passed value to stand in"
-                do = did_you_mean(key, self._asked) or f"To override the config: --set {key}=..."
-                self._problems.add(key, must, got=f"{shown(self._given[key])} passed", do=do)
+                do = did_you_mean(key, self._auto_keys) or f"To override the config: --set {key}=..."
+                self._problems.add(key, must, got=f"{shown(self._numbers[key])} passed", do=do)

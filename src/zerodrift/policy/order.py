@@ -73,13 +73,13 @@ def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) ->
 
 def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, problems: Problems) -> None:
     """Refuse a number of ranks whose sums are no nodes of the tree."""
-    asked = sorted(set(whens))
-    if assignment(asked, micro_batches, mesh) is not None:
+    times = sorted(set(whens))
+    if assignment(times, micro_batches, mesh) is not None:
         return
     total = micro_batches * mesh.data
-    if len(asked) > 1:
+    if len(times) > 1:
         must = "must be `rank` with two `reduce.when`: each needs other micro-batches on a rank"
-    elif asked == ["last"]:
+    elif times == ["last"]:
         must = (
             "must be `rank` unless each rank, which sums its own first, has a power of two of micro-batches"
         )
@@ -87,13 +87,13 @@ def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, pro
         must = "must be `rank` unless the ranks, which sum every micro-batch first, are a power of two"
     if mesh.replicate > 1:
         must += ", and so are the micro-batches of a replica"
-    ranks = numbers_of_ranks(asked, total, mesh.replicate)
+    ranks = numbers_of_ranks(times, total, mesh.replicate)
     numbers = listed(ranks, "or")
     uses = [f"Use {numbers} ranks for these {total} micro-batches" if ranks else "Use fewer replicas"]
     uses += [
         f"set `reduce.when: {when}` for all"
         for when in WHENS
-        if asked != [when] and assignment([when], micro_batches, mesh) is not None
+        if times != [when] and assignment([when], micro_batches, mesh) is not None
     ]
     there = several(micro_batches, "micro-batch", "micro-batches")
     do = f"{'; or '.join([*uses, 'leave `order` out'])}."
@@ -184,16 +184,16 @@ def decide_order(
     backend: Backend,
     averaging: Averaging,
     pipeline: Pipelining | None,
-    asked: str,
+    written: str,
     problems: Problems,
 ) -> tuple[Decision, ...]:
     """List the decisions on an order of sums other than `rank`, and refuse features that it excludes."""
     for number, rule in enumerate(config.precision.rules):
-        if getattr(rule.reduce, "order", None) not in (None, asked):
+        if getattr(rule.reduce, "order", None) not in (None, written):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
-    if asked == "native":
+    if written == "native":
         return (Decision("order of sums", "the carrier's", f"`{KEY}`: {GIVEN_UP}"),)
-    if asked != "tree":
+    if written != "tree":
         return ()
     for refusal, holds in (
         (BACKEND, backend.name != "native"),

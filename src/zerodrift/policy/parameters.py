@@ -53,7 +53,7 @@ class ColumnsOf:
         self._safe = policy.safe
         self._experts = policy.experts
         self._checkpoint = _Checkpoint(model.checkpoint)
-        self._setting = ColumnContext(
+        self._context = ColumnContext(
             policy.mode,
             BACKENDS[policy.backend],
             policy.sharding.stage,
@@ -67,26 +67,26 @@ class ColumnsOf:
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
-        asked, matched = rules.demands(self._base, self._rules, parameter)
+        demands, matched = rules.demands(self._base, self._rules, parameter)
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
-        pinned = _is_pinned(asked, matched)
+        pinned = _is_pinned(demands, matched)
         if parameter.trained and not parameter.dtype.is_floating:
             must = "must be of real floating numbers to be trained"
             do = "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`."
             self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
-        subject = ParameterTraits(
+        traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             self._is_safe(parameter),
             self._checkpoint.dtype(parameter),
             len(parameter.shape),
-            not_hidden(parameter) if self._setting.muon else "",
+            not_hidden(parameter) if self._context.muon else "",
             self._expert(parameter),
         )
-        key = (tuple(asked.items()), output, pinned, subject)
+        key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
         if columns is None:
-            columns = complete(asked, self._setting, subject, pinned, output, self.problems)
+            columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
         return columns
@@ -164,10 +164,10 @@ def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
 
 
-def _is_pinned(asked: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
+def _is_pinned(demands: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
     """Return True if a pin matched and no later rule changed one of its columns."""
     return any(rule.pin for rule in matched) and all(
-        asked.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
+        demands.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
     )
 
 

@@ -84,14 +84,14 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     scale = choices.decide_loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
     sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
-    asked = demands.get("reduce.order", ("rank", ""))[0]
+    order_of_sums = demands.get("reduce.order", ("rank", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
-        config, mesh, sizes.accumulation, asked == "tree", problems
+        config, mesh, sizes.accumulation, order_of_sums == "tree", problems
     )
     safe = _safe_modules(config, mode)
     schedule = choices.decide_schedule(config, numbers, optimizer, problems)
     experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
-    order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, asked, problems)
+    order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, order_of_sums, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         must = f"must be {takes} for a model whose parameters are DTensors"
@@ -147,21 +147,21 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
-    said: list[tuple[str, str, str]] = []
+    written: list[tuple[str, str, str]] = []
     for column, value in rules.column_values(config.precision):
-        said.append((column, value, f"precision.{column}"))
+        written.append((column, value, f"precision.{column}"))
     types = config.data_types
     for key, dtype in (
         ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
         ("data_types.grad_accum_dtype", types.grad_accum_dtype if types else None),
     ):
         if dtype is not None:
-            said.append(("accumulate", str(dtype), key))
+            written.append(("accumulate", str(dtype), key))
     if config.communication_data_type is not None:
-        said.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
-    said += _low_precision_flags(config, mode)
+        written.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
+    written += _low_precision_flags(config, mode)
     demands: rules.Demands = {}
-    for column, value, key in said:
+    for column, value, key in written:
         if column in demands and demands[column][0] != value:
             must = f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`"
             problems.add(key, must, got=value, do="Keep one of the two keys.")
@@ -172,16 +172,16 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
 
 def _low_precision_flags(config: Config, mode: Mode) -> list[tuple[str, str, str]]:
     """Return the columns that DeepSpeed's `..._master_weights_and_grads` and `bf16_optimizer_states` set."""
-    said = []
+    written = []
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
             key = f"{dtype}.{dtype}_master_weights_and_grads"
-            said += [("master", "same", key), ("accumulate", str(dtype), key)]
+            written += [("master", "same", key), ("accumulate", str(dtype), key)]
             if mode.autocast:
-                said += [("storage", str(dtype), key), ("compute", str(dtype), key)]
+                written += [("storage", str(dtype), key), ("compute", str(dtype), key)]
     if config.bf16 is not None and config.bf16.bf16_optimizer_states:
-        said.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
-    return said
+        written.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
+    return written
 
 
 def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
