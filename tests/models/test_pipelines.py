@@ -30,7 +30,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import CAUSAL, OLDER, TESTED_SINCE, Causal, prune
 from zerodrift.plan.build import build
-from zerodrift.plan.stages import names_of, travelling, width
+from zerodrift.plan.stages import activation_dtype, activation_width, names_of
 from zerodrift.policy.resolve import resolve
 from zerodrift.versions import numbers
 
@@ -144,9 +144,9 @@ def passed_on(mode: str) -> list[tuple[int, int]]:
     found = []
 
     def record(piece: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-        values = width(engine.plan)
+        values = activation_width(engine.plan)
         assert values is not None
-        found.append((output.nbytes, travelling(engine.plan).size * values * tokens(0).numel()))
+        found.append((output.nbytes, activation_dtype(engine.plan).size * values * tokens(0).numel()))
 
     handles = [
         piece.register_forward_hook(record, with_kwargs=True)

@@ -8,23 +8,23 @@ from typing import Any
 from tests.numerics.runs import Run, config, make, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.plan import small
+from zerodrift.plan import build, layout
 
 FEW, SOME, MANY = 2, 512, 16384
 """Ranks: none, the pinned norms and all parameters of blocks are small."""
 PINNED = {"rules": [{"match": "layers.*.norm*", "pin": "fp32"}]}
 
-_with_the_root = small.with_the_root
+_move = build.move_small_segments
 
 
 def as_on(ranks: int) -> None:
     """Of this process: what is small is what would be on so many, of a model that is as much larger."""
-    small.WORTH_MOVING = 256 * 256 // 32
+    layout.MIN_SLICED_ELEMENTS = 256 * 256 // 32
 
     def moved(units: Any, columns: Any, model: Any, slices: int) -> Any:
-        return _with_the_root(units, columns, model, ranks // 32 if ranks > FEW else 1)
+        return _move(units, columns, model, ranks // 32 if ranks > FEW else 1)
 
-    small.with_the_root = moved
+    build.move_small_segments = moved
 
 
 def written(stage: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.schedule import Collective, afterwards, collectives, scheduled
+from zerodrift.plan.schedule import Collective, collectives, pipeline_events, step_end
 from zerodrift.plan.stages import part
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
@@ -56,8 +56,8 @@ def issued(stage: int, keep: str, schedule: str) -> list[list[Any]]:
     moved = [entry for entry in log if entry.op != "broadcast"]  # of the losses
     rank, order = engine.mesh.rank("pipeline"), timeline(engine.plan)
     assert order is not None
-    played = [event for _, found in scheduled(engine.plan, rank, order.ranks[rank]) for event in found]
-    played += afterwards(part(engine.plan, rank))
+    played = [event for _, found in pipeline_events(engine.plan, rank, order.ranks[rank]) for event in found]
+    played += step_end(part(engine.plan, rank))
     sent = [call for call in played if isinstance(call, Collective)]
     words = (moved, collectives(engine.plan, rank), sent)
     return [[(c.op, c.dtype, c.numel, c.axis, c.sum) for c in each] for each in words]

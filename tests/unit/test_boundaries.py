@@ -14,7 +14,7 @@ from tests.unit.test_policy import at, plan
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
-from zerodrift.plan.boundaries import of_piece
+from zerodrift.plan.boundaries import boundaries_of_piece
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.report import frame, page, terminal
@@ -221,7 +221,7 @@ def test_what_a_rule_does_not_say_is_decided_in_the_plan() -> None:
 def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
     written = at(3, "bf16", rules=[{"match": "*.gate.*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}])
     made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    first, last = ({each.path for each in of_piece(made, piece)} for piece in (0, 1))
+    first, last = ({each.path for each in boundaries_of_piece(made, piece)} for piece in (0, 1))
     assert first & last == set() and first | last == {each.path for each in made.boundaries}
     assert "model.layers.1.mlp.gate" in first and {"model.layers.2.mlp.gate", "model.norm"} <= last
 
@@ -229,11 +229,14 @@ def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
 def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
     written = at(3, "bf16", rules=[{"match": "model.*", "pin": "fp32"}])
     made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    assert [[each.path for each in of_piece(made, piece)] for piece in (0, 1)] == [["model"], ["model"]]
+    assert [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)] == [
+        ["model"],
+        ["model"],
+    ]
     # And a piece whose parameters are all pinned has none that the whole model has not.
     written = at(3, "bf16", rules=[{"match": f"model.layers.{n}.*", "pin": "fp32"} for n in (2, 3)])
     made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    found = [[each.path for each in of_piece(made, piece)] for piece in (0, 1)]
+    found = [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
     assert found == [[], ["model.layers.2", "model.layers.3"]]
 
 

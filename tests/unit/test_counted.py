@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.models import moe, parameter
 from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, mesh_for, resolve
-from zerodrift.plan.cost import sent, stage_cost
-from zerodrift.plan.schedule import backward_order, collectives, counted, holds
+from zerodrift.plan.cost import sent_bytes, stage_cost
+from zerodrift.plan.schedule import backward_order, collectives, contains, count_collectives
 from zerodrift.plan.table import Unit
 
 KEEPS = (None, "never", "micro-batch", "step")
@@ -60,7 +60,7 @@ def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str
     for call, times in calls:
         key = (call.op, call.purpose, str(call.dtype), call.axis)
         found[(*key, "count")] += times
-        found[(*key, "bytes")] += times * sent(call, mesh)
+        found[(*key, "bytes")] += times * sent_bytes(call, mesh)
     return found
 
 
@@ -70,7 +70,7 @@ def test_what_is_counted_is_what_is_walked() -> None:
         for stage, count in itertools.product(range(made.mesh.pipeline), (1, 2, 3, 5)):
             walked = Counter(collectives(made, stage, count))
             folded: Counter[Any] = Counter()
-            for call, times in counted(made, stage, count):
+            for call, times in count_collectives(made, stage, count):
                 folded[call] += times
             assert folded == walked, label
             found = stage_cost(made, stage, count).traffic
@@ -117,7 +117,7 @@ def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:
     def by_definition(units: list[Unit]) -> list[Unit]:
         found: list[Unit] = []
         for unit in units:
-            holders = [place for place, other in enumerate(found) if holds(other, unit)]
+            holders = [place for place, other in enumerate(found) if contains(other, unit)]
             found.insert(holders[-1] + 1 if holders else 0, unit)
         return found
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config
 from zerodrift import ConfigError, make_plan
-from zerodrift.plan.groups import groups
+from zerodrift.plan.groups import find_groups
 from zerodrift.plan.table import Plan
 
 
@@ -24,11 +24,11 @@ def rules(*found: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(made: Plan) -> list[tuple[str, ...]]:
-    return [group.paths for group in groups(made)]
+    return [group.paths for group in find_groups(made)]
 
 
 def names(made: Plan) -> list[str]:
-    return [made.rows[row].name for group in groups(made) for row in group.rows]
+    return [made.rows[row].name for group in find_groups(made) for row in group.rows]
 
 
 def test_a_unit_is_a_group() -> None:
@@ -61,7 +61,9 @@ def test_what_is_inside_of_a_group_may_differ_again() -> None:
 def test_under_autocast_norms_are_groups() -> None:
     made = plan(GPT(layers=1), "autocast-bf16")
     assert ("layers.0.norm1",) in paths(made) and ("layers.0",) in paths(made)
-    assert all(len({made.rows[row].columns.compute for row in group.rows}) <= 1 for group in groups(made))
+    assert all(
+        len({made.rows[row].columns.compute for row in group.rows}) <= 1 for group in find_groups(made)
+    )
 
 
 def test_a_tied_parameter_that_differs_takes_its_modules_together() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
 from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
 from zerodrift.dtypes import BLOCK
-from zerodrift.plan.check import broken
+from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.policy.matrices import not_hidden
 from zerodrift.policy.nouns import Placement
+from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explain import explain
 from zerodrift.report.page import plan_page
 from zerodrift.report.rows import group_rows
@@ -151,7 +151,7 @@ def test_plans_hold_at_every_stage_and_world(stage: int, world: int) -> None:
     stack = parameter("model.layers.0.mlp.stack", (6, 40, 24), "models.Experts")
     model = ModelSpec("m", (*moe().parameters, stack))
     made = plan(model, world, zero_optimization={"stage": stage}, **MUON)
-    assert broken(made) == []
+    assert find_violations(made) == []
     assert Plan.from_json(made.to_json()) == made
 
 

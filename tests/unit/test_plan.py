@@ -252,8 +252,8 @@ def test_every_check_has_a_planted_violation() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_violation_is_caught(name: str) -> None:
     made = pinned_plan()
-    assert check.broken(made) == []
-    found = check.broken(PLANTED[name](made))
+    assert check.find_violations(made) == []
+    found = check.find_violations(PLANTED[name](made))
     assert any(text.startswith(name) for text in found), found
     with pytest.raises(AssertionError, match="breaks"):
         check.require(PLANTED[name](made))
@@ -279,16 +279,16 @@ def nested(made: Plan) -> Plan:
     ],
 )
 def test_a_boundary_that_is_none_is_caught(changed: Any, told: str) -> None:
-    found = check.broken(changed(pinned_plan()))
+    found = check.find_violations(changed(pinned_plan()))
     assert any(text.startswith("boundaries_hold_their_dtype") and told in text for text in found), found
 
 
 @pytest.mark.parametrize("planted", [shifted, cut_stack])
 def test_a_cut_through_what_is_whole_is_caught(planted: Any) -> None:
     made = muon_plan()
-    assert check.broken(made) == []
+    assert check.find_violations(made) == []
     assert made.rows[-1].columns.options()["placement"] == "matrices"
-    found = check.broken(planted(made))
+    found = check.find_violations(planted(made))
     assert any(text.startswith("no_slice_cuts_what_is_whole") for text in found), found
 
 
@@ -298,14 +298,14 @@ def test_muon_without_whole_matrices_is_caught() -> None:
         with_update(made, matrix(made), placement="sliced"),
         with_row(made, matrix(made), shape=(made.rows[matrix(made)].numel,)),
     ):
-        assert any(text.startswith("matrix_updates_get_matrices") for text in check.broken(changed))
+        assert any(text.startswith("matrix_updates_get_matrices") for text in check.find_violations(changed))
 
 
 def test_an_option_needs_a_reason() -> None:
     made = muon_plan()
     columns = made.rows[matrix(made)].columns
     why = tuple(pair for pair in columns.why if pair[0] != "placement")
-    found = check.broken(with_columns(made, matrix(made), why=why))
+    found = check.find_violations(with_columns(made, matrix(made), why=why))
     assert found == ["every_cell_says_why: no reason for placement"]
 
 

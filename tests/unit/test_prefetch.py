@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.models import parameter
 from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
-from zerodrift.plan.prefetch import gathered_bytes, most_at_once, reach, room
+from zerodrift.plan.schedule import gathered_bytes, most_gathered_bytes, prefetch_budget, prefetch_ends
 
 
 def plan(sizes: list[int], **sharding: Any) -> Plan:
@@ -28,31 +28,31 @@ def plan(sizes: list[int], **sharding: Any) -> Plan:
 
 
 def test_as_many_are_gathered_ahead_as_fit() -> None:
-    assert reach([4, 1, 1, 1, 4, 4], 5) == (2, 4, 4, 5, 6, 6)
-    assert reach([4, 1, 1, 1, 4, 4], 8) == (4, 5, 5, 5, 6, 6)
-    assert reach([], 8) == ()
+    assert prefetch_ends([4, 1, 1, 1, 4, 4], 5) == (2, 4, 4, 5, 6, 6)
+    assert prefetch_ends([4, 1, 1, 1, 4, 4], 8) == (4, 5, 5, 5, 6, 6)
+    assert prefetch_ends([], 8) == ()
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(0, 120))
 def test_one_is_always_ahead_and_no_more_than_fit(sizes: list[int], space: int) -> None:
-    ends = reach(sizes, space)
+    ends = prefetch_ends(sizes, space)
     assert list(ends) == sorted(ends)
     for place, end in enumerate(ends):
         assert min(place + 2, len(sizes)) <= end
         assert end <= place + 2 or sum(sizes[place:end]) <= space
         assert end == len(sizes) or sum(sizes[place : end + 1]) > space
     pairs = max((sum(sizes[place : place + 2]) for place in range(len(sizes))), default=0)
-    assert most_at_once(sizes, space) <= max(pairs, space)
+    assert most_gathered_bytes(sizes, space) <= max(pairs, space)
 
 
 def test_by_default_the_peak_is_that_of_two_neighbours() -> None:
     made = plan([8, 1, 1, 1, 1, 8, 8, 1])
     sizes = [gathered_bytes(made, unit) for unit in made.units if unit.name]
     assert [size >> 10 for size in sizes] == [8, 1, 1, 1, 1, 8, 8, 1]
-    assert room(made) == 16 << 10
+    assert prefetch_budget(made) == 16 << 10
     assert cost(made).peak.gathered == 16 << 10
-    assert reach(sizes, room(made)) == (5, 6, 6, 6, 6, 7, 8, 8)
+    assert prefetch_ends(sizes, prefetch_budget(made)) == (5, 6, 6, 6, 6, 7, 8, 8)
 
 
 def test_the_config_says_how_much_else() -> None:

@@ -21,9 +21,18 @@ from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.build import build
-from zerodrift.plan.check import broken
+from zerodrift.plan.check import find_violations
 from zerodrift.plan.cost import cost, stage_cost
-from zerodrift.plan.stages import crossings, even_by_cost, names_of, part, pieces_of, products, rank_of, width
+from zerodrift.plan.stages import (
+    activation_width,
+    crossings,
+    even_by_cost,
+    names_of,
+    part,
+    pieces_of,
+    products,
+    rank_of,
+)
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
@@ -97,14 +106,14 @@ def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], co
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parts_are_sound_and_together_the_plan(schedule: str) -> None:
     whole = cut(schedule)
-    assert broken(whole) == []
+    assert find_violations(whole) == []
     back = Plan.from_json(json.loads(json.dumps(whole.to_json())))
     assert back == whole and back.digest == whole.digest
     parts = [part(whole, rank) for rank in range(2)]
     leads = [row.name for each in parts for row in each.rows if each.segments[row.segment].lead]
     assert sorted(leads) == sorted(row.name for row in whole.rows)
     for rank, each in enumerate(parts):
-        assert broken(each) == []
+        assert find_violations(each) == []
         known = {name for row in each.rows for name in row.names}
         assert known == set().union(*(names_of(whole, piece) for piece in pieces_of(whole, rank)))
         assert each.units[0].name == "" and sum(not unit.name for unit in each.units) == 1
@@ -160,12 +169,12 @@ def test_what_a_token_costs_between_ranks() -> None:
         ("dualpipev", 4, 6),
     ):
         made = cut(schedule, library, stages) if stages == 2 else cut(schedule, _more(library), stages)
-        assert (crossings(made), width(made)) == (count, 8)
+        assert (crossings(made), activation_width(made)) == (count, 8)
         said = dict(facts(made, None))["travels"]
         assert (
             said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
         )
-    assert width(cut("1f1b", model)) is None
+    assert activation_width(cut("1f1b", model)) is None
     said = dict(facts(cut("1f1b", tied(8)), None))["travels"]
     assert said.startswith("over 1 boundary between ranks") and "not known before it runs" in said
 
@@ -256,7 +265,7 @@ def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
         used += [(0, set(pieces)) for pieces in shared]
         most = max(most_begun(order.ranks[rank], pieces) for rank, pieces in used)
-        assert most == pipelining.begun(made.policy.pipeline, stages, count)
+        assert most == pipelining.most_unfinished(made.policy.pipeline, stages, count)
 
 
 def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:

@@ -18,7 +18,7 @@ from zerodrift.inspect.trace.dry_run import trace
 from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.model.runnable import runnable
-from zerodrift.plan.traced import Trace
+from zerodrift.plan.trace import Trace
 
 WIDTH = 16
 aten: Any = torch.ops.aten

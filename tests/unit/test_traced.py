@@ -11,7 +11,7 @@ from torch import nn
 from zerodrift.api import make_plan
 from zerodrift.inspect.check.hidden import computes, hidden
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Refusal, Trace, TracedOperation, TracedTensor
+from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import dtypes, hidden_lines, operation_runs, trace_text, traced_modules
 
 

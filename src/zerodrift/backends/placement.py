@@ -27,7 +27,7 @@ from zerodrift.engine import place as placing
 from zerodrift.engine.place import ValueSources
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.module import has_forward
-from zerodrift.plan.groups import Group, groups
+from zerodrift.plan.groups import Group, find_groups
 from zerodrift.plan.table import Plan, Row
 
 Places = dict[str, tuple[tuple[nn.Module, str], ...]]
@@ -94,7 +94,7 @@ def shard(
 def _groups_with_forward(plan: Plan, modules: Mapping[str, nn.Module], problems: Problems) -> Iterator[Group]:
     """Yield the plan's groups; a group on a container of modules becomes groups on its children, because a
     `ModuleList` is never called and nothing would gather it."""
-    for group in groups(plan):
+    for group in find_groups(plan):
         yield from _split_uncalled(group, plan, modules, problems)
 
 

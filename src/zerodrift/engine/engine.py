@@ -39,7 +39,7 @@ from zerodrift.engine.step.recipe import run_step
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
 from zerodrift.optim.updater import OptimizerState
-from zerodrift.plan.dealing import dealt
+from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Plan
 from zerodrift.report.explain import Explanation, explain
 from zerodrift.report.updates import UpdateReport
@@ -124,7 +124,7 @@ class Engine:
         Under `reduce.order: tree`, a step in which every micro-batch goes to the rank that has its number
         here leaves the same bits on any number of ranks.
         """
-        return dealt(self.plan, self.mesh.rank("data"), self.accumulation)
+        return rank_micro_batches(self.plan, self.mesh.rank("data"), self.accumulation)
 
     def seed_micro_batch(self, number: int) -> None:
         """Seed torch's generators, of the host and of this device, before the forward of micro-batch

@@ -56,7 +56,7 @@ from zerodrift.experts.dispatch import distribute_experts
 from zerodrift.experts.turns import Turns
 from zerodrift.optim.factory import make_updater
 from zerodrift.optim.updater import Updater
-from zerodrift.plan.prefetch import room
+from zerodrift.plan.schedule import prefetch_budget
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Mode
@@ -89,7 +89,9 @@ class NativeExecutor:
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, comm, self._pools, sources)
         alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
-        self._traversal = Traversal(self.units, None if alone else comm.all_gather_object, room(self.part))
+        self._traversal = Traversal(
+            self.units, None if alone else comm.all_gather_object, prefetch_budget(self.part)
+        )
         for unit in self.units:
             unit.traversal = self._traversal
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)

@@ -37,7 +37,7 @@ from zerodrift.model import recipe
 from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.rounding import split
 from zerodrift.plan.layout import round_up
-from zerodrift.plan.prefetch import gathered_bytes
+from zerodrift.plan.schedule import gathered_bytes
 from zerodrift.plan.table import Plan, Row, Segment
 from zerodrift.policy.nouns import Master
 

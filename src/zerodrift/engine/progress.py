@@ -21,7 +21,7 @@ from torch import nn
 from zerodrift.engine.nested import in_backward, tensors_in
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError, UnsupportedError
-from zerodrift.plan.dealing import makes_the_tree
+from zerodrift.plan.schedule import sums_by_tree
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import LossScale
 
@@ -230,7 +230,7 @@ class TrainingProgress:
         """Return whether all micro-batches of a step are there; then look after background work."""
         if self.micro_batches == 0 or not self.is_boundary:
             return False
-        if self._plan.policy.tree and not makes_the_tree(self._plan, self.micro_batches):
+        if self._plan.policy.tree and not sums_by_tree(self._plan, self.micro_batches):
             raise refusal("no whole tree", count=self.micro_batches, ranks=self._plan.mesh.data)
         if self.background is not None:
             self.background.check()

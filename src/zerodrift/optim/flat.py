@@ -32,7 +32,7 @@ from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, 
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan.table import Plan
-from zerodrift.policy.arguments import ANY, checked
+from zerodrift.policy.arguments import ANY, check_arguments
 from zerodrift.policy.nouns import ComponentSpec
 from zerodrift.policy.support import state_verdict
 
@@ -322,7 +322,7 @@ def from_recipe(
 def arguments(recipe: ComponentSpec) -> tuple[Algorithm, dict[str, Any]]:
     """Return the update that an `optimizer` block means, and torch's arguments for it."""
     problems = Problems()
-    params = checked("optimizer.params", recipe.type, json.loads(recipe.params), problems)
+    params = check_arguments("optimizer.params", recipe.type, json.loads(recipe.params), problems)
     problems.raise_as(ConfigError)  # for a recipe that came from no config
     algorithm = algorithm_for(recipe.type, params)
     defaults = dict(algorithm.defaults)

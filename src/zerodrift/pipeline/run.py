@@ -37,8 +37,8 @@ from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Piece, PieceContext, RandomStreams, Stage
 from zerodrift.pipeline.stage_units import StageUnits
 from zerodrift.pipeline.values import StagedValues
-from zerodrift.plan.boundaries import of_piece
-from zerodrift.plan.stages import beside, pieces_of, rank_of
+from zerodrift.plan.boundaries import boundaries_of_piece
+from zerodrift.plan.stages import can_interleave, pieces_of, rank_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action
 from zerodrift.policy.pipelining import queues
@@ -103,7 +103,7 @@ class PipelineExecutor(NativeExecutor):
         )
         self.forwards = self._pieces
         for piece in self._pieces:
-            self._handles += compute.attach(piece.module, of_piece(self.plan, piece.number))
+            self._handles += compute.attach(piece.module, boundaries_of_piece(self.plan, piece.number))
             if self._late:
                 piece.queue = defer_in_piece(piece.module, self.gradients)
         self.gradients.is_scheduled = True
@@ -292,7 +292,7 @@ class PipelineExecutor(NativeExecutor):
         if training:
             schedule = schedules.training(self._schedule, stages, len(batches), self._scaled)
             if self._schedule == "dualpipev":
-                schedules.run_pairs(schedule, self.turns.run, partial(beside, self.plan))
+                schedules.run_pairs(schedule, self.turns.run, partial(can_interleave, self.plan))
         else:
             schedule = schedules.forwards(self._schedule, stages, len(batches))
         self._schedules[training] = _LearnedShapes((signature(batches[0]),), len(batches), schedule)

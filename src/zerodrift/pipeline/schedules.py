@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.plan.stages import beside, pieces, pieces_of
+from zerodrift.plan.stages import can_interleave, pieces, pieces_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import TIME, Action, Timeline
 from zerodrift.policy.nouns import Schedule
@@ -154,7 +154,7 @@ def timeline(plan: Plan) -> Timeline | None:
             entry[0]
             for rank in entries
             for entry in rank
-            if len(entry) > 1 and beside(plan, entry[0].piece, entry[1].piece)
+            if len(entry) > 1 and can_interleave(plan, entry[0].piece, entry[1].piece)
         ),
     )
 

@@ -30,7 +30,7 @@ from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.plan.schedule import reduce_order
-from zerodrift.plan.stages import of_piece, pieces, shared_with_another
+from zerodrift.plan.stages import is_tied_across_ranks, pieces, units_of_piece
 from zerodrift.plan.table import Plan
 
 
@@ -44,7 +44,7 @@ class StageUnits:
         count = pieces(part.policy.pipeline, part.mesh)
         mine = sorted({unit.stage for unit in part.units if unit.name} | {part.units[0].stage})
         self._units = {
-            piece: [live[unit.name] for unit in of_piece(part, piece)]
+            piece: [live[unit.name] for unit in units_of_piece(part, piece)]
             for piece in range(count)
             if piece in mine
         }
@@ -151,7 +151,7 @@ class StageUnits:
     def sum_over_ends(self, comm: Collectives) -> None:
         """Sum what is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""
         for segment in self._segments(self._of(None)):
-            if segment.reduced is not None and shared_with_another(self._part, segment.spec):
+            if segment.reduced is not None and is_tied_across_ranks(self._part, segment.spec):
                 comm.all_reduce(segment.reduced, segment.reduced, "ends", Sum(segment.reduced.dtype))
 
     def _segments(self, units: list[LiveUnit] | Iterator[LiveUnit]) -> list[TrainedSegment]:

@@ -19,7 +19,7 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.habits.storage_writes import mark_storage_changed
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import SegmentValues
-from zerodrift.plan.stages import pieces, rank_of, shared_with_another
+from zerodrift.plan.stages import is_tied_across_ranks, pieces, rank_of
 from zerodrift.plan.table import Plan, Row
 
 
@@ -123,7 +123,7 @@ class StagedValues:
         return rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
 
     def _is_tied(self, row: Row) -> bool:
-        return shared_with_another(self.plan, self.plan.segments[row.segment])
+        return is_tied_across_ranks(self.plan, self.plan.segments[row.segment])
 
     def _from_owner(
         self, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype = torch.float32
@@ -147,7 +147,7 @@ def make_equal(part: Plan, own: SegmentValues) -> None:
     """Give what is tied across the pipeline the values of the first end."""
     comm, updater = own.comm, own.updater
     for segment in own.segments:
-        if not shared_with_another(part, segment.spec):
+        if not is_tied_across_ranks(part, segment.spec):
             continue
         comm.broadcast(segment.storage, 0, "ends")
         if isinstance(segment, TrainedSegment) and updater is not None:

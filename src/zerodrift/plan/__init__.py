@@ -1,1 +1,1 @@
-"""Plan: what will happen. `build` makes it, `check` proves it, `cost` prices it."""
+"""The plan of a run: `build` makes it, `check` proves it, `cost` counts its bytes."""

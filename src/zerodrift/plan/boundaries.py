@@ -1,13 +1,12 @@
-"""Where dtypes change in a forward: the modules that compute in a dtype of their own, and what each returns.
+"""The dtype boundaries of a forward: modules that compute in a dtype of their own, and the dtype they return.
 
-A module all of whose parameters compute in one dtype that is not the mode's (a pinned router, norm or head)
-is given floating inputs in that dtype, runs with autocast off, and returns its own dtype (`keep`) or its
-input's (`input`). The outermost such module has the boundary. One without a forward of its own, such as a
-`ModuleList`, is never called, so its parts have theirs.
+A module has a boundary if all its parameters compute in one dtype that is not the mode's, such as a pinned
+router, norm or head. The engine casts its floating inputs to that dtype, turns autocast off inside, and
+returns the module's dtype (`keep`) or its input's (`input`). The outermost such module has the boundary. A
+module without a forward, such as a `ModuleList`, is never called, so its children have boundaries instead.
 
-From files only names are known: there every tensor counts as a parameter, and a module whose parts are all
-numbered as a list that is never called. Such a plan says so in a note, and an engine that is given it does as
-it says or refuses.
+A plan from files knows only names: every tensor counts as a parameter, and a module whose children are all
+numbered counts as a list. Such a plan says so in a note, and the engine follows the plan or refuses it.
 
 Invariant: a pure function of policy and model; no boundary lies inside another.
 """
@@ -26,18 +25,17 @@ from zerodrift.policy.rules import matches
 PROJECTIONS = re.compile(
     r"(.*_)?(proj|projection|query|key|value|qkv|kv|dense|attn|fc\d*)|w?[qkvo]|w[123]|up|down|out|c_fc|lin\d*"
 )
-"""Last names of modules whose results meet those of others: of attention and of feed-forward layers."""
+"""Last names of projections in attention and feed-forward layers, whose results are combined with others."""
 
 
-def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> tuple[Boundary, ...]:
-    """The boundaries of a model whose parameters have these columns, in the order of its parameters."""
+def find_boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> tuple[Boundary, ...]:
+    """Find the boundaries of a model in the order of its parameters; `columns` has one item per parameter."""
     distinct = {id(cells): cells for cells in columns}
-    apart = {key for key, cells in distinct.items() if computes_apart(cells, policy.mode)}
-    if not apart:
+    own = {key for key, cells in distinct.items() if has_own_dtype(cells, policy.mode)}
+    if not own:
         return ()
-    usual = {key for key, cells in distinct.items() if _computes_as_usual(cells, policy.mode)}
-    mixed: set[str] = set()
-    """Modules around a parameter that computes as the mode does."""
+    usual = {key for key, cells in distinct.items() if _has_mode_dtype(cells, policy.mode)}
+    mixed: set[str] = set()  # modules around a parameter that computes in the mode's dtype
     for parameter, cells in zip(model.parameters, columns, strict=True):
         if id(cells) in usual:
             for name in parameter.names:
@@ -45,8 +43,7 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
                     if path in mixed:
                         break
                     mixed.add(path)
-    inside: dict[str, list[int]] = {}
-    """Of every other module: its parameters, once per name."""
+    inside: dict[str, list[int]] = {}  # every other module -> its parameters, once per name
     for index, parameter in enumerate(model.parameters):
         if id(columns[index]) not in usual:
             for name in parameter.names:
@@ -54,27 +51,27 @@ def boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> 
                     if path in mixed:
                         break
                     inside.setdefault(path, []).append(index)
-    decide = _Decide(policy, model, columns)
+    finder = _BoundaryFinder(policy, model, columns)
     decided: dict[str, Boundary | None] = {}
     for parameter, cells in zip(model.parameters, columns, strict=True):
-        if id(cells) in apart:
+        if id(cells) in own:
             for name in parameter.names:
                 for path in reversed([path for path in enclosing_modules(name) if path in inside]):
                     if path not in decided:
-                        decided[path] = decide(path, inside[path])
+                        decided[path] = finder.find(path, inside[path])
                     if decided[path] is not None:
                         break
     return tuple(boundary for boundary in decided.values() if boundary is not None)
 
 
-def of_piece(plan: Plan, piece: int) -> tuple[Boundary, ...]:
-    """Those of modules that have a parameter in one piece of a pipeline."""
+def boundaries_of_piece(plan: Plan, piece: int) -> tuple[Boundary, ...]:
+    """Return the boundaries of modules that have a parameter in one piece of a pipeline."""
     here = {path for name in names_of(plan, piece) for path in enclosing_modules(name)}
     return tuple(boundary for boundary in plan.boundaries if boundary.path in here)
 
 
 def enclosing_modules(name: str) -> Iterator[str]:
-    """The paths of the modules around a parameter, innermost first; the model itself is none of them."""
+    """List the paths of the modules around a parameter, innermost first, without the model itself."""
     while True:
         name = name.rpartition(".")[0]
         if not name:
@@ -82,21 +79,24 @@ def enclosing_modules(name: str) -> Iterator[str]:
         yield name
 
 
-def computes_apart(cells: Columns, mode: Mode) -> bool:
-    """Whether a parameter computes in another dtype than what is around it. Under autocast each operation
-    decides, and only a pin takes a parameter out of it."""
+def has_own_dtype(cells: Columns, mode: Mode) -> bool:
+    """Return True if a parameter computes in another dtype than the mode's.
+
+    Under autocast each operation chooses its dtype, and only a pin excludes a parameter.
+    """
     if mode.autocast:
         return cells.pinned
     return cells.compute.is_floating and cells.compute is not mode.dtype
 
 
-def _computes_as_usual(cells: Columns, mode: Mode) -> bool:
-    """An integer parameter says nothing about its module, but that autocast is on around it."""
-    return not computes_apart(cells, mode) and (mode.autocast or cells.compute.is_floating)
+def _has_mode_dtype(cells: Columns, mode: Mode) -> bool:
+    """Return True if a parameter computes as the mode says. Without autocast an integer parameter does not
+    count."""
+    return not has_own_dtype(cells, mode) and (mode.autocast or cells.compute.is_floating)
 
 
-class _Decide:
-    """The boundary at a module that holds no parameter that computes as the mode does, if there is one."""
+class _BoundaryFinder:
+    """Finds the boundary of a module in which no parameter computes in the mode's dtype."""
 
     def __init__(self, policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> None:
         self._policy = policy
@@ -105,7 +105,7 @@ class _Decide:
         self._first_path = dict(model.shared)
         self._has_classes = model.has_classes
 
-    def __call__(self, path: str, inside: Sequence[int]) -> Boundary | None:
+    def find(self, path: str, inside: Sequence[int]) -> Boundary | None:
         floating = [self._columns[index] for index in inside if self._columns[index].compute.is_floating]
         dtypes = {cells.compute for cells in floating}
         if len(dtypes) != 1 or not self._is_called(path, inside):
@@ -124,19 +124,22 @@ class _Decide:
         return not all(name[len(path) + 1 :].partition(".")[0].isdecimal() for name in names)
 
     def _by_rule(self, inside: Sequence[int]) -> tuple[Output, str] | None:
-        """What rules say of the parameters; `keep` where they say both."""
-        said = {self._columns[index].output: index for index in reversed(inside)}
-        output: Output | None = "keep" if "keep" in said else "input" if "input" in said else None
+        """Return the output that rules set for the parameters, and its reason; `keep` wins over `input`."""
+        by_output = {self._columns[index].output: index for index in reversed(inside)}
+        output: Output | None = "keep" if "keep" in by_output else "input" if "input" in by_output else None
         if output is None:
             return None
-        parameter = self._model.parameters[said[output]]
+        parameter = self._model.parameters[by_output[output]]
         names = list(zip(parameter.names, parameter.owners, strict=True))
         rules = (rule for rule in reversed(self._policy.rules) if rule.output == output)
         return output, next(rule.why for rule in rules if any(matches(rule, *name) for name in names))
 
     def _by_default(self, path: str, inside: Sequence[int]) -> tuple[Output, str]:
-        """A router or a head holds one matrix and has no projection's name, and keeps; a norm holds none and
-        a block several, and what comes after those computes in the dtype of what came before."""
+        """Return the default output and its reason.
+
+        A router or a head keeps its dtype: it holds one matrix and is not named as a projection. A norm holds
+        no matrix and a block several; they return the dtype of their input.
+        """
         matrices = sum(len(self._model.parameters[index].shape) > 1 for index in inside)
         if matrices != 1:
             return "input", "several matrices, as a block" if matrices else "no matrix, as a norm"
@@ -146,9 +149,9 @@ class _Decide:
         return "keep", "one matrix, as a router or a head"
 
 
-def unknown(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:
-    """What a person should know where names are all that boundaries were found by."""
-    if model.has_classes or not any(computes_apart(cells, policy.mode) for cells in columns):
+def note_missing_classes(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:
+    """Note that boundaries were found by names alone."""
+    if model.has_classes or not any(has_own_dtype(cells, policy.mode) for cells in columns):
         return
     yield (
         "this source has no module classes: boundaries take every tensor for a parameter, and a module whose "

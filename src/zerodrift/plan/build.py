@@ -1,9 +1,9 @@
-"""Puts a plan together: `build(policy, model, mesh) -> Plan`.
+"""Build a plan: `build(policy, model, mesh) -> Plan`.
 
-Policy says what the columns of a parameter are, layout says where it lies; this room joins the two, adds
-what a person should know, and has the result checked.
+The policy gives every parameter its columns, and the layout gives it a place. `build` joins the two, adds
+notes for the reader, and checks the result.
 
-Invariant: a plan that leaves this room has passed every check of `plan/check.py`.
+Invariant: a plan that `build` returns has passed every check of `plan/check.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
-from zerodrift.plan import boundaries, check, small, stages
+from zerodrift.plan import boundaries, check, stages
 from zerodrift.plan.experts import own_experts, require_experts
-from zerodrift.plan.groups import groups
-from zerodrift.plan.layout import Members, find_units, group, pack
+from zerodrift.plan.groups import find_groups
+from zerodrift.plan.layout import Members, find_units, group, move_small_segments, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import Columns, Master, Policy
 from zerodrift.policy.order import KEY, TIED, refuse_order, refuse_ranks
@@ -35,7 +35,11 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
     columns = _columns(policy, model)
-    _require_order(policy, columns, mesh)
+    if policy.tree:
+        problems = Problems()
+        whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
+        refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
+        problems.raise_as(ConfigError)
     require_experts(model, columns, mesh.expert)
     rows: list[Row] = []
     units: list[Unit] = []
@@ -44,7 +48,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     split = "layers" if policy.pipeline is None else policy.pipeline.split
     found = gathered = find_units(model, policy.sharding.units, pieces, split)
     if pieces == 1 and policy.backend == "native" and not policy.sharding.units:
-        gathered = small.with_the_root(found, columns, model, mesh.shard)
+        gathered = move_small_segments(found, columns, model, mesh.shard)
     for members in gathered:
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
         _require_tied_on_one_rank(policy, model, columns, members)
@@ -57,21 +61,21 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         buffers=tuple(_buffer(buffer, policy) for buffer in model.buffers),
         units=tuple(units),
         segments=tuple(segments),
-        boundaries=boundaries.boundaries(policy, model, columns),
+        boundaries=boundaries.find_boundaries(policy, model, columns),
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
-            *boundaries.unknown(policy, model, columns),
-            *small.note(found, gathered),
+            *boundaries.note_missing_classes(policy, model, columns),
+            *_note_moved(found, gathered),
         ),
     )
     check.require(plan)
     if policy.backend == "fsdp2":
-        groups(plan)  # a plan that fully_shard cannot run is refused where it is made
+        find_groups(plan)  # a plan that fully_shard cannot run is refused where it is made
     return plan
 
 
 def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    """The columns of every parameter, or one error with everything that is wrong."""
+    """Return the columns of every parameter, or raise one error with all problems."""
     columns_of = ColumnsOf(policy, model)
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
@@ -82,27 +86,20 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
     return columns
 
 
-def _require_order(policy: Policy, columns: list[Columns], mesh: MeshShape) -> None:
-    """Under `order: tree`, that ranks sum whole nodes of it."""
-    problems = Problems()
-    whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
-    if policy.tree:
-        refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
-    problems.raise_as(ConfigError)
-
-
 def _require_tied_on_one_rank(
     policy: Policy, model: ModelSpec, columns: list[Columns], members: Members
 ) -> None:
-    """Under `order: tree`, that pieces of a pipeline that use one trained parameter are on one rank: those at
-    the ends of a V."""
+    """Refuse `order: tree` for a trained parameter that is tied across ranks of a pipeline.
+
+    The first and the last piece of a V-shaped schedule are on one rank.
+    """
     problems = Problems()
-    together = policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED
+    if not policy.tree or (policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED):
+        return
     for index in members.copies:
-        names = model.parameters[index].names
-        if not policy.tree or together or columns[index].update is None:
-            continue
-        refuse_order(TIED, KEY, problems, got=f"tree, and {' tied to '.join(names)}")
+        if columns[index].update is not None:
+            names = " tied to ".join(model.parameters[index].names)
+            refuse_order(TIED, KEY, problems, got=f"tree, and {names}")
     problems.raise_as(ConfigError)
 
 
@@ -115,7 +112,7 @@ def _add_unit(
     units: list[Unit],
     segments: list[Segment],
 ) -> None:
-    """One unit: its parameters grouped by columns, each group one segment."""
+    """Append a unit with its rows and segments: parameters that agree in every column are one segment."""
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
     for indices in stages.split_off_copies(group(members.parameters, columns), members.copies):
@@ -126,34 +123,16 @@ def _add_unit(
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
         packed = pack(parameters, slices if sliced else 1, placement)
-        number = len(segments)
-        start = len(rows)
+        number, start = len(segments), len(rows)
         for parameter, index, offset in zip(parameters, indices, packed.offsets, strict=True):
-            rows.append(
-                Row(
-                    names=parameter.names,
-                    shape=parameter.shape,
-                    source=parameter.dtype,
-                    klass=parameter.owners[0].klass,
-                    columns=columns[index],
-                    unit=unit,
-                    segment=number,
-                    offset=offset,
-                    parts=parts,
-                )
-            )
+            names, klass = parameter.names, parameter.owners[0].klass
+            place = unit, number, offset, parts
+            rows.append(Row(names, parameter.shape, parameter.dtype, klass, columns[index], *place))
         numbers = tuple(sorted(range(start, len(rows)), key=lambda number: rows[number].offset))
         copies = members.copies.get(indices[0], ())
         segments.append(Segment(unit, shared, numbers, packed.numel, packed.padded, copies))
-    units.append(
-        Unit(
-            members.name,
-            tuple(range(first_row, len(rows))),
-            tuple(range(first_segment, len(segments))),
-            members.stage,
-            members.products,
-        )
-    )
+    held = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
+    units.append(Unit(members.name, *held, members.stage, members.products))
 
 
 def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
@@ -167,14 +146,9 @@ def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
 
 
 def _notes(
-    policy: Policy,
-    model: ModelSpec,
-    rows: list[Row],
-    segments: list[Segment],
-    units: list[Unit],
-    shard: int,
+    policy: Policy, model: ModelSpec, rows: list[Row], segments: list[Segment], units: list[Unit], shard: int
 ) -> Iterable[str]:
-    """What a person should know before the first step."""
+    """Write the notes that a reader should see before the first step."""
     trained = [(row, update) for row in rows if (update := row.columns.update)]
     if not trained:
         yield "no parameter is trained: there is nothing to update"
@@ -220,7 +194,7 @@ def _notes(
 
 
 def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
-    """What is allocated beyond the parameters, where it is worth a word."""
+    """Note the padding if it is large."""
     total = sum(s.numel for s in segments)
     padding = sum(s.padded - s.numel for s in segments if not s.whole)
     if padding > 0.01 * total and padding > 1 << 20:
@@ -231,12 +205,12 @@ def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
         yield (
             f"keeping parameters whole pads them by {padded / placed:.0%}, in memory and on the wire: slices "
             f"over {shard} ranks are as long as the fullest. Fewer shard ranks waste less "
-            f"(`sharding.replicate`), and so do rules that leave out what is much larger than the rest"
+            f"(`sharding.replicate`), and so do rules that exclude parameters much larger than the rest"
         )
 
 
 def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int) -> Iterable[str]:
-    """A block so large that gathering it dwarfs what a rank keeps."""
+    """Note a block that is much larger than a rank's share of the model."""
     if policy.sharding.stage < 2 or policy.sharding.keep_gathered != "never":
         return
     sizes = [sum(rows[index].numel for index in unit.rows) for unit in units if unit.name]
@@ -252,11 +226,20 @@ def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int)
     )
 
 
+def _note_moved(before: list[Members], after: list[Members]) -> Iterable[str]:
+    count = len(after[0].parameters) - len(before[0].parameters)
+    if count:
+        yield (
+            f"{count:,} small parameters of blocks are gathered with the root, once: on so many ranks each "
+            f"block's would be more padding than values"
+        )
+
+
 LARGE_UNIT = 100_000_000
-"""Elements from which the size of a unit is worth a word."""
+"""Least size of a unit that gets a note, in elements."""
 
 LARGE_RATIO = 16
-"""And only where a unit is this many times larger than a rank's share of the whole model."""
+"""Least ratio of a unit to a rank's share of the model for a note."""
 
 
 def _count(rows: list[Row]) -> str:

@@ -1,9 +1,9 @@
-"""The executable spec of a plan: each invariant is a function that yields what breaks it.
+"""The invariants of a plan: each is a function that yields its violations.
 
-`build` runs them on every plan; a test plants a violation of each and sees it caught. A broken invariant
-is a defect of zerodrift, never of a user's config, so `require` raises AssertionError.
+`build` checks every plan, and a test plants a violation of each invariant. A broken invariant is our defect
+and never a mistake in a config, so `require` raises AssertionError.
 
-Invariant: this file decides nothing; it only knows what must hold.
+Invariant: nothing is decided here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def names_are_unique(plan: Plan) -> Iterator[str]:
 
 
 def rows_are_in_one_place(plan: Plan) -> Iterator[str]:
-    """Rows, segments and units tell the same story from both sides."""
+    """Every row is in one segment and one unit, and names both; every segment is in one unit."""
     for kind, lists in (
         ("segment", [segment.rows for segment in plan.segments]),
         ("unit", [unit.rows for unit in plan.units]),
@@ -57,7 +57,7 @@ def rows_do_not_overlap(plan: Plan) -> Iterator[str]:
         end = 0
         for row in (plan.rows[index] for index in segment.rows):
             if row.offset < end:
-                yield f"{row.name} overlaps what precedes it in segment {number}"
+                yield f"{row.name} overlaps the row before it in segment {number}"
             end = row.offset + row.numel
         if end > segment.padded:
             yield f"segment {number} ends at {end}, beyond its {segment.padded} elements"
@@ -72,7 +72,7 @@ def starts_are_aligned(plan: Plan) -> Iterator[str]:
 
 
 def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
-    """A slice never cuts a block of BLOCK elements."""
+    """Slices are equal and never cut a block of BLOCK elements."""
     for number, segment in enumerate(plan.segments):
         sliced = segment.columns.storage.axis != "" or segment.trained
         multiple = BLOCK * (plan.slices(segment) if sliced else 1)
@@ -81,7 +81,7 @@ def slices_are_equal_blocks(plan: Plan) -> Iterator[str]:
 
 
 def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
-    """A slice ends inside of a row only where the row's placement lets it."""
+    """A slice ends inside a row only if the row's placement allows that."""
     for number, segment in enumerate(plan.segments):
         if not segment.whole:
             continue
@@ -97,7 +97,7 @@ def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
 
 
 def matrix_updates_get_matrices(plan: Plan) -> Iterator[str]:
-    """What Muon updates has two dimensions or more and is not cut inside of a matrix."""
+    """Parameters that Muon updates have two dimensions or more and are not cut inside a matrix."""
     for row in plan.rows:
         update = row.columns.update
         if update is None or not update.optimizer or not of_type(update.optimizer).matrices:
@@ -131,13 +131,13 @@ def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
 
 
 def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
-    """The contract between columns: what a later column holds, it holds whole, unless allowed."""
+    """No column loses bits of the column before it, unless the config allows that."""
     for row in plan.rows:
         update = row.columns.update
         if update is None:
             continue
         if update.grad is not row.columns.compute:
-            yield f"{row.name}: grad is not what autograd leaves"
+            yield f"{row.name}: grad is not the compute dtype"
         if not update.accumulate.dtype.holds(update.grad) and not plan.policy.allow_narrow:
             yield f"{row.name}: accumulate is narrower than grad without allow_narrow"
         if not update.reduce.sum.holds(update.reduce.wire):
@@ -149,7 +149,7 @@ def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
 
 
 def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
-    """The table of ZeRO stages, which are only sharding columns."""
+    """The sharding columns agree with the ZeRO stage."""
     stage, everywhere = plan.policy.sharding.stage, BACKENDS[plan.policy.backend].storage_sharded
     for row in plan.rows:
         columns, update = row.columns, row.columns.update
@@ -165,7 +165,7 @@ def axes_follow_the_stage(plan: Plan) -> Iterator[str]:
 
 
 def experts_are_divided(plan: Plan) -> Iterator[str]:
-    """What is divided over the expert axis says so in its columns, and by how much in its row."""
+    """Columns and rows agree on the parameters that are divided over the expert axis."""
     for row in plan.rows:
         if row.parts != (plan.mesh.expert if row.columns.parallel else 1):
             yield f"{row.name} is in {row.parts} parts on an expert axis of {plan.mesh.expert}"
@@ -194,7 +194,7 @@ def units_are_in_order(plan: Plan) -> Iterator[str]:
 
 
 def boundaries_hold_their_dtype(plan: Plan) -> Iterator[str]:
-    """Inside a boundary everything computes in its dtype, and there is no other one."""
+    """Every parameter inside a boundary computes in its dtype, and no boundary is inside another."""
     held = {boundary.path: boundary for boundary in plan.boundaries}
     if len(held) < len(plan.boundaries):
         yield "a path has two boundaries"
@@ -233,14 +233,14 @@ CHECKS: tuple[Check, ...] = (
 """Every invariant of a plan."""
 
 
-def broken(plan: Plan) -> list[str]:
-    """What does not hold, as "check: detail"; empty for a sound plan."""
+def find_violations(plan: Plan) -> list[str]:
+    """List the violations of a plan as "check: detail"."""
     return [f"{check.__name__}: {detail}" for check in CHECKS for detail in check(plan)]
 
 
 def require(plan: Plan) -> None:
     """Raise AssertionError unless every invariant holds."""
-    violations = broken(plan)
+    violations = find_violations(plan)
     if violations:
         raise AssertionError(
             f"plan of {plan.source} breaks {len(violations)} invariants: " + "; ".join(violations[:5])

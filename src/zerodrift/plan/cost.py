@@ -1,29 +1,32 @@
-"""What a step costs one rank: bytes at rest, at peak and on the wire, from the plan alone.
+"""The cost of a step for one rank: bytes at rest, at peak and on the wire, from the plan alone.
 
-The traffic is counted over `schedule.counted`: the list that the engine follows and a test compares with what
-was recorded, its repetitions folded. So the price cannot drift from the deed, and a million micro-batches
-are counted as fast as three. Activations are the model's own and are not in the peak; the report says so.
+Traffic is counted over `schedule.count_collectives`. A test compares that list with the engine's recorded
+collectives, so the estimate follows the engine. Activations depend on the model and are not in the peak.
 
-Invariant: every figure is bytes of one rank, of the most loaded pipeline stage.
+Invariant: every figure is bytes of one rank, on the most loaded pipeline stage.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ADAMW, of_type
-from zerodrift.plan.prefetch import gathered_bytes, most_at_once, room
-from zerodrift.plan.schedule import Collective, counted
+from zerodrift.plan.schedule import (
+    Collective,
+    count_collectives,
+    gathered_bytes,
+    most_gathered_bytes,
+    prefetch_budget,
+)
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
 from zerodrift.policy.order import accumulators, rank_levels
-from zerodrift.policy.pipelining import begun
+from zerodrift.policy.pipelining import most_unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class RestingBytes:
     storage: int
     buffers: int
     accumulate: int
-    """0 where the accumulator is freed after the step."""
+    """0 if the accumulator is freed after the step."""
     master: int
     state: int
 
@@ -47,15 +50,15 @@ class Peak:
     """Bytes at the worst moment of a step, without activations."""
 
     rest: int
-    """What is there anyway."""
+    """Bytes between steps."""
     gathered: int
-    """Unsharded copies alive at once: the root, the unit that runs and those that are gathered ahead."""
+    """Unsharded copies alive at once: the root, the unit that runs and the units gathered ahead."""
     accumulate: int
-    """Sums of gradients, beyond what is kept between steps."""
+    """Sums of gradients that are not kept between steps."""
     gradient: int
-    """The root's and one unit's gradient on its way, with the buffers that it is reduced from."""
+    """Gradients of the root and of one unit before their reduction, with its send buffers."""
     wire: int
-    """Buffers that a reduction sends from and receives into."""
+    """Buffers of the reductions under way."""
 
     @property
     def total(self) -> int:
@@ -75,29 +78,30 @@ class Traffic:
     count: int
     """Collectives per optimizer step."""
     bytes: int
-    """Sent by one rank per optimizer step: ring bytes, (N - 1) / N of the buffer (twice for all_reduce)."""
+    """Bytes sent by one rank per optimizer step over a ring: (N - 1) / N of the buffer, twice for
+    all_reduce."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one rank holds and sends: bytes at rest, at peak without activations, and on the wire per step."""
+    """The bytes of one rank: at rest, at peak without activations, and on the wire per step."""
 
     micro_batches: int
-    """Of one optimizer step."""
+    """Micro-batches per optimizer step."""
     pipeline_stage: int
-    """The most loaded one, which the figures are of."""
+    """The most loaded pipeline stage; all figures are for this stage."""
     parameters: int
-    """Elements of that stage's model, tied once."""
+    """Elements of the stage's parameters; tied parameters count once."""
     padding: int
-    """Elements allocated beyond them, over all ranks of a shard group."""
+    """Elements allocated beyond the parameters, over all ranks of a shard group."""
     whole_padding: int
-    """Of those, the ones that keep parameters or matrices whole."""
+    """The part of `padding` that keeps parameters or matrices whole."""
     rest: RestingBytes
     """Bytes between steps: `storage`, `master`, `state`, and their `total`."""
     peak: Peak
     """Bytes at the worst moment of a step."""
     traffic: tuple[Traffic, ...]
-    """What is sent, collective by collective."""
+    """Bytes on the wire, a line per kind of collective."""
 
     @property
     def wire(self) -> int:
@@ -112,7 +116,7 @@ class Cost:
 def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
     """Count the bytes of a plan, on the pipeline stage with the highest peak.
 
-    `micro_batches` is the number per optimizer step; by default it is that of the plan.
+    `micro_batches` is the number per optimizer step, by default the plan's.
     """
     count = plan.policy.batch.accumulation if micro_batches is None else micro_batches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -122,10 +126,10 @@ def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
 
 
 def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
-    """The bill of one rank at a place on the pipeline axis."""
+    """Count the bytes of one rank at a place on the pipeline axis."""
     plan = part(whole_plan, stage)
-    units, segments = plan.units, plan.segments
-    rest = _rest(plan, segments, micro_batches)
+    segments = plan.segments
+    rest = _rest(plan, micro_batches)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
@@ -133,13 +137,13 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
         padding=sum(_padding(plan, segment) for segment in segments),
         whole_padding=sum(_padding(plan, segment) for segment in segments if segment.whole),
         rest=rest,
-        peak=_peak(plan, units, segments, rest, micro_batches),
+        peak=_peak(plan, rest, micro_batches),
         traffic=_traffic(whole_plan, stage, micro_batches),
     )
 
 
 def _parts(plan: Plan, segment: Segment) -> int:
-    """How many such segments a shard group has, each with other experts."""
+    """Count the copies of a segment in a shard group, each with other experts."""
     return plan.mesh.shard // plan.slices(segment)
 
 
@@ -147,45 +151,44 @@ def _padding(plan: Plan, segment: Segment) -> int:
     return (segment.padded - segment.numel) * _parts(plan, segment)
 
 
-def _rest(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> RestingBytes:
+def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     storage = accumulate = master = state = 0
-    for segment in segments:
+    for segment in plan.segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _resting_bytes(segment, columns.storage, shard)
         if update is None:
             continue
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
-        count = moments(plan.policy.optimizer, update.optimizer)
+        count = count_moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
             size = _resting_bytes(segment, update.accumulate, shard)
             accumulate += size * accumulators_of(plan, segment, micro_batches)
     if not plan.policy.sharding.free_accumulator:
-        accumulate += sum(_arriving(plan, segments, micro_batches))
+        accumulate += sum(_arriving(plan, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
     return RestingBytes(storage, buffers, accumulate, master, state)
 
 
-def _peak(
-    plan: Plan, units: Sequence[Unit], segments: Sequence[Segment], rest: RestingBytes, micro_batches: int
-) -> Peak:
-    """The worst moment: the middle of a backward, when the last accumulators are filled."""
+def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
+    """Count the worst moment: the middle of a backward, when the last accumulators are filled."""
+    units = plan.units
     blocks = [gathered_bytes(plan, unit) for unit in units if unit.name]
     roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
     if plan.policy.sharding.keep_gathered == "never":
-        space = room(plan)
-        gathered = roots + max(most_at_once(blocks, space), most_at_once(blocks[::-1], space))
+        budget = prefetch_budget(plan)
+        both = (most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
+        gathered = roots + max(both)
     else:
         gathered = roots + sum(blocks)
-    trained = [segment for segment in segments if segment.trained]
-    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in trained)
-    sums += max(_arriving(plan, segments, micro_batches), default=0)
+    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in plan.segments)
+    sums += max(_arriving(plan, micro_batches), default=0)
     accumulate = max(0, sums - rest.accumulate)
     blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
     roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
     gradient = roots_gradient + max(blocks, default=0)
-    wires = sorted((_wire_buffers(plan, segment) for segment in trained), reverse=True)
+    wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
     return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 
 
@@ -194,36 +197,40 @@ def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
-    """The most sums of a segment at once: one, or by the tree those that wait for others. A pipeline's
-    micro-batches come in a buffer of their own each, also where it is the right one of two."""
+    """Count the most sums of a segment at once: one, or under `order: tree` the partial sums that wait.
+
+    Every micro-batch of a pipeline arrives in a buffer of its own, also the right one of two.
+    """
     update = segment.columns.update
     if update is None or update.reduce.order != "tree":
         return 1
     if plan.policy.pipeline is None or _sums_slices(plan, segment):
         return accumulators(micro_batches)
-    return micro_batches.bit_length() - 1 + _begun(plan, micro_batches)
+    return micro_batches.bit_length() - 1 + _most_unfinished(plan, micro_batches)
 
 
 def _sums_slices(plan: Plan, segment: Segment) -> bool:
-    """Whether every micro-batch is reduced before it is added to others."""
+    """Return True if every micro-batch is reduced before it is added to others."""
     update = segment.columns.update
     return update is not None and bool(update.accumulate.axis) and plan.slices(segment) > 1
 
 
-def _begun(plan: Plan, micro_batches: int) -> int:
-    return begun(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
+def _most_unfinished(plan: Plan, micro_batches: int) -> int:
+    return most_unfinished(plan.policy.pipeline, plan.mesh.pipeline, micro_batches)
 
 
-def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tuple[int, ...]:
-    """Where segments are summed by the tree, a micro-batch arrives in a buffer of its own: bytes of those at
-    once, for each size of segments, which take turns in them."""
+def _arriving(plan: Plan, micro_batches: int) -> tuple[int, ...]:
+    """Return the bytes of the buffers in which micro-batches arrive under `order: tree`.
+
+    One item per size of segments, because segments of one size share a buffer.
+    """
     if micro_batches == 1:
         return ()
     own = plan.policy.pipeline is not None  # counted with the sums
     sizes = {
         _resting_bytes(segment, update.accumulate, plan.slices(segment))
         * (REDUCTIONS if update.accumulate.axis else 1)
-        for segment in segments
+        for segment in plan.segments
         if (update := segment.columns.update) is not None
         and update.reduce.order == "tree"
         and not (own and not _sums_slices(plan, segment))
@@ -232,38 +239,40 @@ def _arriving(plan: Plan, segments: Sequence[Segment], micro_batches: int) -> tu
 
 
 def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
-    """Bytes of a segment's accumulator when every gradient of a step is in it.
+    """Count the bytes of a segment's accumulator when it holds every gradient of a step.
 
-    The reduced slice is there in any case, and the whole sum beside it where several micro-batches wait for
-    one reduction or where every rank updates the whole. At stage 0 the slice is formed in its place in the
-    whole, if the wire has the accumulator's dtype.
+    The reduced slice always exists. The whole sum exists beside it if several micro-batches wait for one
+    reduction, or if every rank updates the whole parameter. At stage 0 the slice lies inside the whole sum,
+    if the wire has the accumulator's dtype.
     """
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None:
-        raise AssertionError("a frozen segment has no accumulator")
+        return 0
     size = segment.padded * update.accumulate.dtype.size
     others = accumulators_of(plan, segment, micro_batches) - 1
     more = others * _resting_bytes(segment, update.accumulate, shard)
     if shard == 1:
         return size + more
     slices = _sums_slices(plan, segment)
-    landing = size * _begun(plan, micro_batches) if slices and update.reduce.order == "tree" else size
+    landing = (
+        size * _most_unfinished(plan, micro_batches) if slices and update.reduce.order == "tree" else size
+    )
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
         return more + (size if in_place else landing + size // shard)
-    # A pipeline's gradients land in place all through a step, whichever micro-batch they are of.
+    # Gradients of a pipeline's micro-batches land in place all through a step.
     waits = _waits(update, micro_batches) or plan.policy.pipeline is not None
     return size // shard + (landing if waits else 0) + more
 
 
 def _waits(update: Update, micro_batches: int) -> bool:
-    """Whether whole gradients wait for later micro-batches before they are reduced."""
+    """Return True if whole gradients wait for later micro-batches before they are reduced."""
     return not update.accumulate.axis and micro_batches > 1
 
 
 def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
-    """Bytes of a unit's gradient on its way: as autograd leaves it, cast to the accumulate dtype, and where
-    it is reduced at once, in the buffers that it is reduced from."""
+    """Count the bytes of a unit's gradient: cast to the accumulate dtype, and in the send buffers of a
+    reduction."""
     total = 0
     for segment in (plan.segments[number] for number in unit.segments):
         update = segment.columns.update
@@ -276,13 +285,12 @@ def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
 
 
 def _wire_buffers(plan: Plan, segment: Segment) -> int:
-    """What a reduction receives, the copy that it sends where the wire is another dtype, and its sum where
-    that is added to what is there."""
+    """Count the buffers of a reduction: received parts, the copy in the wire's dtype, and the sum."""
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
         return 0
     if update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1):
-        return segment.padded * update.reduce.wire.size  # the room of `halving_exchanges`
+        return segment.padded * update.reduce.wire.size  # the buffer of `halving_exchanges`
     received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
     sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
     summed = segment.padded // shard * update.reduce.sum.size
@@ -291,23 +299,23 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
 
 
 HALVING = 8
-"""Ranks, a power of two, from which on a sum by the tree travels by halves, whatever carries it."""
+"""Least number of ranks, a power of two, on which a sum by the tree exchanges halves."""
 
 REDUCTIONS = 2
-"""Reductions under way at once, `IN_FLIGHT` of the engine."""
+"""Reductions under way at once; `IN_FLIGHT` in the engine."""
 
 
 def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
     lines: dict[tuple[str, str, str, str], list[int]] = {}
-    for call, times in counted(plan, stage, micro_batches):
+    for call, times in count_collectives(plan, stage, micro_batches):
         line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
         line[0] += times
-        line[1] += times * sent(call, plan.mesh)
+        line[1] += times * sent_bytes(call, plan.mesh)
     return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
 
 
-def sent(call: Collective, mesh: MeshShape) -> int:
-    """Bytes that one rank sends for a collective carried by a ring."""
+def sent_bytes(call: Collective, mesh: MeshShape) -> int:
+    """Count the bytes that one rank sends for a collective over a ring."""
     ranks = {
         "shard": mesh.shard,
         "replicate": mesh.replicate,
@@ -319,9 +327,11 @@ def sent(call: Collective, mesh: MeshShape) -> int:
     return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
 
 
-def moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
-    """How many values per element an optimizer keeps; AdamW's where the config names none. `share` says which
-    part of one that treats parameters differently."""
+def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
+    """Count the moments per element of an optimizer, or of AdamW if the config names none.
+
+    `share` is the part of an optimizer that updates parameters differently.
+    """
     if optimizer is None:
         return len(ADAMW.moments)
     algorithm = of_type(share or optimizer.type)
@@ -333,5 +343,5 @@ MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
 
 
 def block_bytes(state: State) -> int:
-    """Bytes of a moment of BLOCK elements: `8bit` has an fp32 scale for each such block."""
+    """Count the bytes of a moment of BLOCK elements; `8bit` adds an fp32 scale per block."""
     return BLOCK * state.dtype.size + (4 if state is State.EIGHT_BIT else 0)

@@ -1,8 +1,8 @@
-"""Stacks of experts over the expert axis: what must hold of them, and what one rank has.
+"""Stacks of experts over the expert axis: their requirements, and the part of one rank.
 
-A stack is a parameter whose first dimension counts experts. Its rank's part is the experts from
-`rank * count / ranks` on, one run of elements of the row-major flattening, so whoever reads a file or writes
-one needs an offset and nothing else.
+A stack is a parameter whose first dimension counts experts. A rank holds the experts from `rank * count /
+ranks` on. They are one run of elements of the row-major flattening, so readers and writers of files need an
+offset only.
 
 Invariant: pure. Every part has the same shape, so the plan is the same on every rank.
 """
@@ -18,14 +18,14 @@ from zerodrift.policy.nouns import Columns
 
 
 def own_experts(parameter: ParameterSpec, parts: int) -> ParameterSpec:
-    """What one of `parts` ranks has of a stack."""
+    """Return the part of a stack on one of `parts` ranks."""
     if parts == 1:
         return parameter
     return replace(parameter, shape=(parameter.shape[0] // parts, *parameter.shape[1:]))
 
 
 def require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:
-    """Raise one error with everything that cannot be divided over `ranks`."""
+    """Raise one error with all parameters that cannot be divided over `ranks`."""
     if ranks == 1:
         return
     problems = Problems()
@@ -34,59 +34,47 @@ def require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) ->
     for parameter in stacks:
         _require_stack(parameter, ranks, counts, problems)
     for parameter, of in zip(model.parameters, columns, strict=True):
-        # Whole beside stacks that are divided, it would be read by a rank's own numbers of experts.
+        # A whole parameter beside divided stacks would be indexed by a rank's own expert numbers.
         count, first = counts.get(parameter.name.rpartition(".")[0], (0, ""))
         if count and not of.parallel and parameter.shape[:1] == (count,):
             must = f"must be named in `experts.parameters`: it has the {count} experts of `{first}` beside it"
             problems.add(parameter.name, must, got="no match", do="Name all stacks of a module, or none.")
     if not stacks:
-        problems.add(
-            "experts.parameters",
-            f"must match a parameter of {model.source}",
-            got="no match",
-            do="Name the parameters that stack experts in their first dimension, or leave `experts` out.",
-        )
+        do = "Name the parameters that stack experts in their first dimension, or leave `experts` out."
+        problems.add("experts.parameters", f"must match a parameter of {model.source}", got="no match", do=do)
     problems.raise_as(ConfigError)
 
 
 def _require_stack(
     parameter: ParameterSpec, ranks: int, counts: dict[str, tuple[int, str]], problems: Problems
 ) -> None:
-    """`counts` has, by module, how many experts its first stack has, and the name of that."""
+    """Check one stack; `counts` maps modules to the number of experts of their first stack and its name."""
     name, shape = parameter.name, list(parameter.shape)
     owner = name.rpartition(".")[0]
     if len(parameter.names) > 1:
-        problems.add(
-            name, "must not be tied, as a stack of experts", got=", ".join(parameter.names), do=_LESS
-        )
+        must = "must not be tied, as a stack of experts"
+        problems.add(name, must, got=", ".join(parameter.names), do=_LESS)
         return
     if owner.rpartition(".")[2].isdecimal() or any(part.isdecimal() for part in _after(owner, "experts")):
-        problems.add(
-            name,
-            "must stack all experts of its layer in one parameter, `[experts, ...]`",
-            got="one expert of a list of modules",
-            do="Stack them, as the models of transformers 5 do, or leave `experts` out.",
-        )
+        must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
+        do = "Stack them, as the models of transformers 5 do, or leave `experts` out."
+        problems.add(name, must, got="one expert of a list of modules", do=do)
         return
     if not shape or shape[0] == 0 or shape[0] % ranks:
-        problems.add(
-            name,
-            f"must have a first dimension of experts that {ranks} ranks divide evenly",
-            got=f"shape {shape}",
-            do=f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}",
-        )
+        must = f"must have a first dimension of experts that {ranks} ranks divide evenly"
+        do = f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}"
+        problems.add(name, must, got=f"shape {shape}", do=do)
         return
     count, first = counts.setdefault(owner, (shape[0], name))
     if count != shape[0]:
-        problems.add(
-            name, f"must have the {count} experts of `{first}` beside it", got=f"shape {shape}", do=_LESS
-        )
+        must = f"must have the {count} experts of `{first}` beside it"
+        problems.add(name, must, got=f"shape {shape}", do=_LESS)
 
 
 _LESS = "Name only stacks of experts in `experts.parameters`."
 
 
 def _after(path: str, word: str) -> list[str]:
-    """The components of a module path behind one of a name; none where there is no such."""
+    """Return the components of a module path behind `word`; none if the path has no such component."""
     parts = path.split(".")
     return parts[parts.index(word) + 1 :] if word in parts else []

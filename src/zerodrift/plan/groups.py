@@ -1,14 +1,14 @@
-"""Which modules `fully_shard` is called on, and which policy each of the groups gets.
+"""The groups of `fully_shard`: the modules that it is called on, and the policy of each.
 
-`fully_shard` knows one compute dtype, one gradient dtype and one storage dtype per group, and a group is a
-module with everything below it that is in no other group. So a unit is a group; what differs from the
-rest of its unit (a pinned router, a norm under autocast) is a group of its own, as large as possible, and
-where that cannot be, because parameters of two kinds hang in one module, the plan is refused.
+`fully_shard` has one compute dtype, one gradient dtype and one storage dtype per group. A group is a module
+with everything below it that is in no other group. So a unit is a group, and modules that differ from the
+rest of their unit (a pinned router, a norm under autocast) are groups of their own, as large as possible. A
+plan with parameters of two kinds in one module is refused.
 
-Pure: from names alone. A container without a forward (`ModuleList`) cannot be told from names;
-`backends/placement.py` goes down to its children.
+Groups follow from names alone. A container without a forward (`ModuleList`) cannot be recognized by its name,
+so `backends/placement.py` replaces it with its children.
 
-Invariant: every row is in exactly one group, and all rows of a group fit its policy.
+Invariant: pure. Every row is in exactly one group, and all rows of a group fit its policy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zerodrift.policy.nouns import Reduction
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What rows of one group share."""
+    """The dtypes and the reduction that all rows of a group share."""
 
     compute: DType
     update: tuple[DType, DType, Reduction] | None
-    """(storage, accumulate, reduce) of what is trained; None where nothing is."""
+    """(storage, accumulate, reduce) of trained parameters; None if all are frozen."""
 
     def fits(self, row: Row) -> bool:
         columns = row.columns
@@ -45,7 +45,7 @@ class Group:
     unit: int
     """Index into `Plan.units`."""
     paths: tuple[str, ...]
-    """Module path; several where a tied parameter hangs in several modules that differ from their unit."""
+    """Module path; several for a tied parameter whose modules differ from their unit."""
     kind: Kind
     rows: tuple[int, ...]
     """Indices into `Plan.rows`."""
@@ -57,13 +57,13 @@ def kind_of(row: Row) -> Kind:
     return Kind(row.columns.compute, trained or None)
 
 
-def groups(plan: Plan) -> tuple[Group, ...]:
-    """The groups of a plan, those of a unit together; ConfigError with all that cannot be grouped."""
+def find_groups(plan: Plan) -> tuple[Group, ...]:
+    """Return the groups of a plan, unit by unit; ConfigError names all parameters that cannot be grouped."""
     problems = Problems()
     _check_rows(plan, problems)
     groups: list[Group] = []
     for number in range(len(plan.units)):
-        groups += _Unit(plan, number, problems).groups()
+        groups += _UnitGroups(plan, number, problems).groups()
     problems.raise_as(ConfigError, "backend fsdp2")
     return tuple(groups)
 
@@ -72,19 +72,13 @@ def _check_rows(plan: Plan, problems: Problems) -> None:
     units = {unit.name for unit in plan.units if unit.name}
     for row in plan.rows:
         if not row.shape:
-            problems.add(
-                row.name,
-                "must have a dimension to be cut on, on backend fsdp2",
-                got="a parameter without dimensions",
-                do="Give it the shape [1], or use the native backend.",
-            )
+            must = "must have a dimension to be cut on, on backend fsdp2"
+            do = "Give it the shape [1], or use the native backend."
+            problems.add(row.name, must, got="a parameter without dimensions", do=do)
         if plan.units[row.unit].name == "" and all(_inside(name, units) for name in row.names):
-            problems.add(
-                row.name,
-                "must have a name outside of the units that it is tied across, on backend fsdp2",
-                got=f"{', '.join(row.names)}",
-                do="Name a module that holds all of them in `sharding.units`, or use the native backend.",
-            )
+            must = "must have a name outside of the units that it is tied across, on backend fsdp2"
+            do = "Name a module that holds all of them in `sharding.units`, or use the native backend."
+            problems.add(row.name, must, got=f"{', '.join(row.names)}", do=do)
 
 
 def _inside(name: str, units: set[str]) -> bool:
@@ -94,7 +88,7 @@ def _inside(name: str, units: set[str]) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """A module path of a unit, with the rows that hang there directly."""
+    """A module of a unit, with the rows that it owns directly."""
 
     path: str
     rows: list[int] = field(default_factory=list)
@@ -104,18 +98,18 @@ class _Node:
         return [*self.rows, *(row for child in self.children.values() for row in child.below())]
 
 
-class _Unit:
-    """The groups of one unit."""
+class _UnitGroups:
+    """Builder of the groups of one unit."""
 
     def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
-        self._plan = plan
+        self._unit, self._rows = plan.units[number], plan.rows
         self._number = number
         self._problems = problems
         self._made: dict[tuple[str, ...], tuple[Kind, list[int]]] = {}
 
     def groups(self) -> list[Group]:
-        unit = self._plan.units[self._number]
-        tied = [row for row in unit.rows if len({_owner(n) for n in self._plan.rows[row].names}) > 1]
+        unit = self._unit
+        tied = [row for row in unit.rows if len({_owner(n) for n in self._rows[row].names}) > 1]
         root = self._tree(row for row in unit.rows if row not in set(tied))
         kind = self._main(root.rows, unit.rows)
         self._made[(unit.name,)] = (kind, [])
@@ -129,11 +123,11 @@ class _Unit:
         ]
 
     def _tree(self, rows: Iterable[int]) -> _Node:
-        """The modules below the unit's own."""
-        name = self._plan.units[self._number].name
+        """Build the tree of modules below the unit's own."""
+        name = self._unit.name
         root = _Node(name)
         for row in rows:
-            owner = _owner(self._plan.rows[row].name)
+            owner = _owner(self._rows[row].name)
             inner = owner[len(name) :].strip(".")
             node = root
             for part in inner.split(".") if inner else ():
@@ -143,8 +137,8 @@ class _Unit:
         return root
 
     def _kinds(self, rows: Iterable[int]) -> list[Kind]:
-        """The different kinds among rows: a frozen one is of any kind that it fits."""
-        kinds = [kind_of(self._plan.rows[row]) for row in rows if self._is_floating(row)]
+        """List the different kinds among rows. A frozen row counts only if it fits no trained kind."""
+        kinds = [kind_of(self._rows[row]) for row in rows if self._is_floating(row)]
         trained = list(dict.fromkeys(kind for kind in kinds if kind.update is not None))
         computed = {kind.compute for kind in trained}
         return trained + list(
@@ -152,26 +146,26 @@ class _Unit:
         )
 
     def _is_floating(self, row: int) -> bool:
-        return self._plan.rows[row].columns.storage.dtype.is_floating
+        return self._rows[row].columns.storage.dtype.is_floating
 
     def _main(self, direct: Sequence[int], rows: Sequence[int]) -> Kind:
-        """The kind of most elements, among those that fit what hangs in the unit's own module."""
+        """Return the kind of most elements, among those that fit the rows of the unit's own module."""
         kinds = self._kinds(rows)
-        fitting = [k for k in kinds if all(k.fits(self._plan.rows[row]) for row in direct)]
+        fitting = [k for k in kinds if all(k.fits(self._rows[row]) for row in direct)]
         weights = {kind: 0 for kind in fitting or self._kinds(direct) or kinds}
         for row in rows:
-            kind = kind_of(self._plan.rows[row])
+            kind = kind_of(self._rows[row])
             if kind in weights:
-                weights[kind] += self._plan.rows[row].numel
+                weights[kind] += self._rows[row].numel
         return max(weights, key=lambda kind: weights[kind]) if weights else Kind(DType.FP32, None)
 
     def _place_tied(self, row: int, unit: str, kind: Kind) -> None:
-        """A parameter of several modules: in the unit's own group, or the modules are a group together."""
-        if kind.fits(self._plan.rows[row]):
+        """Put a parameter of several modules into the unit's group, or make its modules one group."""
+        if kind.fits(self._rows[row]):
             self._made[(unit,)][1].append(row)
             return
-        owners = tuple(dict.fromkeys(_owner(name) for name in self._plan.rows[row].names))
-        self._made.setdefault(owners, (kind_of(self._plan.rows[row]), []))[1].append(row)
+        owners = tuple(dict.fromkeys(_owner(name) for name in self._rows[row].names))
+        self._made.setdefault(owners, (kind_of(self._rows[row]), []))[1].append(row)
 
     def _visit(self, node: _Node, path: tuple[str, ...], kind: Kind) -> None:
         """Put the rows below a module into the group at `path`, or into groups of their own."""
@@ -179,7 +173,7 @@ class _Unit:
         shared = next((paths for paths in self._made if len(paths) > 1 and node.path in paths), None)
         if shared is not None:
             path, kind = shared, self._made[shared][0]
-        if all(kind.fits(self._plan.rows[row]) for row in below):
+        if all(kind.fits(self._rows[row]) for row in below):
             self._made[path][1].extend(below)
             return
         kinds = self._kinds(below)
@@ -190,7 +184,7 @@ class _Unit:
         if len(direct) > 1:
             self._refuse(node, direct)
             return
-        if not all(kind.fits(self._plan.rows[row]) for row in node.rows):
+        if not all(kind.fits(self._rows[row]) for row in node.rows):
             if node.path in path:
                 self._refuse(node, [kind, *direct])
                 return
@@ -201,16 +195,13 @@ class _Unit:
             self._visit(child, path, kind)
 
     def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
-        """Parameters of two kinds in one module."""
+        """Refuse parameters of two kinds in one module."""
         listed = " and ".join(kind_text(kind) for kind in kinds)
-        names = [self._plan.rows[row].name.rpartition(".")[2] for row in node.rows]
+        names = [self._rows[row].name.rpartition(".")[2] for row in node.rows]
         below = f"{node.path}.*" if node.path else "*"
-        self._problems.add(
-            node.path or "model",
-            "must hold parameters of one kind: fully_shard has one policy for what hangs in a module",
-            got=f"{listed} among {', '.join(names)}",
-            do=f"Give all of `{below}` the same columns, or use the native backend.",
-        )
+        must = "must hold parameters of one kind: fully_shard has one policy per module"
+        do = f"Give all of `{below}` the same columns, or use the native backend."
+        self._problems.add(node.path or "model", must, got=f"{listed} among {', '.join(names)}", do=do)
 
 
 def _owner(name: str) -> str:
@@ -218,7 +209,7 @@ def _owner(name: str) -> str:
 
 
 def kind_text(kind: Kind) -> str:
-    """For messages."""
+    """Describe a kind for messages."""
     if kind.update is None:
         return f"compute {kind.compute}, frozen"
     storage, accumulate, reduce = kind.update

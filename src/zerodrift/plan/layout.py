@@ -1,15 +1,14 @@
-"""Where everything lies: units from names, segments from columns, offsets from sizes. Pure arithmetic.
+"""The layout of parameters: units from names, segments from columns, offsets from sizes.
 
-A *unit* is what is gathered together. Unless the config names them, units are the transformer blocks,
-found by name: the outermost numbered children that hold modules of their own (`model.layers.7`), or the
-children of one that has no forward. The root takes the rest, and parameters that are tied across units.
+A *unit* is gathered together. Unless the config names units, they are the transformer blocks, found by name:
+the outermost numbered children that hold modules of their own (`model.layers.7`), or the children of such a
+module without a forward. The root takes the rest, and parameters that are tied across units.
 
-A *segment* is cut into equal slices, one per rank. Where the cuts fall is a matter of packing alone, so an
-optimizer that needs whole parameters or whole matrices gets them by where its segment's rows lie; whoever
-gathers, reduces or updates sees a flat buffer as any other. What it costs is padding: every slice is as
-long as the fullest.
+A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall. So an optimizer
+that needs whole parameters or whole matrices gets them by the offsets in its segment, and gathers, reductions
+and updates see a flat buffer like any other. The price is padding: every slice is as long as the fullest.
 
-Invariant: every parameter is in exactly one unit, and offsets are multiples of BLOCK.
+Invariant: pure arithmetic. Every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """
 
 from __future__ import annotations
@@ -48,15 +47,16 @@ class Members:
     """Indices into `ModelSpec.parameters`."""
     stage: int
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of parameters that other pieces of a pipeline use too: which."""
+    """Parameter -> the other pieces of a pipeline that use it."""
     products: int = 0
-    """What a token costs in its forward, in a pipeline."""
+    """Pipelines only: multiplications per token in the unit's forward."""
 
 
 def find_units(
     model: ModelSpec, patterns: Sequence[str], stages: int, split: Literal["layers", "cost"] = "layers"
 ) -> list[Members]:
-    """The units of a model in order of execution: per piece of a pipeline its root, then its blocks."""
+    """Divide a model into units in order of execution: for each piece of a pipeline its root, then its
+    blocks."""
     block_of = _by_pattern(model, patterns) if patterns else _by_number(model)
     blocks: dict[str, list[int]] = {}
     rest: list[int] = []
@@ -86,39 +86,42 @@ def find_units(
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
     if stages == 1:
         return [replace(unit, products=0) for unit in units]
-    # The last unit carries what comes behind the blocks too: of a tied head, whose root is elsewhere.
+    # The last unit also carries the cost behind the blocks: the root of a tied head is elsewhere.
     return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 
 
 def _copies(
     parameter: ParameterSpec, home: int, stages: int, block_of: BlockOf, stage_of: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The other pieces that use a parameter by another of its names. A name outside of the blocks that is
-    not the first one belongs to what comes after the blocks: the head that is tied to an embedding."""
+    """Return the other pieces that use a parameter by another of its names.
+
+    A later name outside of the blocks belongs to the last piece: the head that is tied to an embedding.
+    """
     others = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
     return tuple(sorted(others - {home}))
 
 
 def _root_stage(index: int, first_block: int, stages: int) -> int:
-    """Embeddings come before the blocks and belong to the first stage; norm and head to the last."""
+    """Return the stage of a parameter outside of the blocks: the first for embeddings, the last for norm and
+    head."""
     return 0 if index < first_block else stages - 1
 
 
 def _stages(blocks: list[str], stages: int) -> dict[str, int]:
-    """Blocks over pipeline stages, contiguous and even by count."""
+    """Distribute blocks over pipeline stages, contiguous and even by count."""
     if stages > max(1, len(blocks)):
-        raise ConfigError(
-            "pipeline.stages",
-            f"must not exceed the number of blocks, {len(blocks)}",
-            got=stages,
-            do="Use fewer stages, or name finer units in `sharding.units`.",
-        )
+        must = f"must not exceed the number of blocks, {len(blocks)}"
+        do = "Use fewer stages, or name finer units in `sharding.units`."
+        raise ConfigError("pipeline.stages", must, got=stages, do=do)
     return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
 
 
 def _by_number(model: ModelSpec) -> BlockOf:
-    """Blocks are the outermost numbered modules that hold modules of their own. One that has no forward, such
-    as a list in a list, is never called: then its children are blocks."""
+    """Find blocks by number: the outermost numbered modules that hold modules of their own.
+
+    Except that a module without a forward, such as a list in a list, is never called: its children are
+    blocks.
+    """
     holders: set[str] = set()
     for parameter in model.parameters:
         for name in parameter.names:
@@ -135,7 +138,7 @@ def _by_number(model: ModelSpec) -> BlockOf:
 
 
 def _numbered(name: str) -> list[tuple[str, int]]:
-    """(prefix that ends in a number, components after it), outermost first."""
+    """List the numbered prefixes of a name, outermost first, as (prefix, number of components after it)."""
     parts = name.split(".")
     return [
         (".".join(parts[: place + 1]), len(parts) - place - 1)
@@ -145,7 +148,7 @@ def _numbered(name: str) -> list[tuple[str, int]]:
 
 
 def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
-    """Blocks are the modules that a pattern names; the innermost wins."""
+    """Find blocks by the config's patterns; the innermost module that matches wins."""
     compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
     paths = {path for p in model.parameters for name in p.names for path in _ancestors(name)}
     chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
@@ -154,12 +157,8 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
         if not any(regex.match(path) for path in paths):
             shapes = sorted({re.sub(r"\d+", "*", path) for path in paths})
             hint = did_you_mean(pattern, shapes) or f"Modules here: {', '.join(shapes[:4])}."
-            problems.add(
-                f"sharding.units[{number}]",
-                f"must match a module of {model.source}",
-                got=f"no match for {pattern!r}",
-                do=hint,
-            )
+            must = f"must match a module of {model.source}"
+            problems.add(f"sharding.units[{number}]", must, got=f"no match for {pattern!r}", do=hint)
     problems.raise_as(ConfigError)
 
     def block_of(name: str) -> str:
@@ -169,13 +168,14 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
 
 
 def _ancestors(name: str) -> list[str]:
-    """Module paths that hold a parameter, innermost first."""
+    """List the paths of the modules around a parameter, innermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _module_glob(pattern: str) -> str:
-    """A glob on module paths in which `*` stays within one component, so `layers.*` means the layers."""
+    """Translate a glob on module paths to a regex; `*` stays within one component (`layers.*`: the
+    layers)."""
     out = []
     for part in pattern.split("."):
         piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
@@ -188,7 +188,7 @@ def _module_glob(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One segment's arithmetic."""
+    """The offsets and lengths of one segment, in elements."""
 
     offsets: tuple[int, ...]
     numel: int
@@ -196,8 +196,11 @@ class Packed:
 
 
 def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[int]]:
-    """Parameters of a unit by what a segment must share. A stack that is cut between its matrices is a
-    segment of its own, because its matrices set the length of a slice."""
+    """Group the parameters of a unit into segments by their columns.
+
+    Except that a stack which is cut between its matrices is a segment alone, because its matrices set the
+    length of a slice.
+    """
     groups: dict[object, list[int]] = {}
     for index in parameters:
         update = columns[index].update
@@ -207,7 +210,7 @@ def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[in
 
 
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
-    """Where the parameters of a segment lie, for equal slices of whole blocks."""
+    """Pack the parameters of a segment into equal slices of whole blocks."""
     if placement == "whole" and slices > 1:
         return _pack_whole(parameters, slices)
     if placement == "matrices" and slices > 1:
@@ -216,7 +219,7 @@ def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement 
 
 
 def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
-    """One after the other, each start aligned, the whole a multiple of `slices` blocks."""
+    """Pack parameters one after the other, each start aligned, and pad the whole to `slices` equal slices."""
     offsets, end, numel = [], 0, 0
     for parameter in parameters:
         offsets.append(end)
@@ -226,8 +229,10 @@ def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
 
 
 def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
-    """No parameter across the end of a slice: longest first, each into the slice that has the least so far,
-    the first of those. At worst a third longer than the best packing, and the same on every rank."""
+    """Pack whole parameters into slices, longest first, each into the first slice with the least in it.
+
+    The result is at worst a third longer than the best packing, and the same on every rank.
+    """
     lengths = [round_up(parameter.numel, BLOCK) for parameter in parameters]
     filled = [(0, number) for number in range(min(slices, len(parameters)))]  # more would stay empty
     places: list[tuple[int, int]] = [(0, 0)] * len(parameters)
@@ -241,10 +246,63 @@ def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
 
 
 def _pack_stack(parameter: ParameterSpec, slices: int) -> Packed:
-    """A stack of matrices over slices that end between two of them, and between two blocks."""
+    """Divide a stack of matrices into slices that end between two matrices and between two blocks."""
     matrix = math.prod(parameter.shape[-2:])
     if matrix == 0:
         return Packed((0,), 0, 0)
     step = BLOCK // math.gcd(matrix, BLOCK)  # matrices that fill whole blocks
     size = round_up(-(-parameter.numel // (matrix * slices)), step) * matrix
     return Packed((0,), parameter.numel, size * slices)
+
+
+# --- small segments ---------------------------------------------------------------------------------
+
+MIN_SLICED_ELEMENTS = 1 << 16
+"""Least length of a segment, in elements, from which on small segments are moved."""
+
+
+def move_small_segments(
+    units: Sequence[Members], columns: Sequence[Columns], model: ModelSpec, slices: int
+) -> list[Members]:
+    """Move small segments of blocks to the root, where segments of one kind are one segment.
+
+    A slice is at least one block of 256 elements, because norms, scales and random rounding work on whole
+    blocks. So on N ranks a segment has at least 256 N elements, in memory and in every message: a million on
+    4096 ranks, for the two pinned norms of a block. The root is gathered once and stays to the end of the
+    backward, which is one message for the small segments of all blocks.
+
+    Segments stay where they are if the move would hold more memory than it saves, and on fewer than 256
+    ranks, where padding costs less than a message.
+    """
+    least = BLOCK * slices
+    if least < MIN_SLICED_ELEMENTS:
+        return list(units)
+    largest = 0
+    kinds: dict[object, list[tuple[list[int], int]]] = {}
+    for parameters in (held for unit in units if unit.name for held in group(unit.parameters, columns)):
+        size = sum(round_up(model.parameters[index].numel, BLOCK) for index in parameters)
+        largest, shared = max(largest, size), columns[parameters[0]]
+        if 2 * size <= least and _is_cut_anywhere(shared):
+            kinds.setdefault(shared.layout, []).append((parameters, size))
+    budget = max(4 * least, largest // 8)  # four such segments, or blocks, are alive at once in any case
+    moved = {
+        index
+        for alike in kinds.values()
+        if len(alike) > 1 and sum(size for _, size in alike) <= budget
+        for parameters, _ in alike
+        for index in parameters
+    }
+    kept = []
+    for unit in units:
+        if not unit.name:
+            kept.append(replace(unit, parameters=tuple(sorted((*unit.parameters, *moved)))))
+        elif rest := tuple(index for index in unit.parameters if index not in moved):  # none left: no unit
+            kept.append(replace(unit, parameters=rest))
+    return kept
+
+
+def _is_cut_anywhere(columns: Columns) -> bool:
+    if columns.parallel:
+        return False
+    update = columns.update
+    return columns.storage.axis != "" if update is None else update.placement == "sliced"

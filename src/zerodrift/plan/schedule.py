@@ -1,43 +1,49 @@
 """The order of collectives in one optimizer step, from the plan alone.
 
-The engine issues them in this order and a test compares the two lists; `cost` adds up their bytes. An
-operation is named by what it means: a `reduce_scatter` may be carried by an exchange and a local sum, it
-still moves and sums what is said here.
+The engine issues collectives in this order and a test compares the two lists; `cost` adds up the bytes. An
+operation is named by its meaning: a `reduce_scatter` may be carried by an exchange and a local sum.
 
-One step of m micro-batches is: per micro-batch, gather each unit in order for the forward, again in
-reverse order for the backward (unless it was kept), reduce each unit's gradient behind it; after the
-last, sum over replicas; then the norm; then the update and what it must send. Units are gathered ahead
-(`prefetch.py`), so their gathers come before what is computed with the one in front of them. `events` says
-both, what is computed and what is sent, and `collectives` leaves out what is computed: there is one order.
+One step of m micro-batches:
 
-What depends on data is not in it: the tokens that travel to their experts and back.
+1. For each micro-batch: gather each unit in order for the forward, gather each unit in reverse order for the
+   backward unless it was kept, and reduce each unit's gradient behind its backward.
+2. After the last micro-batch: sum over replicas, sum the norm, update, and send what was updated.
 
-In a pipeline the forwards and backwards of several micro-batches are mixed; what `collectives` says is then
-exact in number, and `scheduled` has its order for the actions of a schedule.
+Units are gathered ahead by bytes, so that many small units hide a wait as well as one large unit. The unit
+that runs and the units gathered ahead share a budget. The default budget is the size of the largest two
+neighbours, so gathering further ahead costs no memory at the peak. At least one unit is gathered ahead,
+whatever its size.
+
+A pipeline mixes the forwards and backwards of several micro-batches. Then `collectives` is exact in number,
+and `pipeline_events` has the order for the actions of a schedule. Tokens that travel to their experts are not
+listed, because they depend on data.
 
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
-from zerodrift.plan.prefetch import gathered_bytes, reach, room
-from zerodrift.plan.stages import of_piece, part, pieces, pieces_of, shared_with_another
+from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
+from zerodrift.policy.nouns import Update
+from zerodrift.policy.order import When, assignment, micro_batches_of_rank
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Purpose = Literal["forward", "backward", "reduce", "replicate", "norm", "update"]
+Work = Literal["enter", "forward", "leave", "backward", "update"]
 
 NORM_NUMEL = 48
-"""An exact square sum in 44 digits of 32 bits, the count of blocks that are not finite, and what ranks must
-agree on: whether somebody wrote to weights, a checksum of those, and one of the order in which units were
-gathered. Integers, so that the sum over ranks has no rounding and no order."""
+"""Length of the norm's message: an exact square sum in 44 digits of 32 bits, the count of blocks that are not
+finite, and three values that ranks must agree on (whether weights were written to, a checksum of the weights,
+and a checksum of the order of gathers). Integers, so that the sum over ranks has no rounding and no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,167 +54,151 @@ class Collective:
     purpose: Purpose
     dtype: DType
     numel: int
-    """Elements of the whole buffer: all slices together."""
+    """Elements of the whole buffer, all slices together."""
     axis: Literal["shard", "replicate", "expert_shard", "pipeline", "ends"]
     sum: DType | None
-    """The dtype of the sum, where there is one."""
+    """Dtype of the sum; None for a gather."""
     segment: int
     """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
 
 
-Work = Literal["enter", "forward", "leave", "backward", "update"]
-
-
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What a rank computes between collectives, once what it needs has been gathered."""
+    """Work of a rank between two collectives, on a unit that has been gathered."""
 
     work: Work
-    """Of a block `forward` and `backward`. Of the root what comes before its blocks is `enter`, behind them
-    `leave`. `update` is the optimizer's."""
+    """A block has `forward` and `backward`. The root has `enter` before its blocks and `leave` behind them.
+    The optimizer has `update`."""
     unit: int
     """Index into `Plan.units`, of the rank's part in a pipeline; -1 for the update."""
     back: bool = False
-    """Whether it is a backward."""
+    """Whether the work belongs to a backward."""
 
 
 Event = Collective | Computation
 
 
 def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
-    """What the ranks of one place on the pipeline axis issue in one optimizer step, in order."""
+    """List the collectives of one optimizer step in order, for the ranks of one place on the pipeline
+    axis."""
     return (event for event in events(plan, stage, micro_batches) if isinstance(event, Collective))
 
 
 def events(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Event]:
-    """The same with what is computed in between. A gather begins where it stands, and has ended before its
-    unit is computed with; of reductions `cost.REDUCTIONS` are under way at once, and none when a backward has
-    ended."""
+    """List the collectives of one optimizer step and the computations between them, in order.
+
+    A gather begins at its place in the list and has ended before its unit computes. `cost.REDUCTIONS`
+    reductions are under way at once, and none when a backward has ended.
+    """
     count = micro_batches or plan.policy.batch.accumulation
     plan = part(plan, stage)
-    for turn in _turns(count):
-        for _ in range(turn.times):
-            yield from _micro_batch(plan, stage, turn)
-    yield from afterwards(plan)
+    for times, first, last in _repetitions(count):
+        for _ in range(times):
+            yield from _micro_batch(plan, stage, first, last)
+    yield from step_end(plan)
 
 
-def counted(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collective, int]]:
-    """The same collectives, each with how often in a step: as many items for a million micro-batches as for
-    three."""
+def count_collectives(plan: Plan, stage: int, micro_batches: int) -> Iterator[tuple[Collective, int]]:
+    """List the collectives of a step, each with the number of its repetitions.
+
+    A million micro-batches make a list as short as that of three.
+    """
     plan = part(plan, stage)
-    for turn in _turns(micro_batches):
-        if turn.times:
-            yield from ((call, turn.times) for call in _sent(_micro_batch(plan, stage, turn)))
-    yield from ((call, 1) for call in _sent(afterwards(plan)))
+    parts = [
+        (times, _micro_batch(plan, stage, *ends)) for times, *ends in _repetitions(micro_batches) if times
+    ]
+    for times, some in (*parts, (1, step_end(plan))):
+        yield from ((event, times) for event in some if isinstance(event, Collective))
 
 
-def _sent(events: Iterator[Event]) -> Iterator[Collective]:
-    return (event for event in events if isinstance(event, Collective))
-
-
-@dataclass(frozen=True, slots=True)
-class _AlikeMicroBatches:
-    """Micro-batches that follow each other and are alike."""
-
-    times: int
-    first: bool
-    last: bool
-
-
-def _turns(count: int) -> tuple[_AlikeMicroBatches, ...]:
-    """What a micro-batch issues depends on whether it is the first or the last of its step."""
-    if count == 1:
-        return (_AlikeMicroBatches(1, True, True),)
+def _repetitions(count: int) -> tuple[tuple[int, bool, bool], ...]:
+    """Group the micro-batches of a step that issue the same list: (times, is the first, is the last)."""
     return (
-        _AlikeMicroBatches(1, True, False),
-        _AlikeMicroBatches(count - 2, False, False),
-        _AlikeMicroBatches(1, False, True),
+        ((1, True, True),) if count == 1 else ((1, True, False), (count - 2, False, False), (1, False, True))
     )
 
 
-def afterwards(plan: Plan) -> Iterator[Event]:
-    """What follows the last micro-batch; of a pipeline, `plan` is a rank's part."""
+def step_end(plan: Plan) -> Iterator[Event]:
+    """List the events behind the last micro-batch. In a pipeline, `plan` is a rank's part."""
     units = list(plan.units)
     if plan.mesh.replicate > 1:
         for unit in reduce_order(units):
             yield from _over_replicas(plan, unit)
     for unit in units:
         yield from _over_ends(plan, unit)
-    yield from _boundary(plan, units)
+    yield from _update(plan, units)
 
 
-def _micro_batch(plan: Plan, stage: int, turn: _AlikeMicroBatches) -> Iterator[Event]:
+def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Event]:
     units = list(plan.units)
     keep = plan.policy.sharding.keep_gathered
     numbers = {unit.name: number for number, unit in enumerate(units)}
     if plan.policy.pipeline is not None and keep != "step":
-        turns: tuple[Purpose, ...] = ("forward", "backward")
-        for purpose in turns:
+        purposes: tuple[Purpose, ...] = ("forward", "backward")
+        for purpose in purposes:
             for piece in pieces_of(plan, stage):
-                for unit in of_piece(plan, piece):
+                for unit in units_of_piece(plan, piece):
                     yield from _gather(plan, unit, purpose)
     else:
-        yield from _forward(plan, gathers=turn.first or keep != "step")
+        yield from _forward(plan, gathers=first or keep != "step")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
     order = [unit for unit in backward_order(units) if unit.name] if keep == "never" else []
-    needed_at = dict(zip((unit.name for unit in order), _reach(plan, order), strict=True))
-    for first in order[:1]:
-        yield from _gather(plan, first, "backward")
+    needed_at = dict(zip((unit.name for unit in order), _prefetch_ends(plan, order), strict=True))
+    for ahead in order[:1]:
+        yield from _gather(plan, ahead, "backward")
     yield from (Computation("leave", numbers[unit.name], back=True) for unit in units if not unit.name)
     gathered = len(order[:1])
     for unit in reduce_order(units):
-        # A backward that has come to this unit has gathered it and, ahead, some after it.
+        # A backward at this unit has gathered the unit itself and, ahead, some units after it.
         needed = needed_at.get(unit.name, 0)
-        for other in order[gathered:needed]:
-            yield from _gather(plan, other, "backward")
+        for ahead in order[gathered:needed]:
+            yield from _gather(plan, ahead, "backward")
         gathered = max(gathered, needed)
         yield Computation("backward" if unit.name else "enter", numbers[unit.name], back=True)
-        yield from _reduce(plan, unit, last=turn.last)
+        yield from _reduce(plan, unit, last=last)
 
 
 def _forward(plan: Plan, *, gathers: bool) -> Iterator[Event]:
-    """Through the units in their order, some gathered ahead."""
+    """List the events of a forward through the units in their order, with gathers ahead."""
     roots = [number for number, unit in enumerate(plan.units) if not unit.name]
     blocks = [number for number, unit in enumerate(plan.units) if unit.name]
     to_gather = [plan.units[number] for number in (*roots, *blocks)] if gathers else []
     gathered = 0
-    ends = [len(roots) + end for end in _reach(plan, [plan.units[number] for number in blocks])]
+    ends = [len(roots) + end for end in _prefetch_ends(plan, [plan.units[number] for number in blocks])]
     for place, number in enumerate((*roots, *blocks)):
-        block = place >= len(roots)
-        needed = ends[place - len(roots)] if block else place + 1
+        is_block = place >= len(roots)
+        needed = ends[place - len(roots)] if is_block else place + 1
         for unit in to_gather[gathered:needed]:
             yield from _gather(plan, unit, "forward")
         gathered = max(gathered, needed)
-        yield Computation("forward" if block else "enter", number)
+        yield Computation("forward" if is_block else "enter", number)
     yield from (Computation("leave", number) for number in roots)
 
 
-def _reach(plan: Plan, units: Sequence[Unit]) -> tuple[int, ...]:
-    return reach([gathered_bytes(plan, unit) for unit in units], room(plan))
+def pipeline_events(
+    plan: Plan, stage: int, actions: Sequence[Action]
+) -> Iterator[tuple[Action, list[Event]]]:
+    """List the events of a rank of a pipeline for each action of its schedule; `step_end` follows.
 
-
-def scheduled(plan: Plan, stage: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[Event]]]:
-    """In a pipeline: what a rank does in each action of its schedule, in their order. What of its gradients
-    waits for the last micro-batch is reduced with the last action; `afterwards` follows.
-
-    A piece is gathered around every forward and backward of its own, unless it stays for the whole step."""
+    Gradients that wait for the last micro-batch are reduced with the last action. A piece is gathered around
+    each of its forwards and backwards, unless it stays gathered for the whole step.
+    """
     plan = part(plan, stage)
-    mine = pieces_of(plan, stage)
-    held = {piece: of_piece(plan, piece) for piece in mine}
+    units_of = {piece: units_of_piece(plan, piece) for piece in pieces_of(plan, stage)}
     numbers = {unit.name: number for number, unit in enumerate(plan.units)}
     last = pieces(plan.policy.pipeline, plan.mesh) - 1
-    uses = Counter(unit.name for units in held.values() for unit in units)
+    uses = Counter(unit.name for units in units_of.values() for unit in units)
     ended: Counter[str] = Counter()
     keeps = plan.policy.sharding.keep_gathered == "step"
     for place, action in enumerate(actions):
-        units, found = held[action.piece], list[Event]()
+        units, found = units_of[action.piece], list[Event]()
         purpose: Purpose = "forward" if action.kind == "F" else "backward"
         if keeps and place == 0:
             found += (call for unit in plan.units for call in _gather(plan, unit, "forward"))
         if not keeps and action.kind != "W":
             found += (call for unit in units for call in _gather(plan, unit, purpose))
-        work: Work = "forward" if action.kind == "F" else "backward"
-        blocks: list[tuple[Work, Unit]] = [(work, unit) for unit in units if unit.name]
+        compute: Work = "forward" if action.kind == "F" else "backward"
+        blocks = [(compute, unit) for unit in units if unit.name]
         roots = [unit for unit in units if not unit.name]
         enters: list[tuple[Work, Unit]] = [("enter", unit) for unit in roots if action.piece == 0]
         leaves: list[tuple[Work, Unit]] = [("leave", unit) for unit in roots if action.piece == last]
@@ -228,8 +218,10 @@ def scheduled(plan: Plan, stage: int, actions: Sequence[Action]) -> Iterator[tup
 
 
 def backward_order(units: list[Unit]) -> list[Unit]:
-    """In which a backward comes to units: the reverse of a forward, but that a unit which holds others is
-    come to before them, as in a forward."""
+    """Sort units as a backward reaches them: the reverse of a forward.
+
+    Except that a unit which holds others is reached before them, as in a forward.
+    """
     inside: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
         holder = next((path for path in _enclosing_modules(unit.name) if path in inside), None)
@@ -244,19 +236,19 @@ def backward_order(units: list[Unit]) -> list[Unit]:
 
 
 def _enclosing_modules(name: str) -> Iterator[str]:
-    """The modules that a module is in, innermost first; the root is last."""
+    """List the modules around a module, innermost first; the root is last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def reduce_order(units: list[Unit]) -> list[Unit]:
-    """In which gradients are whole: blocks in reverse, the root last, when the backward ends."""
+    """Sort units as their gradients become whole: blocks in reverse, and the root when the backward ends."""
     return [*reversed([u for u in units if u.name]), *[u for u in units if not u.name]]
 
 
-def holds(outer: Unit, inner: Unit) -> bool:
-    """Whether the module of one unit is inside that of the other."""
+def contains(outer: Unit, inner: Unit) -> bool:
+    """Return True if the module of one unit is inside the module of the other."""
     return outer.name == "" or inner.name.startswith(f"{outer.name}.")
 
 
@@ -268,57 +260,129 @@ def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
 
 
 def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is None or not (last or update.reduce.when == "every") or plan.slices(segment) == 1:
-            continue
-        wire, total = update.reduce.wire, update.reduce.sum
-        yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
+    for number, segment, update in _updates(plan, unit):
+        if (last or update.reduce.when == "every") and plan.slices(segment) > 1:
+            wire, total = update.reduce.wire, update.reduce.sum
+            yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
 
 
 def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is not None:
-            numel = segment.padded // plan.slices(segment)
-            wire, total = update.reduce.wire, update.reduce.sum
-            yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+    for number, segment, update in _updates(plan, unit):
+        numel = segment.padded // plan.slices(segment)
+        wire, total = update.reduce.wire, update.reduce.sum
+        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
 
 
 def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    """What is tied across the pipeline."""
-    for number, segment in _segments(plan, unit):
-        update = segment.columns.update
-        if update is not None and shared_with_another(plan, segment):
-            numel = segment.padded // plan.slices(segment)
-            dtype = update.accumulate.dtype
+    """Sum the gradients of parameters that are tied across the pipeline."""
+    for number, segment, update in _updates(plan, unit):
+        if is_tied_across_ranks(plan, segment):
+            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
             yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
 
 
-def _boundary(plan: Plan, units: list[Unit]) -> Iterator[Event]:
-    """After the last micro-batch: the norm, then what the update sends."""
-    trained = [(n, s) for unit in units for n, s in _segments(plan, unit) if s.trained]
+def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
+    """List the messages of the norm, the update, and the messages that the update sends."""
+    trained = [item for unit in units for item in _updates(plan, unit)]
     if trained and plan.mesh.shard > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
     if plan.mesh.pipeline > 1:
         yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
-    sliced = [(number, segment) for number, segment in trained if plan.slices(segment) > 1]
-    for number, segment in sliced:
-        update = segment.columns.update
-        if update is not None and not update.axis:
-            # Every rank updates the whole parameter, so the reduced gradient goes to every rank.
+    sliced = [item for item in trained if plan.slices(item[1]) > 1]
+    for number, segment, update in sliced:
+        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
             dtype = update.accumulate.dtype
             yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
     if trained:
         yield Computation("update", -1)
-    for number, segment in sliced:
-        update, storage = segment.columns.update, segment.columns.storage
-        if update is not None and update.axis and not storage.axis:
-            yield Collective(
-                "all_gather", "update", storage.dtype, segment.padded, segment.axis, None, number
-            )
+    for number, segment, update in sliced:
+        storage = segment.columns.storage
+        if update.axis and not storage.axis:
+            dtype = storage.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
 def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:
-    for number in unit.segments:
-        yield number, plan.segments[number]
+    return ((number, plan.segments[number]) for number in unit.segments)
+
+
+def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
+    """List the trained segments of a unit, each with its number and its update columns."""
+    for number, segment in _segments(plan, unit):
+        if segment.columns.update is not None:
+            yield number, segment, segment.columns.update
+
+
+# --- gathers ahead ----------------------------------------------------------------------------------
+
+
+def gathered_bytes(plan: Plan, unit: Unit) -> int:
+    """Count the bytes of a unit's unsharded copy: the gathered buffers and their casts to the compute
+    dtype."""
+    total = 0
+    for _, segment in _segments(plan, unit):
+        columns = segment.columns
+        if columns.storage.axis and plan.slices(segment) > 1:
+            total += segment.padded * columns.gather.size
+            total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
+        elif columns.storage.dtype is not columns.compute:
+            total += segment.padded * columns.compute.size
+    return total
+
+
+def prefetch_budget(plan: Plan) -> int:
+    """Return the bytes that the unit that runs and the units gathered ahead may take together."""
+    if plan.policy.sharding.prefetch:
+        return plan.policy.sharding.prefetch
+    sizes = [gathered_bytes(plan, unit) for unit in plan.units if unit.name]
+    return max((sum(pair) for pair in itertools.pairwise(sizes)), default=0)
+
+
+def prefetch_ends(sizes: Sequence[int], budget: int) -> tuple[int, ...]:
+    """Return, for each unit of an order, the place behind the last unit that is gathered while it runs.
+
+    `sizes` are the bytes of the units in that order.
+    """
+    places, end, held = [], 0, 0
+    for place, size in enumerate(sizes):
+        while end < len(sizes) and (end < place + 2 or held + sizes[end] <= budget):
+            held += sizes[end]
+            end += 1
+        places.append(end)
+        held -= size
+    return tuple(places)
+
+
+def most_gathered_bytes(sizes: Sequence[int], budget: int) -> int:
+    """Return the most bytes of units that are gathered together in an order."""
+    spans = enumerate(prefetch_ends(sizes, budget))
+    return max((sum(sizes[first:end]) for first, end in spans), default=0)
+
+
+def _prefetch_ends(plan: Plan, units: Sequence[Unit]) -> tuple[int, ...]:
+    return prefetch_ends([gathered_bytes(plan, unit) for unit in units], prefetch_budget(plan))
+
+
+# --- micro-batches of a rank ------------------------------------------------------------------------
+
+
+def rank_micro_batches(plan: Plan, rank: int, micro_batches: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of a data rank's micro-batches, in its order: by the tree, else round robin.
+
+    `micro_batches` is their number per step, by default the plan's. Each number belongs to one rank.
+    """
+    count = micro_batches or plan.policy.batch.accumulation
+    if not plan.policy.tree:
+        return tuple(range(rank, count * plan.mesh.data, plan.mesh.data))
+    when = assignment(_reduce_times(plan), count, plan.mesh) or "last"
+    return micro_batches_of_rank(when, count, plan.mesh, rank)
+
+
+def sums_by_tree(plan: Plan, micro_batches: int) -> bool:
+    """Return True if ranks with this many micro-batches each sum whole nodes of the tree."""
+    return assignment(_reduce_times(plan), micro_batches, plan.mesh) is not None
+
+
+def _reduce_times(plan: Plan) -> tuple[When, ...]:
+    updates = [segment.columns.update for segment in plan.segments]
+    return tuple(dict.fromkeys(update.reduce.when for update in updates if update is not None))

@@ -1,7 +1,7 @@
-"""The plan as data: a row per parameter, a column per life of a dtype, and how it is all laid out.
+"""The plan as data: a row per parameter, a column per use of a dtype, and the layout of the flat buffers.
 
-`policy` fills the columns, `layout` the segments, `boundaries` says where dtypes change, `build` puts them
-together; `check` states what must hold and the engine makes no decision of its own. Rows that agree in
+`policy` fills the columns, `layout` the segments and `boundaries` the dtype changes of a forward. `build`
+joins them and `check` states the invariants. The engine makes no decision of its own. Rows that agree in
 every column and every reason share one `Columns` object, so 46,000 rows stay small.
 
 Invariant: a plan is a value. Equal inputs give equal plans, equal JSON and equal digests.
@@ -28,22 +28,22 @@ class Row:
     """One parameter."""
 
     names: tuple[str, ...]
-    """Every name it has; more than one when tied."""
+    """Every name of the parameter; several if it is tied."""
     shape: tuple[int, ...]
-    """On one rank: of its own experts where the parameter is divided over the expert axis."""
+    """Shape on one rank. A parameter that is divided over the expert axis has the rank's own experts."""
     source: DType
-    """The dtype that the model or checkpoint holds it in."""
+    """Dtype in the model or checkpoint."""
     klass: str
-    """Dotted class of the module that owns it, `""` if unknown."""
+    """Dotted class of the module that owns the parameter, `""` if unknown."""
     columns: Columns
     unit: int
     """Index into `Plan.units`."""
     segment: int
     """Index into `Plan.segments`."""
     offset: int
-    """First element within the segment; a multiple of BLOCK."""
+    """First element in the segment; a multiple of BLOCK."""
     parts: int = 1
-    """Ranks of the expert axis that its first dimension is divided over."""
+    """Ranks of the expert axis that divide the first dimension."""
 
     @property
     def trained(self) -> bool:
@@ -55,23 +55,23 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """On one rank."""
+        """Elements on one rank."""
         return math.prod(self.shape)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """In the model and in files."""
+        """Shape in the model and in files."""
         return self.shape if self.parts == 1 else (self.shape[0] * self.parts, *self.shape[1:])
 
     @property
     def whole_numel(self) -> int:
-        """In the model and in files."""
+        """Elements in the model and in files."""
         return self.numel * self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRow:
-    """One buffer: what it is and what it becomes."""
+    """One buffer of the model, with its dtypes before and after."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class Segment:
 
     unit: int
     columns: Columns
-    """Of its first row; `why` may differ between its rows, nothing else does."""
+    """Columns of the first row. Other rows may differ in `why`, `export` and `output` only."""
     rows: tuple[int, ...]
     """Indices into `Plan.rows`, in order of offset."""
     numel: int
@@ -98,13 +98,13 @@ class Segment:
     padded: int
     """Elements allocated: a multiple of BLOCK times the ranks of its axis."""
     copies: tuple[int, ...] = ()
-    """Other pieces of a pipeline that use its one parameter, which is tied; `plan/stages.py` says how."""
+    """Other pieces of a pipeline that use the segment's tied parameter; see `plan/stages.py`."""
     lead: bool = True
-    """Whether it counts in a norm and in a checkpoint; of copies on several ranks one does."""
+    """Whether the segment counts in a norm and in a checkpoint; one of several copies does."""
 
     @property
     def whole(self) -> bool:
-        """Whether no slice of it ends inside of a matrix."""
+        """Whether no slice of the segment ends inside a matrix."""
         update = self.columns.update
         return update is not None and update.placement != "sliced"
 
@@ -114,13 +114,13 @@ class Segment:
 
     @property
     def axis(self) -> Literal["shard", "expert_shard"]:
-        """The ranks that share it: what it is gathered and reduced over."""
+        """The mesh axis that the segment is gathered and reduced over."""
         return "expert_shard" if self.columns.parallel else "shard"
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is gathered together: a transformer block, or the root with all the rest."""
+    """Parameters that are gathered together: a transformer block, or the root with all the rest."""
 
     name: str
     """Module path; `""` is the root."""
@@ -129,7 +129,7 @@ class Unit:
     stage: int
     """Piece of a pipeline, 0 without one: a stage, or one of its `pipeline.chunks`."""
     products: int = field(default=0, metadata={"omitted": True})
-    """With a pipeline, what a token costs in its forward: elements of the matrices that it uses."""
+    """Pipelines only: multiplications per token in the unit's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +138,22 @@ class Boundary:
 
     path: str
     dtype: DType
-    """What its floating inputs are cast to; autocast is off inside."""
+    """Dtype that floating inputs are cast to; autocast is off inside."""
     output: Output
-    """`keep`: what it computes comes out as it is; `input`: in the dtype of its first floating input."""
+    """`keep` returns results as computed; `input` casts them to the dtype of the first floating input."""
     lookup: DType | None
-    """What comes out where no floating number goes in, as of an embedding; None: what it computes."""
+    """Output dtype of a module without floating inputs, such as an embedding; None returns results as
+    computed."""
     why: tuple[tuple[str, str], ...]
     """(`dtype`, reason) and (`output`, reason)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before the first tensor moves: a frozen value that can be printed, compared,
-    hashed and written as JSON."""
+    """Everything that is decided before the first tensor moves.
+
+    A plan is a frozen value that can be printed, compared, hashed and written as JSON.
+    """
 
     source: str
     """The model's name."""
@@ -160,35 +163,32 @@ class Plan:
     """Every parameter, with its columns and its place."""
     buffers: tuple[BufferRow, ...]
     units: tuple[Unit, ...]
-    """In order of execution; the root comes first."""
+    """Units in order of execution; the root comes first."""
     segments: tuple[Segment, ...]
-    """The flat buffers: rows that agree in every column lie in one."""
+    """The flat buffers; rows of a unit that agree in every column share one."""
     boundaries: tuple[Boundary, ...]
-    """What is cast where, in a forward. Outside of autocast the model's own floating inputs are cast to the
-    mode's dtype, too."""
+    """The dtype changes of a forward. Without autocast the model's floating inputs are also cast to the
+    mode's dtype."""
     notes: tuple[str, ...]
-    """What a person should know: warnings, choices with a cost."""
+    """Warnings and choices with a cost, for the reader."""
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest over every decision; equal on all ranks or they must not start.
-
-        What only tells a person something (where the model came from, notes) is left out.
-        """
+        """Hex digest over every decision but the source and the notes; ranks start only if it is equal."""
         decided = {key: value for key, value in self.to_json().items() if key not in ("source", "notes")}
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def noted(self, more: Iterable[str]) -> Plan:
-        """The same decisions, with more to know."""
+        """Return the same plan with more notes."""
         return replace(self, notes=(*self.notes, *more))
 
     def slices(self, segment: Segment) -> int:
-        """Ranks that share a segment."""
+        """Return the number of ranks that share a segment."""
         return self.mesh.shard if segment.axis == "shard" else self.mesh.expert_shard
 
     def row(self, name: str) -> Row | None:
-        """The row of a parameter, by any of its names."""
+        """Return the row of a parameter by any of its names, or None."""
         index = self._index.get(name)
         return None if index is None else self.rows[index]
 
@@ -197,39 +197,23 @@ class Plan:
         return {name: number for number, row in enumerate(self.rows) for name in row.names}
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value. Columns are written once and rows point to them by number."""
+        """Return the plan as a JSON value. Columns are written once, and rows refer to them by number."""
         shared: dict[Columns, int] = {}
 
         def number(columns: Columns) -> int:
             return shared.setdefault(columns, len(shared))
 
         divided = any(row.parts > 1 for row in self.rows)
-        rows = [
-            [
-                list(row.names),
-                list(row.shape),
-                row.source.value,
-                row.klass,
-                number(row.columns),
-                row.unit,
-                row.segment,
-                row.offset,
-                *([row.parts] if divided else []),
-            ]
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            place = [row.unit, row.segment, row.offset, *([row.parts] if divided else [])]
+            names, shape = list(row.names), list(row.shape)
+            rows.append([names, shape, row.source.value, row.klass, number(row.columns), *place])
         tied = any(segment.copies for segment in self.segments)
-        segments = [
-            [
-                segment.unit,
-                number(segment.columns),
-                list(segment.rows),
-                segment.numel,
-                segment.padded,
-                *([list(segment.copies)] if tied else []),
-            ]
-            for segment in self.segments
-        ]
+        segments = []
+        for segment in self.segments:
+            extent = [segment.numel, segment.padded, *([list(segment.copies)] if tied else [])]
+            segments.append([segment.unit, number(segment.columns), list(segment.rows), *extent])
         return {
             "source": self.source,
             "policy": encode(self.policy),
@@ -250,7 +234,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The inverse of `to_json`."""
+        """Read a plan that `to_json` wrote."""
         columns = [decode(Columns, item) for item in data["columns"]]
         return Plan(
             source=data["source"],

@@ -1,9 +1,9 @@
-"""What the ranks of a pipeline do in one step, and how long they wait for each other.
+"""The timeline of a pipeline step: the start of each action, and the time that ranks wait for each other.
 
-The order is given, by `pipeline/schedules.py`; this room counts when each action can begin, with a forward,
-an input's gradient and a weight's gradient each one unit of time, and messages none.
+`pipeline/schedules.py` gives the order of actions. A forward, an input's gradient and a weight's gradient
+take one unit of time each, and messages take none.
 
-Invariant: pure. An action begins when its rank is free and what it needs has ended, and never before.
+Invariant: pure. An action begins as soon as its rank is free and the actions that it needs have ended.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Units of time: a forward, a whole backward, the gradient of a piece's input, those of its weights."""
+"""Units of time of each kind of action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does."""
+    """One action of a rank on a piece and a micro-batch."""
 
     kind: str
     """`F` forward, `B` whole backward, `I` gradient of the input, `W` gradients of the weights."""
@@ -33,13 +33,13 @@ class Timeline:
     """A step of a pipeline."""
 
     ranks: tuple[tuple[Action, ...], ...]
-    """What each rank does, in order."""
+    """Actions of each rank, in order."""
     paired: frozenset[Action] = frozenset()
-    """Forwards that go on in turns with the backward that stands behind them."""
+    """Forwards that are interleaved with the backward behind them."""
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """When each action begins."""
+        """Start of each action, in units of time."""
         ended: dict[Action, int] = {}
         free = [0] * len(self.ranks)
         starts: list[list[int]] = [[] for _ in self.ranks]
@@ -49,7 +49,7 @@ class Timeline:
             for number, rank in enumerate(self.ranks):
                 while len(starts[number]) < len(rank):
                     action = rank[len(starts[number])]
-                    ends = [_end_of(ended, need) for need in needs(action, last)]
+                    ends = [_end_of(ended, need) for need in dependencies(action, last)]
                     if any(end is None for end in ends):
                         break
                     begin = max([free[number], *(end for end in ends if end is not None)])
@@ -72,19 +72,19 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they do nothing."""
+        """Idle fraction of all ranks' time."""
         busy = sum(TIME[action.kind] for rank in self.ranks for action in rank)
         total = self.length * len(self.ranks)
         return 1 - busy / total if total else 0.0
 
     @property
     def most_alive(self) -> tuple[int, ...]:
-        """Per rank, the most forwards whose backward is still to come: what activations are held for."""
+        """The most micro-batches per rank that hold activations for a later backward."""
         return tuple(_alive(rank) for rank in self.ranks)
 
 
-def needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """For each thing that an action waits for, the actions that may bring it."""
+def dependencies(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """List the dependencies of an action, each as the alternative actions that satisfy it."""
     piece, micro = action.piece, action.micro_batch
     if action.kind == "F":
         return [(Action("F", piece - 1, micro),)] if piece else []

@@ -1,1 +1,1 @@
-"""Policy: what is meant. `resolve` makes it from a `Config`; `parameters` applies it to a model."""
+"""The meaning of a config: `resolve` makes a policy, and `parameters` applies it to a model."""

@@ -1,9 +1,10 @@
-"""What the `optimizer` and `scheduler` blocks take: the arguments of each type, and what each of them may be.
+"""The arguments of the `optimizer` and `scheduler` blocks: the names of each type, and the values they
+accept.
 
-An argument that is wrong is refused where the config is resolved, before any process starts; whoever builds
-the optimizer or the schedule finds what it needs. Defaults are theirs.
+Wrong arguments are refused when the config is resolved, before any process starts. Optimizers and schedules
+set their own defaults.
 
-Invariant: what passes `checked` is built without an error; nothing here imports torch.
+Invariant: arguments that pass `check_arguments` build without an error; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from zerodrift.errors import Problems, did_you_mean
 from zerodrift.optimizers import SGD, TYPES, of_type
 
 MOST = 3.4e38
-"""Updates are computed in fp32, where anything larger is infinite."""
+"""Largest number; updates are computed in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument."""
+    """The accepted values of one argument."""
 
     words: str
-    """What it must be."""
+    """The accepted values in words: "must be ..."."""
     fits: Callable[[Any], bool]
     integer: bool = False
-    """Whether it is a whole number, which configs also write as `2e3`."""
+    """Whether the argument is a whole number, which configs also write as `2e3`."""
     do: str = ""
-    """What to do where it is something else."""
+    """Advice for any other value."""
 
 
 def _number(value: Any, least: float = 0.0) -> bool:
@@ -97,8 +98,8 @@ ANY: Table = {
     "bias_correction": _only(True),
     "amsgrad": _only(False),
 }
-"""Of every elementwise optimizer: what says which Adam it is, and what is accepted at the value that says
-what happens here anyway."""
+"""Arguments that every elementwise optimizer accepts: the choice of an Adam, and flags at the only value that
+is supported."""
 
 _OF_OPTIMIZERS: Table = {
     **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),
@@ -113,7 +114,7 @@ _OF_OPTIMIZERS: Table = {
     "ns_method": _word("gram", "standard"),  # two ways to the same polynomial, which is computed as it is
     "adjust_lr_fn": _word("original", "match_rms_adamw"),
 }
-"""Every argument that an optimizer of `optimizers.py` takes; each has one meaning."""
+"""Every argument of the optimizers in `optimizers.py`; each has one meaning."""
 
 OPTIMIZERS: Mapping[str, Table] = {
     name: {key: _OF_OPTIMIZERS[key] for key in of_type(name).arguments} for name in TYPES.values()
@@ -178,7 +179,6 @@ SCHEDULES: Mapping[str, Table] = {
 }
 
 ALIASES: Mapping[str, str] = {"wsd": "warmup_stable_decay"}
-"""Other names of schedules."""
 
 REQUIRED: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "polynomial"), ("num_training_steps",)),
@@ -190,11 +190,14 @@ REQUIRED: Mapping[str, Sequence[str]] = {
 }
 
 
-def checked(
+def check_arguments(
     where: str, kind: str, params: Mapping[str, Any], problems: Problems, unknown: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The arguments of an optimizer or a schedule as they were meant: null is left out, `2e3` a whole number.
-    The wrong ones go to `problems`, each by its path under `where`; `unknown` are there, their values not."""
+    """Check the arguments of an optimizer or a schedule: null is left out, and `2e3` becomes a whole number.
+
+    Wrong arguments go to `problems`, each with its path under `where`. `unknown` names arguments that are
+    written but have no value yet.
+    """
     own = OPTIMIZERS.get(kind) or SCHEDULES[kind]
     rest = None if kind in SCHEDULES else of_type(kind).rest
     table = own if kind in SCHEDULES or rest is not None else {**own, **ANY}
@@ -219,19 +222,15 @@ def checked(
             problems.add(join(where, key), f"must be given: {table[key].words}")
     if kind in SCHEDULES:
         _check_together(where, kind, {**dict.fromkeys(unknown), **values}, problems)
-    if (
-        kind in SGD.types
-        and values.get("nesterov")
-        and (not values.get("momentum") or values.get("dampening"))
-    ):
-        problems.add(
-            join(where, "nesterov"), "must be left out without `momentum`, or with `dampening`", got="true"
-        )
+    plain_momentum = values.get("momentum") and not values.get("dampening")
+    if kind in SGD.types and values.get("nesterov") and not plain_momentum:
+        must = "must be left out without `momentum`, or with `dampening`"
+        problems.add(join(where, "nesterov"), must, got="true")
     return values
 
 
 def _check_together(where: str, kind: str, given: Mapping[str, Any], problems: Problems) -> None:
-    """Arguments of a schedule that say one thing together; None is a number that is not known yet."""
+    """Check arguments of a schedule that depend on each other; None is a number that is not known yet."""
 
     def one_of(first: str, second: str) -> bool:
         if (first in given) != (second in given):

@@ -1,11 +1,11 @@
-"""Who may execute a plan, as data: what a backend does otherwise than the defaults say, and what it refuses.
+"""The backends as data: the differences from the defaults, and the refusals of each.
 
-`native` executes every column as it is written. `fsdp2` is torch's `fully_shard`: it gathers in the compute
-dtype, sums sharded gradients in the storage dtype, and hands its parameters to an optimizer of torch, which
-updates storage and keeps its moments in the storage dtype. What it refuses for the names of modules is in
-`plan/groups.py`.
+`native` executes every column as written. `fsdp2` is torch's `fully_shard`: it gathers in the compute dtype,
+sums sharded gradients in the storage dtype, and gives its parameters to an optimizer of torch, which updates
+storage and keeps its moments in the storage dtype. `plan/groups.py` refuses module trees that `fully_shard`
+cannot run.
 
-Invariant: what is let through here is executed as the columns say.
+Invariant: a backend executes every accepted column as written.
 """
 
 from __future__ import annotations
@@ -21,50 +21,35 @@ from zerodrift.optimizers import ELEMENTWISE, either, of_type
 from zerodrift.policy.nouns import Columns, ComponentSpec, State
 
 Place = Callable[[str], str]
-"""Column -> the key that asked for it."""
-
-
-def _all_settings(
-    config: Config, mesh: MeshShape, optimizer: ComponentSpec | None, problems: Problems
-) -> None:
-    """No key is refused."""
-
-
-def _all_columns(columns: Columns, place: Place, problems: Problems) -> None:
-    """No column is refused."""
-
-
-def _every_sum(accumulate: DType, pipeline: bool, stage: int) -> str:
-    """Gradients may be summed in every dtype."""
-    return ""
+"""Column -> the key that sets it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """What one backend does otherwise than others, and its refusals."""
+    """A backend's differences from the defaults, and its refusals. A reason of `""` keeps the default."""
 
     name: BackendName
     storage_sharded: bool = False
-    """At every stage; otherwise at stage 3 alone."""
+    """Whether storage is sharded at every stage; the default is stage 3 alone."""
     storage_fp32: str = ""
-    """Why parameters rest in fp32 in every mode; `""` where they rest as the mode says."""
+    """Reason for fp32 storage in every mode; the default is the mode's dtype."""
     gather_compute: str = ""
-    """Why parameters travel in the compute dtype; `""` where they do in the narrower one."""
+    """Reason for gathers in the compute dtype; the default is the narrower of storage and compute."""
     gathered_once: tuple[int, ...] = ()
-    """Stages at which what is gathered stays until the step ends."""
+    """Stages at which a gathered unit stays until the step ends."""
     replicates: bool = False
     """Whether every rank is a replica at stage 0."""
     dtensors: bool = False
-    """Whether it takes a model whose parameters are DTensors."""
-    refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = _all_settings
-    """Keys that are no column."""
-    refuse_columns: Callable[[Columns, Place, Problems], None] = _all_columns
-    """Columns of one parameter."""
-    refuse_sum: Callable[[DType, bool, int], str] = _every_sum
-    """Why gradients cannot be summed in a dtype, with a pipeline or without, at a stage; `""` where they can.
-    The reasons are in the support table, in the order in which a user can mend them."""
-    refuse_state: Callable[[State], str] = lambda state: ""
-    """Why moments cannot rest in a state; `""` where they can."""
+    """Whether the backend runs a model whose parameters are DTensors."""
+    refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = lambda *_: None
+    """Adds a problem for each unsupported key that is not a column."""
+    refuse_columns: Callable[[Columns, Place, Problems], None] = lambda *_: None
+    """Adds a problem for each unsupported column of a parameter."""
+    refuse_sum: Callable[[DType, bool, int], str] = lambda *_: ""
+    """Returns why gradients cannot be summed in a dtype, with or without a pipeline, at a stage; `""` if they
+    can. The first reason is the one to fix first."""
+    refuse_state: Callable[[State], str] = lambda _: ""
+    """Returns why moments cannot be kept in a state; `""` if they can."""
 
 
 # --- fsdp2 ----------------------------------------------------------------------------------------------
@@ -75,40 +60,28 @@ _NATIVE = "or use the native backend."
 def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
     storage = columns.storage.dtype
     if columns.gather is not columns.compute:
-        problems.add(
-            place("gather"),
-            f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: fully_shard casts "
-            f"before it gathers",
-            got=str(columns.gather),
-            do=f"Leave `gather` out, {_NATIVE}",
-        )
+        why = "fully_shard casts before it gathers"
+        must = f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: {why}"
+        problems.add(place("gather"), must, got=columns.gather, do=f"Leave `gather` out, {_NATIVE}")
     update = columns.update
     if update is None:
         return
     if update.placement != "sliced":
-        problems.add(
-            place("placement"),
-            "`placement` must be `sliced` on backend fsdp2: fully_shard cuts every parameter on its first "
-            "dimension",
-            got=update.placement,
-            do="Use the native backend, or an elementwise optimizer.",
-        )
+        why = "fully_shard cuts every parameter on its first dimension"
+        do = "Use the native backend, or an elementwise optimizer."
+        must = f"`placement` must be `sliced` on backend fsdp2: {why}"
+        problems.add(place("placement"), must, got=update.placement, do=do)
     if storage is not DType.FP32:
-        problems.add(
-            place("storage"),
-            "`storage` of a trained parameter must be fp32 on backend fsdp2: fully_shard has no master "
-            "beside it, and keeps gradients and moments in its dtype",
-            got=str(storage),
-            do=f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}",
-        )
+        why = "fully_shard has no master beside it, and keeps gradients and moments in its dtype"
+        must = f"`storage` of a trained parameter must be fp32 on backend fsdp2: {why}"
+        do = f"Leave `storage` out: fp32 is cast to `compute` before it is gathered; {_NATIVE}"
+        problems.add(place("storage"), must, got=storage, do=do)
     elif update.reduce.when == "every" and update.accumulate.dtype is not storage:
-        problems.add(
-            place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate"),
-            f"`accumulate` must be {storage} where every micro-batch is reduced, on backend fsdp2: "
-            f"fully_shard sums them in the storage dtype",
-            got=str(update.accumulate.dtype),
-            do=f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}",
-        )
+        key = place("reduce.when" if update.accumulate.dtype is columns.compute else "accumulate")
+        why = "on backend fsdp2: fully_shard sums them in the storage dtype"
+        must = f"`accumulate` must be {storage} where every micro-batch is reduced, {why}"
+        do = f"Use `accumulate: {storage}`, or `reduce: {{when: last}}` at stage 0 or 1, {_NATIVE}"
+        problems.add(key, must, got=update.accumulate.dtype, do=do)
 
 
 def _fsdp2_settings(
@@ -116,57 +89,33 @@ def _fsdp2_settings(
 ) -> None:
     keep = config.sharding.keep_gathered
     if keep not in (None, "step") and config.zero_optimization.stage in FSDP2.gathered_once:
-        problems.add(
-            "sharding.keep_gathered",
-            "must be `step` at stages 1-2 on backend fsdp2: that is what these stages mean there",
-            got=keep,
-            do="Leave it out, or use stage 3.",
-        )
+        must = "must be `step` at stages 1-2 on backend fsdp2: that is the meaning of these stages there"
+        problems.add("sharding.keep_gathered", must, got=keep, do="Leave it out, or use stage 3.")
     if mesh.pipeline > 1:
-        problems.add(
-            "pipeline.stages",
-            "must be 1 or left out on backend fsdp2",
-            got=str(mesh.pipeline),
-            do="Use the native backend for a pipeline.",
-        )
+        must = "must be 1 or left out on backend fsdp2"
+        do = "Use the native backend for a pipeline."
+        problems.add("pipeline.stages", must, got=mesh.pipeline, do=do)
     if mesh.expert > 1:
-        problems.add(
-            "experts.ranks",
-            "must be 1 or left out on backend fsdp2",
-            got=str(mesh.expert),
-            do="Use the native backend for expert parallelism.",
-        )
+        do = "Use the native backend for expert parallelism."
+        problems.add("experts.ranks", "must be 1 or left out on backend fsdp2", got=mesh.expert, do=do)
     takes = [known for known in ELEMENTWISE if known.torch]
     if optimizer is not None and of_type(optimizer.type) not in takes:
-        problems.add(
-            "optimizer.type",
-            "must be an optimizer of torch that updates element by element, on backend fsdp2",
-            got=repr(optimizer.type),
-            do=f"Use {either(known.name for known in takes)}, pass an optimizer of your own to `initialize`, "
-            f"{_NATIVE}",
-        )
+        must = "must be an optimizer of torch that updates element by element, on backend fsdp2"
+        names = either(known.name for known in takes)
+        do = f"Use {names}, pass an optimizer of your own to `initialize`, {_NATIVE}"
+        problems.add("optimizer.type", must, got=repr(optimizer.type), do=do)
     if config.sharding.prefetch is not None:
-        problems.add(
-            "sharding.prefetch",
-            "must be left out on backend fsdp2: fully_shard gathers one unit ahead",
-            got=str(config.sharding.prefetch),
-            do="Leave it out, or use the native backend.",
-        )
+        must = "must be left out on backend fsdp2: fully_shard gathers one unit ahead"
+        do = "Leave it out, or use the native backend."
+        problems.add("sharding.prefetch", must, got=config.sharding.prefetch, do=do)
     if config.sharding.accumulator == "keep":
-        problems.add(
-            "sharding.accumulator",
-            "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step",
-            got="keep",
-            do=f"Leave it out, {_NATIVE}",
-        )
+        must = "must be `free` or left out on backend fsdp2: fully_shard makes gradients anew in every step"
+        problems.add("sharding.accumulator", must, got="keep", do=f"Leave it out, {_NATIVE}")
     if config.precision.statistics:
-        problems.add(
-            "precision.statistics",
-            "must be false or left out on backend fsdp2: torch's optimizers do not tell what becomes of an "
-            "update",
-            got="true",
-            do=f"Leave it out, {_NATIVE}",
+        must = (
+            "must be false or left out on backend fsdp2: torch's optimizers report no statistics of updates"
         )
+        problems.add("precision.statistics", must, got="true", do=f"Leave it out, {_NATIVE}")
 
 
 def _fsdp2_sum(accumulate: DType, pipeline: bool, stage: int) -> str:
@@ -184,8 +133,8 @@ def _fsdp2_state(state: State) -> str:
     if state is State.FP32:
         return ""
     return (
-        "torch's own optimizer updates what fully_shard holds, and keeps moments in the parameters' "
-        "dtype: use `state: fp32`, or the native backend"
+        "torch's own optimizer updates the parameters of fully_shard, and keeps moments in their dtype: "
+        "use `state: fp32`, or the native backend"
     )
 
 

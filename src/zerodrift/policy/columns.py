@@ -1,11 +1,10 @@
-"""From what is demanded of a parameter to all of its columns, each with a reason.
+"""All columns of a parameter from the demands on it, each with a reason.
 
-What the config left open is filled in here, in one order: storage, compute, gather, accumulate, reduce,
-master, state, export. Every default is stated with its reason, every column that cannot be had is a
-problem that names the key which asked for it. `_Filler`, a method per column in that order, is the place to
-read what zerodrift does when nobody says anything.
+Columns that the config leaves open are filled in one order: storage, compute, gather, accumulate, reduce,
+master, state, export. Every default has its reason. Every unsupported column is a problem that names the key
+which set it. `_ColumnFiller` has a method per column in that order; read it for the defaults.
 
-Invariant: `complete` is a pure function of its arguments, and what it returns needs no further decision.
+Invariant: `complete` is a pure function of its arguments, and its result needs no further decision.
 """
 
 from __future__ import annotations
@@ -37,164 +36,151 @@ from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_v
 
 @dataclass(frozen=True, slots=True)
 class ColumnContext:
-    """What columns depend on besides the parameter's own demands."""
+    """The settings that columns of all parameters depend on."""
 
     mode: Mode
     backend: Backend
     stage: int
     allow_narrow: bool
     beta2: float | None
-    """Decay of the second moment, where the config's optimizer has one; bounds how it may be rounded."""
+    """Decay of the optimizer's second moment, which limits its rounding; None without one."""
     muon: bool
-    """Whether the config's optimizer is Muon, which leaves some parameters to AdamW."""
+    """Whether the optimizer is Muon, which leaves some parameters to AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterTraits:
-    """What columns depend on in the parameter itself."""
+    """The properties of a parameter that its columns depend on."""
 
     source: DType
     trained: bool
     safe: bool
-    """Autocast: every module that owns it is in the safe list."""
+    """Autocast only: every module that owns the parameter is in the safe list."""
     checkpoint: DType | None
-    """Its dtype in the checkpoint that the weights come from."""
+    """Dtype in the checkpoint that the weights come from."""
     dimensions: int
     not_hidden: str
-    """Why Muon leaves it to AdamW unless told otherwise; `""` where it does not."""
+    """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
     expert: str = ""
-    """Why it is divided over the expert axis; `""` where it is not."""
+    """Why the parameter is divided over the expert axis; `""` if it is not."""
 
 
 def complete(
-    asked: Demands,
-    setting: ColumnContext,
-    subject: ParameterTraits,
+    demands: Demands,
+    context: ColumnContext,
+    traits: ParameterTraits,
     pinned: bool,
     output: Output | None,
     problems: Problems,
 ) -> Columns:
-    """Every column of a parameter."""
-    if not subject.source.is_floating:
-        return _divided(_unchanged(subject.source, output), subject)
-    fill = _Filler(asked, setting, subject, problems)
+    """Decide every column of a parameter."""
+    if not traits.source.is_floating:
+        return _with_experts(_integer_columns(traits.source, output), traits)
+    fill = _ColumnFiller(demands, context, traits, problems)
     storage = fill.storage()
     compute = fill.compute()
     gather = fill.gather(storage, compute)
-    update = fill.update(storage, compute) if subject.trained else None
+    update = fill.update(storage, compute) if traits.trained else None
     export = fill.export(compute)
     why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
     columns = Columns(
         Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why
     )
-    setting.backend.refuse_columns(columns, fill.place, problems)
-    return _divided(columns, subject)
+    context.backend.refuse_columns(columns, fill.place, problems)
+    return _with_experts(columns, traits)
 
 
-def _divided(columns: Columns, subject: ParameterTraits) -> Columns:
-    """The same columns, of a rank's own experts where the parameter is a stack of experts."""
-    if not subject.expert:
+def _with_experts(columns: Columns, traits: ParameterTraits) -> Columns:
+    """Mark the columns of a stack of experts as divided over the expert axis."""
+    if not traits.expert:
         return columns
-    return replace(columns, parallel="expert", why=(*columns.why, ("parallel", subject.expert)))
+    return replace(columns, parallel="expert", why=(*columns.why, ("parallel", traits.expert)))
 
 
-def _unchanged(dtype: DType, output: Output | None) -> Columns:
-    """An integer or boolean parameter: it stays what it is."""
+def _integer_columns(dtype: DType, output: Output | None) -> Columns:
+    """Return the columns of an integer or boolean parameter, which keeps its dtype."""
     reason = f"{dtype} is not a floating dtype: kept as it is"
     why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
     return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
 
 
-class _Filler:
-    """Fills one parameter's columns in order and remembers each reason."""
+class _ColumnFiller:
+    """Fills the columns of one parameter in order and stores each reason in `why`."""
 
     def __init__(
-        self, asked: Demands, setting: ColumnContext, subject: ParameterTraits, problems: Problems
+        self, demands: Demands, context: ColumnContext, traits: ParameterTraits, problems: Problems
     ) -> None:
-        self.asked = asked
-        self.setting = setting
-        self.subject = subject
+        self.demands = demands
+        self.context = context
+        self.traits = traits
         self.problems = problems
         self.why: dict[str, str] = {}
-        self.storage_axis: Axis = "shard" if setting.stage == 3 or setting.backend.storage_sharded else ""
+        self.storage_axis: Axis = "shard" if context.stage == 3 or context.backend.storage_sharded else ""
 
     def _demanded(self, column: str, default: DType, reason: str) -> DType:
-        """The demanded dtype of a column, or the default; remembers why."""
-        value, why = self.asked.get(column, (default.value, reason))
+        """Return the demanded dtype of a column or the default, and store the reason."""
+        value, why = self.demands.get(column, (default.value, reason))
         self.why[column] = why
         return DType(value)
 
     def place(self, column: str) -> str:
-        """The key that asked for a column, for messages; the mode if nothing did."""
-        return self.asked[column][1] if column in self.asked else "precision.mode"
+        """Return the key that set a column, for messages; the mode's key if none did."""
+        return self.demands[column][1] if column in self.demands else "precision.mode"
+
+    def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
+        self.problems.add(self.place(column), must, got=got, do=do)
 
     def storage(self) -> DType:
-        mode, source = self.setting.mode, self.subject.source
+        mode, source = self.context.mode, self.traits.source
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
-        elif self.setting.backend.storage_fp32 and mode is not Mode.FP32:
-            default, reason = DType.FP32, self.setting.backend.storage_fp32
+        elif self.context.backend.storage_fp32 and mode is not Mode.FP32:
+            default, reason = DType.FP32, self.context.backend.storage_fp32
         else:
             default, reason = mode.dtype, f"mode {mode}"
-        if not self.subject.trained and source is not default and default.holds(source):
+        if not self.traits.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
         return self._demanded("storage", default, reason)
 
     def compute(self) -> DType:
-        mode = self.setting.mode
+        mode = self.context.mode
         default, reason = mode.dtype, f"mode {mode}"
-        if mode.autocast and self.subject.safe:
+        if mode.autocast and self.traits.safe:
             reason = "autocast: every module that owns it is in the safe list"
         elif mode.autocast:
             default, reason = DType.FP32, "autocast: not a safe module, each op's autocast rule decides"
         compute = self._demanded("compute", default, reason)
-        if compute is DType.FP16 and not mode.scaled and self.subject.trained:
-            self.problems.add(
-                self.place("compute"),
-                "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish",
-                got=f"mode {mode}",
-                do="Use mode fp16, or bf16 here.",
-            )
+        if compute is DType.FP16 and not mode.scaled and self.traits.trained:
+            must = "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish"
+            self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if not self.storage_axis:
-            reason = f"stage {self.setting.stage}: storage is whole, an updated slice travels as stored"
+            reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
             gather = self._demanded("gather", storage, reason)
             if gather is not storage:
-                self.problems.add(
-                    self.place("gather"),
-                    f"`gather` must be {storage} at stage {self.setting.stage}, where storage is whole and "
-                    f"an updated slice travels as stored",
-                    got=str(gather),
-                    do="Leave `gather` out, or use stage 3.",
-                )
+                whole = "where storage is whole and an updated slice travels as stored"
+                must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
+                self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
         narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
-        if self.setting.backend.gather_compute:
-            narrow, reason = compute, self.setting.backend.gather_compute
+        if self.context.backend.gather_compute:
+            narrow, reason = compute, self.context.backend.gather_compute
         gather = self._demanded("gather", narrow, reason)
         if gather not in (storage, compute):
-            self.problems.add(
-                self.place("gather"),
-                f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})",
-                got=str(gather),
-                do="Another dtype would round what neither end asks for.",
-            )
+            must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
+            self._refuse("gather", must, gather, "Another dtype would round without need.")
         return gather
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
         if grad is not compute:
-            self.problems.add(
-                self.place("grad"),
-                f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it",
-                got=str(grad),
-                do="Set `accumulate` for the dtype that gradients are summed in.",
-            )
+            must = f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it"
+            self._refuse("grad", must, grad, "Set `accumulate` for the dtype that gradients are summed in.")
         accumulate = self._accumulate(compute)
         reduce = self._reduce(accumulate)
-        axis: Axis = "shard" if self.setting.stage >= 1 else self.storage_axis
+        axis: Axis = "shard" if self.context.stage >= 1 else self.storage_axis
         optimizer = self._optimizer()
         return Update(
             grad=grad,
@@ -215,29 +201,25 @@ class _Filler:
         return dtype
 
     def _reduce(self, accumulate: DType) -> Reduction:
-        mode, stage = self.setting.mode, self.setting.stage
-        order, order_why = self.asked.get("reduce.order", ("rank", ""))
-        if mode.autocast and self.subject.safe and order == "rank":
+        mode, stage = self.context.mode, self.context.stage
+        order, order_why = self.demands.get("reduce.order", ("rank", ""))
+        if mode.autocast and self.traits.safe and order == "rank":
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
         wire = self._demanded("reduce.wire", default, reason)
-        if "reduce.wire" in self.asked:
+        if "reduce.wire" in self.demands:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if not total.holds(wire):
-            self.problems.add(
-                self.place("reduce.sum"),
-                f"`reduce.sum` must hold what is on the wire, {wire}",
-                got=str(total),
-                do="Use the wire's dtype or fp32.",
-            )
+            must = f"`reduce.sum` must hold the wire dtype, {wire}"
+            self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
         every = stage >= 2
         default_when = "every" if every else "last"
         reason = f"stage {stage}: " + (
             "the accumulator is sharded, so each micro-batch is reduced" if every else "reduced once per step"
         )
-        when, why = self.asked.get("reduce.when", (default_when, reason))
+        when, why = self.demands.get("reduce.when", (default_when, reason))
         wire_why, sum_why = self.why.pop("reduce.wire"), self.why.pop("reduce.sum")
         self.why["accumulate"] += f"; {'sharded' if when == 'every' else 'whole'}, reduce.when is {when}"
         parts = {f"wire {wire}": wire_why, f"sum {total}": sum_why, f"when {when}": why}
@@ -253,122 +235,98 @@ class _Filler:
         return Reduction(wire, total, when, order)  # type: ignore[arg-type]
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
-        """A column of the gradient must not lose what the column before it held, unless allowed."""
+        """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
         if not lost(of, dtype):
             return
-        where = self.place(column)
-        name = column.partition(".")[0]
-        verdict = gradient_dtype(self.setting.mode, dtype)
+        name, mode = column.partition(".")[0], self.context.mode
+        verdict = gradient_dtype(mode, dtype)
         if verdict.status == "no":
-            self.problems.add(
-                where, f"`{name}` must not be {dtype} in mode {self.setting.mode}: {verdict.reason}"
-            )
-        elif column == "accumulate" and not self.setting.allow_narrow:
+            self._refuse(column, f"`{name}` must not be {dtype} in mode {mode}: {verdict.reason}")
+        elif column == "accumulate" and not self.context.allow_narrow:
             losses = " and ".join(lost(of, dtype))
-            self.problems.add(
-                where,
-                f"`accumulate` must hold what is computed, {of}: {dtype} loses {losses}",
-                got=str(dtype),
-                do="Say `precision.allow_narrow: true` if that is what you want.",
-            )
+            must = f"`accumulate` must hold the compute dtype, {of}: {dtype} loses {losses}"
+            self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode = self.setting.mode
-        if storage is DType.FP32:
-            self.asked_master_is_storage()
+        mode = self.context.mode
+        if storage is DType.FP32:  # a second copy in fp32 would be the same bits
+            why = "storage is fp32: it is its own master"
+            value, key = self.demands.get("master", ("same", ""))
+            self.why["master"] = why if value == "same" and not key else f"{key}; {why}"
             return Master.SAME
         default = Master.SPLIT if storage is DType.BF16 else Master.FP32
         reason = {
             Master.SPLIT: "bf16 storage holds the high half: exact fp32 in 16 more bits",
             Master.FP32: f"{storage} storage cannot hold half of an fp32 value: a copy in fp32",
         }[default]
-        value, why = self.asked.get("master", (default.value, reason))
+        value, why = self.demands.get("master", (default.value, reason))
         self.why["master"] = why
         master = Master(value)
         if master is Master.SPLIT and storage is not DType.BF16:
-            self.problems.add(
-                why,
-                "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value",
-                got=f"storage {storage} in mode {mode}",
-                do="Use `master: fp32`.",
-            )
+            must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
+            self._refuse("master", must, f"storage {storage} in mode {mode}", "Use `master: fp32`.")
         return master
 
-    def asked_master_is_storage(self) -> None:
-        """fp32 storage is its own master; a second copy in fp32 would be the same bits."""
-        why = "storage is fp32: it is its own master"
-        value, asked = self.asked.get("master", ("same", ""))
-        self.why["master"] = why if value == "same" and not asked else f"{asked}; {why}"
-
     def _optimizer(self) -> MuonUpdate:
-        """Which of Muon's two updates; `""` under any other optimizer."""
-        if not self.setting.muon:
-            if "optimizer" in self.asked:
-                self.problems.add(
-                    self.asked["optimizer"][1],
-                    "`optimizer` must be left out of rules without `optimizer.type: Muon`: every parameter "
-                    "gets the same update",
-                    got=self.asked["optimizer"][0],
-                    do="Remove it, or name Muon in the `optimizer` block.",
-                )
+        """Return the part of Muon that updates the parameter; `""` under any other optimizer."""
+        if not self.context.muon:
+            if "optimizer" in self.demands:
+                same = "every parameter gets the same update"
+                must = f"`optimizer` must be left out of rules without `optimizer.type: Muon`: {same}"
+                do = "Remove it, or name Muon in the `optimizer` block."
+                self._refuse("optimizer", must, self.demands["optimizer"][0], do)
             return ""
-        subject = self.subject
-        default: MuonUpdate = "AdamW" if subject.not_hidden else "Muon"
-        value, why = self.asked.get(
-            "optimizer", (default, f"Muon's rule: {subject.not_hidden or 'a hidden matrix'}")
+        traits = self.traits
+        default: MuonUpdate = "AdamW" if traits.not_hidden else "Muon"
+        value, why = self.demands.get(
+            "optimizer", (default, f"Muon's rule: {traits.not_hidden or 'a hidden matrix'}")
         )
         self.why["optimizer"] = why
-        if value == "Muon" and subject.dimensions < 2:
-            self.problems.add(
-                why,
-                "`optimizer: Muon` must be for matrices",
-                got=f"a parameter with {subject.dimensions} dimensions",
-                do="Use `optimizer: AdamW`, or a rule that matches less.",
-            )
+        if value == "Muon" and traits.dimensions < 2:
+            must = "`optimizer: Muon` must be for matrices"
+            do = "Use `optimizer: AdamW`, or a rule that matches less."
+            self._refuse("optimizer", must, f"a parameter with {traits.dimensions} dimensions", do)
         return "Muon" if value == "Muon" else "AdamW"
 
     def _placement(self, optimizer: MuonUpdate) -> Placement:
-        """Where a slice may end."""
-        stacked = self.subject.dimensions > 2
+        """Return the places where a slice may end."""
+        stacked = self.traits.dimensions > 2
         default, reason = "sliced", ""
         if optimizer == "Muon":
             default = "matrices" if stacked else "whole"
             reason = "Muon works on whole matrices" + ("; a stack may be cut between them" if stacked else "")
-        value, why = self.asked.get("placement", (default, reason))
+        value, why = self.demands.get("placement", (default, reason))
         if value == "matrices" and not stacked:
-            value, why = "whole", f"{why}; one matrix" if "placement" in self.asked else why
+            value, why = "whole", f"{why}; one matrix" if "placement" in self.demands else why
         if value == "sliced":
             if optimizer == "Muon":
-                self.problems.add(
-                    why,
-                    "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices",
-                    got="sliced",
-                    do="Leave `placement` out, or say `optimizer: AdamW`.",
-                )
+                must = "`placement` must be `matrices` or `whole` where Muon updates: it needs whole matrices"
+                do = "Leave `placement` out, or say `optimizer: AdamW`."
+                self._refuse("placement", must, "sliced", do)
             return "sliced"
         self.why["placement"] = why
         return "matrices" if value == "matrices" else "whole"
 
     def _state(self, optimizer: MuonUpdate) -> State:
-        value, why = self.asked.get("state", ("fp32", "default: moments in fp32"))
+        value, why = self.demands.get("state", ("fp32", "default: moments in fp32"))
         self.why["state"] = why
         state = State(value)
-        beta2 = None if optimizer == "Muon" else self.setting.beta2
-        backend = self.setting.backend
+        beta2 = None if optimizer == "Muon" else self.context.beta2
+        backend = self.context.backend
         verdict = state_verdict(state, backend.name, beta2)
         if verdict.status == "no":
             got = f"backend {backend.name}" if backend.refuse_state(state) else f"beta2 {beta2}"
-            self.problems.add(why, f"`state` must not be {state} here: {verdict.reason}", got=got)
+            self._refuse("state", f"`state` must not be {state} here: {verdict.reason}", got)
         return state
 
     def export(self, compute: DType) -> DType:
-        checkpoint = self.subject.checkpoint
+        checkpoint = self.traits.checkpoint
         if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             return self._demanded("export", checkpoint, "the dtype of the source checkpoint")
         if checkpoint is not None:
             return self._demanded(
                 "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
             )
-        if self.setting.mode.autocast:
+        if self.context.mode.autocast:
             return self._demanded("export", DType.FP32, "no source checkpoint: autocast trains fp32 weights")
         return self._demanded("export", compute, "no source checkpoint: the compute dtype")

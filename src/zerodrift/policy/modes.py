@@ -1,16 +1,16 @@
-"""Which mode a config means: the one rule for `auto`, and for flags that do not go together.
+"""The mode of a config: the rule for `auto`, and for flags that contradict each other.
 
-The rule is a table of flags, the same on every backend; `docs/auto.md` shows it and a test walks through
-it row by row. Nothing else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
+The rule is a table of flags, the same on every backend. `docs/auto.md` shows the table and a test checks
+every row. Nothing else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
 
-Invariant: the outcome depends on the written flags only, never on a device, a backend or a model.
+Invariant: the mode depends on the written flags only, never on a device, a backend or a model.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from zerodrift.config.schema import Config
+from zerodrift.config.schema import Config, TorchAutocast
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.policy.nouns import Decision, Mode
@@ -31,12 +31,12 @@ RULE: tuple[tuple[str, str, str, str], ...] = (
     ("false", "absent", "fp32", "bf16 is ruled out and nothing asks for fp16"),
     ("absent", "false", "fp32", "nothing asks for mixed precision"),
 )
-"""(bf16.enabled, fp16.enabled, mode, reason): the documented rule. With `precision.mode: auto` an absent
-flag counts as auto; `choose` below computes the same from the flags."""
+"""The documented rule: (bf16.enabled, fp16.enabled, mode, reason). With `precision.mode: auto` an absent flag
+counts as auto. `from_flags` computes the same."""
 
 
 def flag(value: bool | str | None) -> Flag:
-    """How a tri-state key was written."""
+    """Return the written form of a key that may be true, false, auto or absent."""
     if value is None:
         return "absent"
     if value == "auto":
@@ -45,7 +45,8 @@ def flag(value: bool | str | None) -> Flag:
 
 
 def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
-    """The mode and its reason; None when both are true. `asks`: `precision.mode` is `auto`."""
+    """Return the mode and its reason; None if both flags are true. `asks` is True for `precision.mode:
+    auto`."""
     if bf16 == "true" and fp16 == "true":
         return None, "both `bf16.enabled` and `fp16.enabled` are true"
     if bf16 == "true":
@@ -62,23 +63,19 @@ def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
     return Mode.BF16, f"{auto} and bf16 is not ruled out"
 
 
-def choose(config: Config, problems: Problems) -> Decision:
-    """The mode of a config, its reason in `why`; contradictions go to `problems`."""
+def decide_mode(config: Config, problems: Problems) -> Decision:
+    """Decide the mode of a config, with its reason; contradictions go to `problems`."""
     bf16 = flag(config.bf16.enabled if config.bf16 else None)
     fp16 = flag(config.fp16.enabled if config.fp16 else None)
     written = config.precision.mode
     autocast = config.torch_autocast
     if autocast is not None and autocast.enabled:
-        return _autocast(config, bf16, fp16, problems)
+        return _autocast(config, autocast, bf16, fp16, problems)
     if written is None or written == "auto":
         mode, why = from_flags(bf16, fp16, asks=written == "auto")
         if mode is None:
-            problems.add(
-                "bf16.enabled",
-                "must not be true together with `fp16.enabled`",
-                got="both",
-                do="Keep one of the two.",
-            )
+            must = "must not be true together with `fp16.enabled`"
+            problems.add("bf16.enabled", must, got="both", do="Keep one of the two.")
             mode = Mode.BF16
         return Decision("precision.mode", str(mode), why)
     mode = Mode(written)
@@ -87,76 +84,53 @@ def choose(config: Config, problems: Problems) -> Decision:
 
 
 def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
-    """`precision.mode` says one thing; the DeepSpeed flags must not say another."""
+    """Refuse DeepSpeed's flags that contradict `precision.mode`."""
+    must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
-        contradicts = (state == "true" and mode is not own) or (state == "false" and mode is own)
-        if contradicts:
-            problems.add(
-                key,
-                f"must agree with `precision.mode`, which is {mode}",
-                got=state,
-                do=f"Remove `{key}` or `precision.mode`.",
-            )
-    autocast = config.torch_autocast
+        if state == ("false" if mode is own else "true"):
+            problems.add(key, must, got=state, do=f"Remove `{key}` or `precision.mode`.")
+    autocast, do = config.torch_autocast, "Remove one of the two keys."
     if mode.autocast and autocast is not None:
         if autocast.enabled is False:
-            problems.add(
-                "torch_autocast.enabled",
-                f"must agree with `precision.mode`, which is {mode}",
-                got="false",
-                do="Remove one of the two keys.",
-            )
-        if autocast.dtype is not None and autocast.dtype is not mode.dtype:
-            problems.add(
-                "torch_autocast.dtype",
-                f"must agree with `precision.mode`, which is {mode}",
-                got=str(autocast.dtype),
-                do="Remove one of the two keys.",
-            )
+            problems.add("torch_autocast.enabled", must, got="false", do=do)
+        if autocast.dtype not in (None, mode.dtype):
+            problems.add("torch_autocast.dtype", must, got=autocast.dtype, do=do)
 
 
-def _autocast(config: Config, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
-    """`torch_autocast.enabled` is true."""
-    block = config.torch_autocast
-    if block is None:
-        raise AssertionError("called without a torch_autocast block")
+def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
+    """Decide the mode under `torch_autocast.enabled: true`."""
     dtype = block.dtype or DType.BF16
     why = "`torch_autocast.enabled` is true"
     if block.dtype is None:
         why += "; its `dtype` is not given: bf16, which needs no loss scale"
     if dtype is DType.FP32:
-        problems.add(
-            "torch_autocast.dtype", "must be bf16 or fp16", got="fp32", do="For fp32, turn autocast off."
-        )
+        do = "For fp32, turn autocast off."
+        problems.add("torch_autocast.dtype", "must be bf16 or fp16", got="fp32", do=do)
         dtype = DType.BF16
     mode = Mode(f"autocast-{dtype}")
     written = config.precision.mode
     if written not in (None, "auto", mode.value):
-        problems.add(
-            "precision.mode",
-            f"must agree with `torch_autocast`, which says {mode}",
-            got=written,
-            do="Remove `precision.mode` or the `torch_autocast` block.",
-        )
+        must = f"must agree with `torch_autocast`, which says {mode}"
+        do = "Remove `precision.mode` or the `torch_autocast` block."
+        problems.add("precision.mode", must, got=written, do=do)
     for key, state, own in (("bf16", bf16, DType.BF16), ("fp16", fp16, DType.FP16)):
         if state != "true":
             continue
         if low_masters(config, own) and own is dtype:
             why += f"; `{key}.enabled` only sets the dtype of parameters, masters and accumulator"
             continue
-        problems.add(
-            f"{key}.enabled",
-            "must not be true together with `torch_autocast.enabled`",
-            got="both",
-            do=f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
+        must = "must not be true together with `torch_autocast.enabled`"
+        do = (
+            f"Autocast keeps parameters in fp32: set `{key}.enabled` to false. Only with "
             f"`{key}.{key}_master_weights_and_grads: true` and the same autocast dtype may both be on: "
-            f"then the flag sets the dtype of parameters, masters and accumulator.",
+            f"then the flag sets the dtype of parameters, masters and accumulator."
         )
+        problems.add(f"{key}.enabled", must, got="both", do=do)
     return Decision("precision.mode", str(mode), why)
 
 
 def low_masters(config: Config, dtype: DType) -> bool:
-    """Whether `bf16`/`fp16` is on and asks for masters and accumulator in its own dtype."""
+    """Return True if the block of `dtype` is enabled and keeps masters and accumulator in that dtype."""
     if dtype is DType.BF16:
         block = config.bf16
         return block is not None and block.enabled is True and bool(block.bf16_master_weights_and_grads)

@@ -1,10 +1,10 @@
-"""The words of a policy: modes, columns, rules, and every decision that is not a dtype.
+"""The values of a policy: modes, columns, rules, and every decision that is not a dtype.
 
-These are values: `resolve` makes them from a config, `columns` applies them to one parameter, the plan
-carries them, the engine obeys them. See section 2 of `docs/architecture.md` for the columns.
+`resolve` makes these values from a config, `columns` applies them to one parameter, the plan carries them and
+the engine follows them. Section 2 of `docs/architecture.md` explains the columns.
 
-Invariant: nothing here is undecided. `None` means "there is none" (a frozen parameter has no update, a
-run without fp16 has no loss scale), never "to be filled in".
+Invariant: nothing here is undecided. `None` means "there is none" (a frozen parameter has no update, a run
+without fp16 has no loss scale), never "to be filled in".
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "mast
 """The columns, in the order in which every table shows them."""
 
 
-class Mode(enum.Enum):
+class _TextEnum(enum.Enum):
+    """An enum that prints as its value. It hashes by identity, as `DType` does."""
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Mode(_TextEnum):
     """The recipe that the columns start from."""
 
     FP32 = "fp32"
@@ -28,9 +37,6 @@ class Mode(enum.Enum):
     FP16 = "fp16"
     AUTOCAST_BF16 = "autocast-bf16"
     AUTOCAST_FP16 = "autocast-fp16"
-
-    def __str__(self) -> str:
-        return self.value
 
     @property
     def autocast(self) -> bool:
@@ -44,14 +50,13 @@ class Mode(enum.Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled: wherever gradients pass through fp16."""
+        """Whether the loss is scaled, because gradients pass through fp16."""
         return self.dtype is DType.FP16
 
 
-class Master(enum.Enum):
-    """What the optimizer updates."""
+class Master(_TextEnum):
+    """The values that the optimizer updates."""
 
-    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     """A copy in fp32."""
     SPLIT = "split"
@@ -59,58 +64,52 @@ class Master(enum.Enum):
     SAME = "same"
     """Storage itself."""
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class State(enum.Enum):
+class State(_TextEnum):
     """The optimizer's moments, and how they are rounded."""
 
-    __hash__ = object.__hash__  # as `DType`
     FP32 = "fp32"
     BF16 = "bf16"
     BF16_STOCHASTIC = "bf16-stochastic"
     EIGHT_BIT = "8bit"
     """A code per element and an fp32 scale per block, rounded stochastically."""
 
-    def __str__(self) -> str:
-        return self.value
-
     @property
     def dtype(self) -> DType:
-        """Of one element as it rests; `8bit` has a scale per block besides."""
+        """Dtype of one element in memory; `8bit` adds a scale per block."""
         return {State.FP32: DType.FP32, State.EIGHT_BIT: DType.UINT8}.get(self, DType.BF16)
 
     @property
     def drawn(self) -> bool:
-        """Whether random bits decide how it is rounded."""
+        """Whether random bits decide the rounding."""
         return self in (State.BF16_STOCHASTIC, State.EIGHT_BIT)
 
 
 Axis = Literal["", "shard"]
-"""Where a column lives: `""` is whole on every rank, `"shard"` is an equal slice per rank of that axis."""
+"""The sharding of a column: `""` is whole on every rank, `"shard"` is an equal slice per rank of that
+axis."""
 
 Placement = Literal["sliced", "matrices", "whole"]
-"""Where a slice may end: anywhere in a parameter, between the matrices of its last two dimensions, or
-between parameters only."""
+"""The places where a slice may end: anywhere, between the matrices of the last two dimensions, or between
+parameters only."""
 
 MuonUpdate = Literal["", "Muon", "AdamW"]
-"""Which part of an optimizer that treats parameters differently; `""` where it treats all alike."""
+"""The part of an optimizer that updates a parameter; `""` if the optimizer updates all parameters alike."""
 
 Parallel = Literal["", "expert"]
-"""`"expert"` where the first dimension of a parameter is divided over the ranks of the expert axis, before
-any column is sharded; every column is then of a rank's own experts."""
+"""`"expert"` divides the first dimension of a parameter over the ranks of the expert axis, before any column
+is sharded. Every column then covers a rank's own experts."""
 
 OPTIONS = ("placement", "optimizer", "parallel")
-"""What a parameter has beside its columns; shown where it is not as usual."""
+"""The options of a parameter beside its columns; tables show unusual values only."""
 
 Output = Literal["keep", "input"]
-"""What a module returns that computes in a dtype of its own: that dtype, or its input's."""
+"""The dtype that a module with a boundary returns: its own (`keep`) or its input's (`input`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A dtype, and the axis it is sharded on."""
+    """A dtype and its sharding axis."""
 
     dtype: DType
     axis: Axis
@@ -121,15 +120,15 @@ Order = Literal["rank", "tree", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients travel and are summed over ranks."""
+    """The dtypes, the time and the order of a gradient reduction over ranks."""
 
     wire: DType
     sum: DType
     when: Literal["last", "every"]
-    """Once, after the last micro-batch, or after every one."""
+    """Reduce once after the last micro-batch, or after every micro-batch."""
     order: Order = field(default="rank", metadata={"omitted": True})
-    """In the order of ranks, by one tree over the micro-batches of all, or in the carrier's own: see
-    `policy/order.py`."""
+    """Sum in the order of ranks, by one tree over all micro-batches (`policy/order.py`), or in the carrier's
+    order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +141,9 @@ class Update:
     master: Master
     state: State
     axis: Axis
-    """Where master and state live."""
+    """Sharding axis of master and state."""
     placement: Placement = "sliced"
-    """Where a rank's slice of the parameter may end."""
     optimizer: MuonUpdate = ""
-    """Which of the config's optimizer's updates it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +157,13 @@ class Columns:
     """None for a frozen parameter."""
     export: DType
     output: Output | None
-    """What a rule says of it; None where none does. A plan's boundaries say what modules return."""
+    """Output that a rule sets; None without such a rule. The plan's boundaries decide the outputs of
+    modules."""
     pinned: bool
     """Whether a rule holds this parameter to fp32 in every column."""
     why: tuple[tuple[str, str], ...]
-    """(column, reason), a pair for every column that the parameter has, in the order of COLUMNS, and for
-    every option that it has, in the order of OPTIONS."""
+    """(name, reason) for every column of the parameter in the order of COLUMNS, then for every option in the
+    order of OPTIONS."""
     parallel: Parallel = field(default="", metadata={"omitted": True})
 
     @property
@@ -174,11 +172,11 @@ class Columns:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What rows of one segment must share: everything but the reasons, export and output."""
+        """The columns that all rows of a segment share: all but the reasons, export and output."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)
 
     def cells(self) -> dict[str, str]:
-        """Column -> how it is written in tables; `-` where a frozen parameter has none."""
+        """Return the text of each column in tables; `-` for a column that a frozen parameter lacks."""
         shown = {
             "storage": _placed(self.storage),
             "gather": str(self.gather),
@@ -199,7 +197,7 @@ class Columns:
         return {column: shown.get(column, "-") for column in COLUMNS}
 
     def options(self) -> dict[str, str]:
-        """Option -> its value, for those that are not as usual."""
+        """Return the options with unusual values."""
         update = self.update
         options: dict[str, str] = {"parallel": self.parallel}
         if update is not None:
@@ -216,7 +214,7 @@ def _placed(placed: Placed) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice that is not a column: which key, what it became, and why."""
+    """A decision that is not a column: its key, its value and its reason."""
 
     key: str
     value: str
@@ -224,25 +222,25 @@ class Decision:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
-"""The order of forwards and backwards in a pipeline; torch's names for it are in `pipeline/schedules.py`."""
+"""The order of forwards and backwards in a pipeline; `pipeline/schedules.py` has torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """How a model is cut along the pipeline axis, and in which order its pieces run."""
+    """The cuts of a model along the pipeline axis, and the order in which its pieces run."""
 
     schedule: Schedule
     chunks: int
-    """Pieces on each rank; the model is cut into as many as that times the ranks of the axis."""
+    """Pieces of the model on each rank of the axis."""
     split: Literal["layers", "cost"]
-    """What the pieces have the same of."""
+    """Quantity that all pieces have the same amount of."""
     weight_grads: Literal["queue", "autograd"]
-    """Who forms the weight gradients that a schedule puts off."""
+    """Method that computes the weight gradients that a schedule delays."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """An ordered rule, ready to match."""
+    """A rule that is ready to match; rules are ordered."""
 
     kind: Literal["glob", "class", "glob+class", "substring"]
     pattern: str
@@ -253,9 +251,8 @@ class ResolvedRule:
     """(column or `reduce.wire`, ...; value) pairs, in the order of COLUMNS."""
     pin: bool
     output: Output | None
-    """None where the rule says nothing of it."""
     why: str
-    """The key and pattern that a report shows: `precision.rules[1]: '*.router.*'`."""
+    """Key and pattern for reports, such as `precision.rules[1]: '*.router.*'`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +269,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The three batch numbers. `micro` and `train` are 0 where the caller's own loader decides them."""
+    """The three batch numbers. `micro` and `train` are 0 if the caller's loader decides them."""
 
     micro: int
     """Samples per forward on one rank."""
@@ -284,28 +281,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """How a sum over ranks becomes a gradient."""
+    """The division that turns a sum over ranks into a gradient."""
 
     mean: bool
     """Divide by the data-parallel ranks, or only sum."""
     before: float
-    """Divisor applied before the reduction; what is left of the division comes after."""
+    """Divisor before the reduction; the rest of the division follows the reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingPolicy:
-    """How parameters spread over ranks and how long copies live."""
+    """The sharding of parameters over ranks and the lifetime of their copies."""
 
     stage: Literal[0, 1, 2, 3]
-    """For titles and messages; the columns carry its meaning."""
+    """ZeRO stage for titles and messages; the columns carry its meaning."""
     units: tuple[str, ...]
-    """Globs on module paths; empty means that blocks are found."""
+    """Globs on module paths; empty finds the blocks by name."""
     keep_gathered: Literal["never", "micro-batch", "step"]
     free_accumulator: bool
     offload: bool
     """Master and state rest in host memory."""
     prefetch: int = field(default=0, metadata={"omitted": True})
-    """Bytes that the unit that runs and those gathered ahead of it may take; 0 for those of the largest two
+    """Bytes for the unit that runs and the units gathered ahead; 0 is the size of the largest two
     neighbours."""
 
 
@@ -319,7 +316,7 @@ class ComponentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a config means on a mesh: nothing is left open, and every decision has its reason."""
+    """The meaning of a config on a mesh: nothing is left open, and every decision has its reason."""
 
     mode: Mode
     backend: BackendName
@@ -327,7 +324,7 @@ class Policy:
     """(column, value, why): the columns that the config sets for every parameter."""
     rules: tuple[ResolvedRule, ...]
     safe: tuple[str, ...]
-    """Autocast: classes whose parameters travel in the low dtype; empty otherwise."""
+    """Autocast only: classes whose parameters travel in the low dtype."""
     buffers: DType | None
     """Cast floating buffers to this; None keeps them."""
     buffers_why: str
@@ -343,7 +340,7 @@ class Policy:
     optimizer: ComponentSpec | None
     schedule: ComponentSpec | None
     statistics: bool
-    """Record what becomes of every update."""
+    """Record statistics of every update."""
     print_every: int
     decisions: tuple[Decision, ...]
     """Every choice that is not a column, with its reason."""
@@ -352,7 +349,7 @@ class Policy:
     used: tuple[str, ...]
     """Written keys that decided something."""
     experts: tuple[str, ...] = field(default=(), metadata={"omitted": True})
-    """Globs on parameters that are divided over the expert axis; empty without one."""
+    """Globs on parameters that are divided over the expert axis; empty without such an axis."""
     pipeline: Pipelining | None = field(default=None, metadata={"omitted": True})
     """None without a pipeline."""
 

@@ -1,9 +1,6 @@
-"""Numeric values that may be "auto": the caller's number, or a problem that says what to pass.
+"""Numeric values that may be "auto": the caller's number, or a problem that names the number to pass.
 
-A number that is passed for a key which is not auto would be dropped without a word, so that is a problem
-too.
-
-Invariant: after `require_all_used`, every passed number stands in for exactly one written "auto".
+Invariant: after `require_all_used`, every passed number replaces exactly one written "auto".
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from zerodrift.config import fields
 from zerodrift.config.plain import join, plain, shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
-from zerodrift.policy.arguments import checked
+from zerodrift.policy.arguments import check_arguments
 
 AUTO = "auto"
 
 AutoValues = Mapping[str, float | Sequence[float]]
-"""What stands in for a numeric "auto", by dotted key; `optimizer.params.betas` takes a pair."""
+"""The numbers for keys that are "auto", by dotted key; `optimizer.params.betas` takes a pair."""
 
 
 class AutoNumbers:
@@ -33,24 +30,21 @@ class AutoNumbers:
         if not isinstance(given, Mapping):
             problems.add("auto", "must be a block of numbers by dotted key", got=shown(given))
             given = {}
-        self._given = plain(given, problems)
+        self._numbers = plain(given, problems)
         self._problems = problems
-        self._asked: set[str] = set()
+        self._auto_keys: set[str] = set()
 
     def _auto(self, key: str) -> Any:
-        self._asked.add(key)
-        if key in self._given and self._given[key] != "auto":
-            return self._given[key]
-        self._problems.add(
-            key,
-            "must be a number here: it is auto and nothing was passed for it",
-            got="'auto'",
-            do=f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python.",
-        )
+        self._auto_keys.add(key)
+        if key in self._numbers and self._numbers[key] != "auto":
+            return self._numbers[key]
+        must = "must be a number here: it is auto and nothing was passed for it"
+        do = f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python."
+        self._problems.add(key, must, got="'auto'", do=do)
         return None
 
     def _auto_number(self, key: str) -> Any:
-        """The caller's value for a key of the schema: what could have been written there."""
+        """Return the caller's value for a key of the schema, checked as if written in the config."""
         number = self._auto(key)
         kind: Any = fields.kind_at(key.split("."), Config)
         if number is None:
@@ -74,21 +68,18 @@ class AutoNumbers:
         return None if value is None else int(value)
 
     def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
-        """A block of arguments with its autos filled in, checked, as JSON text."""
+        """Fill the autos of a block of arguments, check the block, and return it as JSON text."""
         filled = {
             name: self._auto(join(where, name)) if value == AUTO else value for name, value in params.items()
         }
         missing = {name for name, value in filled.items() if params[name] == AUTO and value is None}
         named = {name: value for name, value in filled.items() if name not in missing}
-        return json.dumps(checked(where, kind, named, self._problems, missing), sort_keys=True)
+        return json.dumps(check_arguments(where, kind, named, self._problems, missing), sort_keys=True)
 
     def require_all_used(self) -> None:
-        """A value passed for a key that is not auto would be silently dropped: say so instead."""
-        for key in self._given:
-            if key not in self._asked:
-                self._problems.add(
-                    key,
-                    "must be 'auto' in the config for a passed value to stand in",
-                    got=f"{shown(self._given[key])} passed",
-                    do=did_you_mean(key, self._asked) or f"To override the config: --set {key}=...",
-                )
+        """Refuse a number for a key that is not auto, which would be ignored silently."""
+        for key in self._numbers:
+            if key not in self._auto_keys:
+                must = "must be 'auto' in the config for a passed value to stand in"
+                do = did_you_mean(key, self._auto_keys) or f"To override the config: --set {key}=..."
+                self._problems.add(key, must, got=f"{shown(self._numbers[key])} passed", do=do)

@@ -1,14 +1,15 @@
-"""`reduce.order: tree`: which micro-batches a rank takes, and where no dealing makes the same tree.
+"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the same
+tree.
 
 The micro-batches of a step are numbered over all ranks, g = 0 ... M - 1, and their gradients are summed by
-one binary tree over g: a node of level k is the sum of 2^k neighbours, left + right, and a right half that is
-missing is skipped. Gradients are summed where they are, in three turns: over the micro-batches of a rank,
-over the ranks of a shard group, over replicas; with `when: every` the second turn comes first. So the tree
-is the same on any number of ranks if what a turn sums are whole nodes: aligned blocks of a power of two.
+one binary tree over g. A node of level k is the sum of 2^k neighbours, left + right; a missing right half is
+skipped. Gradients are summed in three turns: over the micro-batches of a rank, over the ranks of a shard
+group, over replicas. With `when: every` the second turn comes first. So the tree is the same on any number of
+ranks if every turn sums whole nodes: aligned blocks of a power of two.
 
-`comm/fold.py` has the tree, and how sums travel by halves.
+`comm/fold.py` has the tree and the exchange of halves.
 
-Invariant: pure; every number from 0 to M - 1 is dealt to one rank, once, and a rank's come in growing order.
+Invariant: pure; every number from 0 to M - 1 belongs to one rank, and the numbers of a rank increase.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ KEY = "precision.reduce.order"
 
 
 def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank: int) -> tuple[int, ...]:
-    """The numbers of what a data rank takes in a step of `micro_batches` on each, in their order."""
+    """Return the micro-batch numbers of a data rank in increasing order; `micro_batches` is their count per
+    rank."""
     replica, shard = divmod(rank, mesh.shard)
     first = replica * mesh.shard * micro_batches
     if when == "every":
@@ -40,79 +42,77 @@ def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank:
 
 
 def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> bool:
-    """Whether the sums of every turn but the last are whole nodes of the tree."""
+    """Return True if the sums of every turn but the last are whole nodes of the tree."""
     turns = (shard, micro_batches) if when == "every" else (micro_batches, shard)
     first, both = turns[0], micro_batches * shard
     return (_is_power(first) or turns[1] * replicate == 1) and (_is_power(both) or replicate == 1)
 
 
-def dealing(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> When | None:
-    """How micro-batches are dealt where segments are reduced at these times; None where nothing serves."""
+def assignment(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> When | None:
+    """Return the `reduce.when` whose assignment of micro-batches makes the tree, or None if there is none.
+
+    `whens` are the reduction times of all segments.
+    """
     alike = len(set(whens)) < 2 or micro_batches == 1 or mesh.shard == 1
     served = all(is_tree(when, micro_batches, mesh.shard, mesh.replicate) for when in whens)
     return next(iter(whens), "last") if alike and served else None
 
 
 def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) -> tuple[int, ...]:
-    """The numbers of data ranks on which `total` micro-batches are summed by the tree; 1 is one of them
-    unless there are replicas."""
+    """Return the numbers of data ranks that can sum `total` micro-batches by the tree.
+
+    Without replicas 1 is one of the numbers.
+    """
     return tuple(
         ranks
         for ranks in _divisors(total)
         if ranks % replicate == 0
-        and dealing(whens, total // ranks, MeshShape(ranks // replicate, replicate)) is not None
+        and assignment(whens, total // ranks, MeshShape(ranks // replicate, replicate)) is not None
     )
 
 
 def refuse_ranks(whens: Iterable[When], micro_batches: int, mesh: MeshShape, problems: Problems) -> None:
-    """Where a rank's sums are no nodes of the tree."""
-    asked = sorted(set(whens))
-    if dealing(asked, micro_batches, mesh) is not None:
+    """Refuse a number of ranks whose sums are no nodes of the tree."""
+    times = sorted(set(whens))
+    if assignment(times, micro_batches, mesh) is not None:
         return
     total = micro_batches * mesh.data
-    if len(asked) > 1:
+    if len(times) > 1:
         must = "must be `rank` with two `reduce.when`: each needs other micro-batches on a rank"
-    elif asked == ["last"]:
+    elif times == ["last"]:
         must = (
             "must be `rank` unless each rank, which sums its own first, has a power of two of micro-batches"
         )
     else:
         must = "must be `rank` unless the ranks, which sum every micro-batch first, are a power of two"
     if mesh.replicate > 1:
-        must += ", and so is what a replica sums"
-    ranks = numbers_of_ranks(asked, total, mesh.replicate)
+        must += ", and so are the micro-batches of a replica"
+    ranks = numbers_of_ranks(times, total, mesh.replicate)
     numbers = listed(ranks, "or")
-    uses = [f"use {numbers} ranks for these {total} micro-batches" if ranks else "use fewer replicas"]
+    uses = [f"Use {numbers} ranks for these {total} micro-batches" if ranks else "Use fewer replicas"]
     uses += [
-        f"set `reduce.when: {when}` for all" for when in WHENS if _serves(when, asked, micro_batches, mesh)
+        f"set `reduce.when: {when}` for all"
+        for when in WHENS
+        if times != [when] and assignment([when], micro_batches, mesh) is not None
     ]
     there = several(micro_batches, "micro-batch", "micro-batches")
-    problems.add(
-        KEY,
-        must,
-        got=f"tree, {there} on each of {several(mesh.data, 'rank')}",
-        do=f"{_capital('; or '.join([*uses, 'leave `order` out']))}.",
-    )
-
-
-def _serves(when: When, asked: Collection[When], micro_batches: int, mesh: MeshShape) -> bool:
-    """Whether it would do to reduce all segments at this time instead."""
-    return list(asked) != [when] and dealing([when], micro_batches, mesh) is not None
+    do = f"{'; or '.join([*uses, 'leave `order` out'])}."
+    problems.add(KEY, must, got=f"tree, {there} on each of {several(mesh.data, 'rank')}", do=do)
 
 
 def accumulators(micro_batches: int) -> int:
-    """The most sums that wait for others at once, on a rank that adds its micro-batches one by one."""
+    """Return the most partial sums that wait at once on a rank that adds its micro-batches one by one."""
     return (micro_batches + 1).bit_length() - 1
 
 
 def rank_levels(ranks: int) -> int:
-    """The most sums beside the result at once, where the parts of so many ranks are added."""
+    """Return the most partial sums beside the result at once in a sum over `ranks`."""
     return max(0, (ranks - 1).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OrderRefusal:
-    """What cannot be had with `order: tree`, whatever the number of ranks."""
+    """A feature that `order: tree` excludes, with the reason and the way out."""
 
     what: str
     reason: str
@@ -144,7 +144,7 @@ TENSOR = OrderRefusal(
 )
 BEFORE = OrderRefusal(
     "division before the reduction",
-    "what is rounded then depends on the number of ranks",
+    "the rounding then depends on the number of ranks",
     "Leave `prescale_gradients` and `gradient_predivide_factor` out",
 )
 SUM = OrderRefusal(
@@ -162,38 +162,38 @@ CARRIED = OrderRefusal(
     "a carrier adds in the dtype that travels",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-"""Of `order: native`."""
+"""The refusal of `order: native`."""
 RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
 RANKS = OrderRefusal(
     "other numbers of ranks",
-    "what ranks sum first must be whole nodes of the tree: a power of two of neighbours",
+    "the first sums of ranks must be whole nodes of the tree: a power of two of neighbours",
     "The error names the numbers of ranks that fit",
 )
 
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
-"""Shown by `zerodrift support`."""
+"""The refusals that `zerodrift support` prints."""
 
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
-"""By `order: native`."""
+"""The price of `order: native`."""
 
 
-def order(
+def decide_order(
     config: Config,
     mesh: MeshShape,
     backend: Backend,
     averaging: Averaging,
     pipeline: Pipelining | None,
-    asked: str,
+    written: str,
     problems: Problems,
 ) -> tuple[Decision, ...]:
-    """What is decided of the order, where it is not that of ranks; refuses what it cannot be had with."""
+    """List the decisions on an order of sums other than `rank`, and refuse features that it excludes."""
     for number, rule in enumerate(config.precision.rules):
-        if getattr(rule.reduce, "order", None) not in (None, asked):
+        if getattr(rule.reduce, "order", None) not in (None, written):
             refuse_order(RULE, f"precision.rules[{number}].reduce.order", problems)
-    if asked == "native":
+    if written == "native":
         return (Decision("order of sums", "the carrier's", f"`{KEY}`: {GIVEN_UP}"),)
-    if asked != "tree":
+    if written != "tree":
         return ()
     for refusal, holds in (
         (BACKEND, backend.name != "native"),
@@ -212,7 +212,7 @@ def order(
 
 
 def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
-    """One of the refusals, as a problem of a key."""
+    """Add a refusal to the problems of a key."""
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")
@@ -228,7 +228,3 @@ def _is_power(number: int) -> bool:
 def _divisors(number: int) -> list[int]:
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -1,9 +1,15 @@
 """The columns of every parameter of a model under one policy.
 
-Rules are matched per name, columns are completed once per distinct question, and equal answers are one
-object, so 46,000 parameters cost a few dozen completions.
+Rules are matched by name. Columns are completed once per distinct input and equal results are one object, so
+46,000 parameters cost a few dozen completions.
 
-Invariant: the answer depends on the policy, the parameter and its checkpoint dtype, and on nothing else.
+Muon updates hidden matrices by default. It makes every direction of a matrix's update equally long, which is
+meant for matrices between hidden activations. A row of an embedding or of the head belongs to one token, a
+row of a router to one expert, and most of these rows see few gradients. The rule is DeepSpeed's (two
+dimensions or more, and no name with `embed` or `lm_head`) with a few more cases; every row of a plan says
+which case applied.
+
+Invariant: the result depends on the policy, the parameter and its checkpoint dtype alone.
 """
 
 from __future__ import annotations
@@ -18,14 +24,28 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.model.spec import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
-from zerodrift.policy import matrices, rules
+from zerodrift.policy import rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
 from zerodrift.policy.nouns import Columns, ComponentSpec, Policy, ResolvedRule
 
+MUON_RULE = (
+    "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"
+)
+"""The default rule of Muon in a clause, for reports."""
+
+HEADS = ("lm_head", "head", "embed_out", "classifier", "score")
+"""Last components of the module path of an output head."""
+
+ROUTERS = ("router", "gate")
+"""Name components of a router. `gate_proj` is not a router."""
+
+_CONVOLUTION = re.compile(r"(Lazy)?Conv(Transpose)?[123]d")
+"""Classes of torch's convolutions. `Conv1D`, which GPT-2 has, is a linear layer."""
+
 
 class ColumnsOf:
-    """Answers `columns(parameter)` for one policy; equal questions get the same object back."""
+    """A cache of columns: `columns_of(parameter)` returns one object for equal inputs."""
 
     def __init__(self, policy: Policy, model: ModelSpec) -> None:
         self._rules = policy.rules
@@ -33,7 +53,7 @@ class ColumnsOf:
         self._safe = policy.safe
         self._experts = policy.experts
         self._checkpoint = _Checkpoint(model.checkpoint)
-        self._setting = ColumnContext(
+        self._context = ColumnContext(
             policy.mode,
             BACKENDS[policy.backend],
             policy.sharding.stage,
@@ -42,79 +62,76 @@ class ColumnsOf:
             policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
         )
         self._known: dict[Any, Columns] = {}
-        self._beside = _buffer_dtypes(model)
-        self._told: set[str] = set()
+        self._buffer_dtypes = _buffer_dtypes(model)
+        self._refused: set[str] = set()
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
-        asked, matched = rules.demands(self._base, self._rules, parameter)
+        demands, matched = rules.demands(self._base, self._rules, parameter)
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
-        pinned = _is_pinned(asked, matched)
+        pinned = _is_pinned(demands, matched)
         if parameter.trained and not parameter.dtype.is_floating:
-            self.problems.add(
-                parameter.name,
-                "must be of real floating numbers to be trained",
-                got=str(parameter.dtype),
-                do="Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`.",
-            )
-        subject = ParameterTraits(
+            must = "must be of real floating numbers to be trained"
+            do = "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`."
+            self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
+        traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             self._is_safe(parameter),
             self._checkpoint.dtype(parameter),
             len(parameter.shape),
-            matrices.not_hidden(parameter) if self._setting.muon else "",
+            not_hidden(parameter) if self._context.muon else "",
             self._expert(parameter),
         )
-        key = (tuple(asked.items()), output, pinned, subject)
+        key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
         if columns is None:
-            columns = complete(asked, self._setting, subject, pinned, output, self.problems)
+            columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
         return columns
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:
-        """Running statistics and the vectors of a spectral norm stay what they are, and torch computes them
-        with their module's parameters in one dtype."""
+        """Refuse parameters that compute in a narrower dtype than their module's statistics.
+
+        Running statistics and the vectors of a spectral norm keep their dtype, and torch computes them with
+        the parameters in one dtype.
+        """
         for owner in parameter.owners:
             path = owner.path.partition(".parametrizations.")[0]
-            held = self._beside.get(path)
-            if path in self._told or held is None or not columns.compute.is_floating:
+            held = self._buffer_dtypes.get(path)
+            if path in self._refused or held is None or not columns.compute.is_floating:
                 continue
             if held.size > columns.compute.size:
-                self._told.add(path)
-                self.problems.add(
-                    path,
-                    f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it",
-                    got=str(columns.compute),
-                    do=f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`.",
-                )
+                self._refused.add(path)
+                must = f"must compute in the dtype of its buffers, {held}: torch mixes no dtypes in it"
+                do = f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`."
+                self.problems.add(path, must, got=columns.compute, do=do)
 
     def _expert(self, parameter: ParameterSpec) -> str:
-        """The pattern that says that the parameter is a stack of experts."""
+        """Return the pattern that makes the parameter a stack of experts, or `""`."""
         patterns = (p for p in self._experts if any(rules.glob(p)(name) for name in parameter.names))
         return f"experts: '{pattern}'" if (pattern := next(patterns, "")) else ""
 
     def _is_safe(self, parameter: ParameterSpec) -> bool:
-        """Low precision only if every module that owns the parameter is in the safe list."""
+        """Return True if every module that owns the parameter is in autocast's safe list."""
         return bool(self._safe) and all(_in_safe_list(owner.klass, self._safe) for owner in parameter.owners)
 
 
 _COMPUTED_WITH = re.compile(
     r"(?P<path>.*?)(\.parametrizations\.\w+\.\d+\._[uv]|\.running_(mean|var)|\.\w+_[uv])"
 )
-"""Buffers that torch computes with parameters: those of norms with statistics and of spectral norms."""
+"""Names of buffers that torch computes with parameters: running statistics and vectors of spectral norms."""
 
 
 def _buffer_dtypes(model: ModelSpec) -> dict[str, DType]:
-    """Module path -> the dtype of such buffers of it."""
+    """Map module paths to the dtype of their statistics."""
     matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
     return {match["path"]: dtype for match, dtype in matches if match is not None and dtype.is_floating}
 
 
 class _Checkpoint:
-    """The dtype of a parameter in the checkpoint that the weights come from."""
+    """The dtypes of the checkpoint that the weights come from."""
 
     def __init__(self, tensors: tuple[tuple[str, DType], ...]) -> None:
         self._tensors = dict(tensors)
@@ -128,8 +145,11 @@ class _Checkpoint:
 
     @functools.cached_property
     def _below(self) -> dict[str, set[DType]]:
-        """Module path -> dtypes of the tensors below it: a model may hold merged what a file holds apart
-        (`experts.gate_up_proj` for `experts.0.gate_proj.weight` and the rest)."""
+        """Map module paths to the dtypes of the tensors below them.
+
+        A model may merge tensors of a file: `experts.gate_up_proj` for `experts.0.gate_proj.weight` and the
+        rest.
+        """
         below: dict[str, set[DType]] = {}
         for name, dtype in self._tensors.items():
             path = name
@@ -144,15 +164,16 @@ def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
 
 
-def _is_pinned(asked: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
-    """A pin holds as long as no later rule narrowed one of its columns."""
+def _is_pinned(demands: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
+    """Return True if a pin matched and no later rule changed one of its columns."""
     return any(rule.pin for rule in matched) and all(
-        asked.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
+        demands.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
     )
 
 
 def _beta2(optimizer: ComponentSpec | None) -> float | None:
-    """The second moment's decay, if the config names an optimizer that has one; Muon's AdamW does."""
+    """Return the decay of the second moment, or None if the config's optimizer has none; Muon's AdamW has
+    one."""
     if optimizer is None:
         return None
     algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
@@ -163,3 +184,36 @@ def _beta2(optimizer: ComponentSpec | None) -> float | None:
         return float(betas[1])
     except (TypeError, ValueError, IndexError):
         return None
+
+
+def not_hidden(parameter: ParameterSpec) -> str:
+    """Return why a parameter is no hidden matrix by any of its names, or `""` for a hidden matrix."""
+    if len(parameter.shape) < 2:
+        return "a vector, no matrix" if parameter.shape else "a single number"
+    for name, owner in zip(parameter.names, parameter.owners, strict=True):
+        role = _role(name, owner.klass.rpartition(".")[2])
+        if role:
+            return role
+    return ""
+
+
+def _role(name: str, klass: str) -> str:
+    """Return the role of a parameter by its name and its module's class; `""` for none of the listed roles.
+
+    The name counts too, because gpt-oss stacks the biases of its experts into two dimensions.
+    """
+    parts = name.lower().split(".")
+    module = parts[-2] if len(parts) > 1 else ""
+    if klass.startswith("Embedding") or "embed" in name.lower() or module in ("wte", "wpe"):
+        return "an embedding"
+    if module in HEADS:
+        return "an output head"
+    if any(part in ROUTERS for part in parts):
+        return "a router"
+    if parts[-1].endswith("bias"):
+        return "a bias"
+    if "norm" in module:
+        return "a norm"
+    if _CONVOLUTION.fullmatch(klass):
+        return "a convolution"
+    return ""

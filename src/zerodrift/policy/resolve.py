@@ -1,10 +1,11 @@
-"""From what was written to what is meant: `resolve(config, mesh) -> Policy`.
+"""The policy of a config: `resolve(config, mesh) -> Policy`.
 
-Here end `zero_optimization.stage`, `"auto"`, `bf16.enabled` and every other way of saying a thing twice.
-Two keys that say the same agree or are an error that names both. Numeric `"auto"` values come from the
-caller or are an error that says what to pass. The columns of each parameter follow in `parameters.py`.
+`resolve` interprets `zero_optimization.stage`, `"auto"`, `bf16.enabled` and all other keys with several
+spellings. Two keys with one meaning agree, or are an error that names both. Numeric `"auto"` values come from
+the caller, or are an error that names the value to pass. `parameters.py` decides the columns of each
+parameter.
 
-Invariant: pure. No process group, no device, no environment variable is looked at.
+Invariant: pure. No process group, no device and no environment variable is read.
 """
 
 from __future__ import annotations
@@ -15,29 +16,26 @@ from zerodrift.config.schema import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import batch, choices, modes, order, pipelining, rules
+from zerodrift.policy import choices, modes, order, pipelining, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
-"""Whose parameters autocast takes in the low dtype: DeepSpeed's default list."""
+"""DeepSpeed's default list of classes whose parameters autocast reads in the low dtype."""
 
 
 def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShape:
-    """The mesh that a config asks for on `world_size` ranks.
+    """Return the mesh of a config on `world_size` ranks.
 
     `tensor` is the number of ranks that share each DTensor of the model, where it has any.
     """
     config = load(config)
     meshes.require_ranks(world_size)
     if world_size % tensor:
-        raise MeshError(
-            "world size",
-            f"must be a multiple of the {tensor} ranks that the model's DTensors are over",
-            got=world_size,
-        )
+        must = f"must be a multiple of the {tensor} ranks that the model's DTensors are over"
+        raise MeshError("world size", must, got=world_size)
     world_size //= tensor
     pipeline = config.pipeline.stages if config.pipeline else 1
     shard = config.zero_optimization.mics_shard_size or 0
@@ -45,12 +43,8 @@ def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShap
     backend = BACKENDS[config.backend or "native"]
     if backend.replicates and (config.zero_optimization.stage or 0) == 0:
         if replicate or shard > 0:
-            raise ConfigError(
-                "sharding.replicate",
-                f"must be left out at stage 0 on backend {backend.name}, where every rank replicates",
-                got="a hybrid mesh",
-                do="Use stage 1, 2 or 3.",
-            )
+            must = f"must be left out at stage 0 on backend {backend.name}, where every rank replicates"
+            raise ConfigError("sharding.replicate", must, got="a hybrid mesh", do="Use stage 1, 2 or 3.")
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
     shape = meshes.fit(world_size, replicate, max(0, shard), pipeline, expert)
@@ -66,46 +60,43 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     config = load(config)
     problems = Problems()
     numbers = AutoNumbers(auto or {}, problems)
-    mode_decision = modes.choose(config, problems)
+    mode_decision = modes.decide_mode(config, problems)
     mode = Mode(mode_decision.value)
     precision = config.precision
     backend = BACKENDS[config.backend or "native"]
     stage = config.zero_optimization.stage or 0
-    optimizer = choices.optimizer(config, numbers, problems)
+    optimizer = choices.decide_optimizer(config, numbers, problems)
     demands = _demands(config, mode, problems)
     _check_param_dtype(config, mode, problems)
     allow_narrow = bool(precision.allow_narrow)
     _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
-    sizes, sizes_why = batch.arithmetic(
-        numbers.integer(batch.TRAIN, config.train_batch_size),
-        numbers.integer(batch.MICRO, config.train_micro_batch_size_per_gpu),
-        pipelining.micro_batches(
-            config, numbers.integer(batch.STEPS, config.gradient_accumulation_steps), problems
+    sizes, sizes_why = choices.decide_batch(
+        numbers.integer(choices.TRAIN, config.train_batch_size),
+        numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
+        pipelining.decide_micro_batches(
+            config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
         mesh.data,
         problems,
     )
-    clip, clip_why = choices.clip(config, numbers)
-    averaging, averaging_why = choices.averaging(config, mesh, problems)
-    scale = choices.loss_scale(config, mode, numbers)
+    clip, clip_why = choices.decide_clip(config, numbers)
+    averaging, averaging_why = choices.decide_averaging(config, mesh, problems)
+    scale = choices.decide_loss_scale(config, mode, numbers)
     buffers, buffers_why = _buffers(config, problems)
-    sharding, sharding_decisions = choices.sharding(config, stage, backend)
-    asked = demands.get("reduce.order", ("rank", ""))[0]
-    pipeline, pipeline_decisions = pipelining.pipelining(
-        config, mesh, sizes.accumulation, asked == "tree", problems
+    sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
+    order_of_sums = demands.get("reduce.order", ("rank", ""))[0]
+    pipeline, pipeline_decisions = pipelining.decide_pipeline(
+        config, mesh, sizes.accumulation, order_of_sums == "tree", problems
     )
     safe = _safe_modules(config, mode)
-    schedule = choices.schedule(config, numbers, optimizer, problems)
-    experts, expert_decisions = choices.experts(config, mesh, averaging, problems)
-    order_decisions = order.order(config, mesh, backend, averaging, pipeline, asked, problems)
+    schedule = choices.decide_schedule(config, numbers, optimizer, problems)
+    experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
+    order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, order_of_sums, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
-        problems.add(
-            "backend",
-            f"must be {takes} for a model whose parameters are DTensors",
-            got=f"{backend.name}, and DTensors over {mesh.tensor} ranks",
-            do=f"Set `backend: {takes}`, or build the model without tensor parallelism.",
-        )
+        must = f"must be {takes} for a model whose parameters are DTensors"
+        do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
+        problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
@@ -115,13 +106,13 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         Decision("backend", backend.name, "`backend`" if config.backend else "default"),
         *sharding_decisions,
         *pipeline_decisions,
-        Decision("batch", choices.batch_text(sizes, mesh), sizes_why),
+        Decision("batch", choices.describe_batch(sizes, mesh), sizes_why),
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
-        Decision("averaging", choices.averaging_text(averaging, mesh), averaging_why),
+        Decision("averaging", choices.describe_averaging(averaging, mesh), averaging_why),
         *order_decisions,
-        choices.scale_decision(scale, mode, config),
+        choices.describe_loss_scale(scale, mode, config),
         *_safe_decision(safe, config),
-        *choices.update_decisions(optimizer, config),
+        *choices.describe_updates(optimizer, config),
         *expert_decisions,
     )
     return Policy(
@@ -155,58 +146,51 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
 
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
-    """The columns that the config sets for all parameters, whatever dialect said so."""
-    said: list[tuple[str, str, str]] = []
+    """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
+    written: list[tuple[str, str, str]] = []
     for column, value in rules.column_values(config.precision):
-        said.append((column, value, f"precision.{column}"))
+        written.append((column, value, f"precision.{column}"))
     types = config.data_types
     for key, dtype in (
         ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
         ("data_types.grad_accum_dtype", types.grad_accum_dtype if types else None),
     ):
         if dtype is not None:
-            said.append(("accumulate", str(dtype), key))
+            written.append(("accumulate", str(dtype), key))
     if config.communication_data_type is not None:
-        said.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
-    said += _low_precision_flags(config, mode)
+        written.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
+    written += _low_precision_flags(config, mode)
     demands: rules.Demands = {}
-    for column, value, key in said:
+    for column, value, key in written:
         if column in demands and demands[column][0] != value:
-            problems.add(
-                key,
-                f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`",
-                got=value,
-                do="Keep one of the two keys.",
-            )
+            must = f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`"
+            problems.add(key, must, got=value, do="Keep one of the two keys.")
             continue
         demands.setdefault(column, (value, key))
     return demands
 
 
 def _low_precision_flags(config: Config, mode: Mode) -> list[tuple[str, str, str]]:
-    """`bf16_master_weights_and_grads`, `fp16_master_...` and `bf16_optimizer_states`, where they are on."""
-    said = []
+    """Return the columns that DeepSpeed's `..._master_weights_and_grads` and `bf16_optimizer_states` set."""
+    written = []
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
             key = f"{dtype}.{dtype}_master_weights_and_grads"
-            said += [("master", "same", key), ("accumulate", str(dtype), key)]
+            written += [("master", "same", key), ("accumulate", str(dtype), key)]
             if mode.autocast:
-                said += [("storage", str(dtype), key), ("compute", str(dtype), key)]
+                written += [("storage", str(dtype), key), ("compute", str(dtype), key)]
     if config.bf16 is not None and config.bf16.bf16_optimizer_states:
-        said.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
-    return said
+        written.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
+    return written
 
 
 def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
     dtype = config.data_types.param_dtype if config.data_types else None
     expected = DType.FP32 if mode.autocast else mode.dtype
     if dtype is not None and dtype is not expected:
-        problems.add(
-            "data_types.param_dtype",
-            f"must agree with mode {mode}, whose parameters are {expected}",
-            got=str(dtype),
-            do="Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`.",
-        )
+        must = f"must agree with mode {mode}, whose parameters are {expected}"
+        do = "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`."
+        problems.add("data_types.param_dtype", must, got=dtype, do=do)
 
 
 def _check_supported(
@@ -218,7 +202,7 @@ def _check_supported(
     allow_narrow: bool,
     problems: Problems,
 ) -> None:
-    """The support table, asked about this config."""
+    """Refuse an `accumulate` that the support table does not allow."""
     value, key = demands.get("accumulate", (str(DEFAULT_ACCUMULATE), "precision.mode"))
     supported = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
     lifted = "compute" in demands and demands["compute"][0] == value
@@ -231,12 +215,8 @@ def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
     ours = config.precision.buffers
     theirs = config.data_types.buffer_dtype if config.data_types else None
     if ours is not None and theirs is not None and ours != theirs:
-        problems.add(
-            "data_types.buffer_dtype",
-            f"must agree with `precision.buffers`, which says {ours}",
-            got=str(theirs),
-            do="Keep one of the two keys.",
-        )
+        must = f"must agree with `precision.buffers`, which says {ours}"
+        problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
     if isinstance(ours, DType):
         return ours, "precision.buffers"
     if ours is None and isinstance(theirs, DType):

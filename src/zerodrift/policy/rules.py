@@ -1,9 +1,9 @@
-"""Ordered rules: what they match, and what several matches of one parameter add up to.
+"""Ordered rules: their matches, and the demands of all rules that match one parameter.
 
-The last match wins, cell by cell. A tied parameter is asked under each of its names and gets the widest
-demand of each column. Values stay text here; `columns.py` gives them types and completes them.
+The last match wins, column by column. A tied parameter is matched by each of its names and gets the widest
+demand of each column. Values stay text here; `columns.py` converts and completes them.
 
-Invariant: a rule that matches nothing is an error, so a misspelt pattern cannot pass for a decision.
+Invariant: a rule that matches nothing is an error, so that a misspelt pattern is never ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PIN: tuple[tuple[str, str], ...] = (
     ("state", "fp32"),
     ("export", "fp32"),
 )
-"""What `pin: fp32` stands for: the parameter is never rounded, anywhere."""
+"""The columns of `pin: fp32`: the parameter is never rounded."""
 
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
@@ -41,7 +41,7 @@ Demands = dict[str, tuple[str, str]]
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
-    """The columns that a block sets, as (column, value) text pairs; `reduce` in its parts."""
+    """Return the columns that a block sets as (column, value) texts; `reduce` is split into its parts."""
     values = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
     reduce = block.reduce
     if isinstance(reduce, DType):
@@ -56,20 +56,14 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
-    """The ordered rules of a config: DeepSpeed's pinned substrings first, then ours, so ours win."""
-    built_in = [
-        ResolvedRule(
-            "substring",
-            text,
-            "",
-            PIN,
-            True,
-            None,
-            f"zero_optimization.fp32_pinned_parameters[{number}]: '{text}'",
-        )
+    """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
+    win."""
+    key = "zero_optimization.fp32_pinned_parameters"
+    pins = (
+        ResolvedRule("substring", text, "", PIN, True, None, f"{key}[{number}]: '{text}'")
         for number, text in enumerate(substrings)
-    ]
-    return (*built_in, *(_from_block(number, rule) for number, rule in enumerate(rules)))
+    )
+    return (*pins, *(_from_block(number, rule) for number, rule in enumerate(rules)))
 
 
 def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
@@ -79,22 +73,15 @@ def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
     kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
     shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
     pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-    return ResolvedRule(
-        kind,  # type: ignore[arg-type]
-        pattern,
-        klass,
-        tuple(sets.items()),
-        pinned,
-        block.output,
-        f"precision.rules[{number}]: {shown}",
-    )
+    why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+    return ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
 
 
 def is_class(klass: str, wanted: str) -> bool:
-    """Whether the dotted class `klass` is the one that `wanted` names.
+    """Return True if `wanted` names the dotted class `klass`.
 
-    `torch.nn.Linear` names `torch.nn.modules.linear.Linear`: the class is looked up where a user imports
-    it from, a parent package of where it is defined. A bare `Linear` names any class of that name.
+    `torch.nn.Linear` names `torch.nn.modules.linear.Linear`, because users import a class from a parent
+    package of its module. A bare `Linear` names any class of that name.
     """
     package, _, name = klass.rpartition(".")
     wanted_package, _, wanted_name = wanted.rpartition(".")
@@ -105,12 +92,12 @@ def is_class(klass: str, wanted: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def glob(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Asks whether a parameter name matches; `*` also crosses dots."""
+    """Compile a glob on parameter names; `*` also crosses dots."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
 def matches(rule: ResolvedRule, name: str, owner: OwningModule) -> bool:
-    """Whether a rule applies to a parameter under one of its names."""
+    """Return True if a rule matches a parameter by one of its names."""
     if rule.kind == "substring":
         return rule.pattern in name
     if rule.pattern and not glob(rule.pattern)(name):
@@ -121,7 +108,7 @@ def matches(rule: ResolvedRule, name: str, owner: OwningModule) -> bool:
 def demands(
     base: Demands, rules: Sequence[ResolvedRule], parameter: ParameterSpec
 ) -> tuple[Demands, tuple[ResolvedRule, ...]]:
-    """What is demanded of a parameter, and the rules that matched it, over all its names."""
+    """Return the demands on a parameter and the rules that matched it, over all its names."""
     per_name: list[Demands] = []
     matched: dict[ResolvedRule, None] = {}
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
@@ -134,34 +121,19 @@ def demands(
     return functools.reduce(_wider, per_name), tuple(matched)
 
 
-_WIDTH = {
-    "same": 0,
-    "split": 1,
-    "8bit": -1,
-    "bf16-stochastic": 2,
-    "last": 0,
-    "every": 1,
-    "sliced": 0,
-    "matrices": 1,
-    "whole": 2,
-    "Muon": 0,
-    "AdamW": 1,
-}
+_WIDTH = {"8bit": -1, "split": 1, "bf16-stochastic": 2, "every": 1, "matrices": 1, "whole": 2, "AdamW": 1}
+"""Order of the values of a column that are not dtypes; all other values have 0."""
 
 
 def _wider(left: Demands, right: Demands) -> Demands:
-    """Per column the wider of two demands: what one name needs, the tied name gets too."""
-    out = dict(left)
-    for column, (value, why) in right.items():
-        if column not in out:
-            out[column] = (value, why)
-            continue
-        mine = out[column]
-        if value == mine[0]:
-            continue
-        wide = _widest_value(mine[0], value)
-        reason = why if wide == value else mine[1] if wide == mine[0] else f"{mine[1]}; {why}"
-        out[column] = (wide, f"{reason} (widest of tied names)")
+    """Merge the demands of two names of a tied parameter; the wider value of each column wins."""
+    out = {**left, **right, **left}  # in the order of the left
+    for column in left.keys() & right.keys():
+        (one, one_why), (other, other_why) = left[column], right[column]
+        if one != other:
+            wide = _widest_value(one, other)
+            why = other_why if wide == other else one_why if wide == one else f"{one_why}; {other_why}"
+            out[column] = (wide, f"{why} (widest of tied names)")
     return out
 
 
@@ -174,7 +146,7 @@ def _widest_value(left: str, right: str) -> str:
 
 
 def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: Problems) -> None:
-    """Every rule must match some parameter; those that do not are named with the nearest names."""
+    """Refuse rules that match no parameter, and suggest the nearest names."""
     pending = list(rules)
     for parameter in model.parameters:
         if not pending:
@@ -182,35 +154,34 @@ def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: P
         names = list(zip(parameter.names, parameter.owners, strict=True))
         pending = [rule for rule in pending if not any(matches(rule, *name) for name in names)]
     for rule in pending:
-        problems.add(
-            rule.why, f"must match a parameter of {model.source}", got="no match", do=_hint(rule, model)
-        )
+        must = f"must match a parameter of {model.source}"
+        problems.add(rule.why, must, got="no match", do=_hint(rule, model))
 
 
-OF_TORCH = "torch.nn.modules."
-"""Modules whose own forward takes all of their parameters together, in one dtype."""
+TORCH_MODULES = "torch.nn.modules."
+"""Class prefix of modules whose forward needs all their parameters in one dtype."""
 
 
 def require_one_compute(model: ModelSpec, columns: Sequence[Columns], problems: Problems) -> None:
-    """A module of torch cannot run with its weight in one dtype and its bias in another. Not for autocast,
-    which casts for each operation."""
+    """Refuse a module of torch whose parameters compute in different dtypes.
+
+    Modes with autocast skip this check, because autocast casts for each operation.
+    """
     held: dict[str, dict[str, DType]] = {}
     why: dict[str, str] = {}
     for parameter, cells in zip(model.parameters, columns, strict=True):
         for name, owner in zip(parameter.names, parameter.owners, strict=True):
-            if owner.klass.startswith(OF_TORCH) and cells.compute.is_floating:
+            if owner.klass.startswith(TORCH_MODULES) and cells.compute.is_floating:
                 held.setdefault(owner.path, {})[name.rpartition(".")[2]] = cells.compute
                 if cells.pinned:
                     why[owner.path] = cells.reasons()["compute"]
     mixed = [path for path, dtypes in held.items() if len(set(dtypes.values())) > 1]
     if mixed:
         path, more = mixed[0], f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-        problems.add(
-            why.get(path, "precision.rules"),
-            "must leave all parameters of a module one `compute` dtype",
-            got=f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}",
-            do=f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`.",
-        )
+        must = "must leave all parameters of a module one `compute` dtype"
+        got = f"{', '.join(f'{name} {dtype}' for name, dtype in held[path].items())} in `{path}`{more}"
+        do = f"Match them together: `{re.sub(r'[0-9]+', '*', path)}.*`."
+        problems.add(why.get(path, "precision.rules"), must, got=got, do=do)
 
 
 def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
@@ -230,7 +201,7 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
 
 
 def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Names that have a component close to a word of the pattern that is nobody's component."""
+    """Return the names with a component close to a word of the pattern that is no component itself."""
     names = list(names)
     parts = {part for name in names for part in name.split(".")}
     for word in (word for word in reversed(words) if word not in parts):

@@ -1,8 +1,7 @@
-"""Which combinations are supported, and why the others are not: one list of refusals.
+"""The supported combinations, and the reasons against the others.
 
-`resolve` asks it about the config at hand, `zerodrift support` about every cell, so the printed table
-cannot differ from what happens. The rules about single columns (a split master needs bf16 storage, and
-the like) are in `columns.py`.
+`resolve` checks one config and `zerodrift support` prints every cell, both with the same functions.
+`columns.py` has the rules about single columns, such as bf16 storage for a split master.
 
 Invariant: every cell is `yes`, `narrow` (yes, once `precision.allow_narrow` is true) or `no` with a reason.
 """
@@ -23,7 +22,7 @@ Status = Literal["yes", "narrow", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a combination is supported."""
+    """The support status of a combination, with the reason."""
 
     status: Status
     reason: str = ""
@@ -46,18 +45,17 @@ class SupportCell:
 
 @dataclass(frozen=True, slots=True)
 class StateCell:
-    """Whether the optimizer's moments may rest in a state."""
+    """One cell of the table of optimizer states."""
 
     state: str
     backend: BackendName
     beta2: float
-    """The least or the largest of those that the cell stands for."""
     status: Status
     reason: str
 
 
 def gradient_dtype(mode: Mode, dtype: DType) -> Verdict:
-    """Whether gradients of a mode may pass through `dtype`, in the accumulator or on the wire."""
+    """Return whether gradients of a mode may be held in `dtype`, in the accumulator or on the wire."""
     if mode.dtype is DType.BF16 and dtype is DType.FP16:
         return Verdict(
             "no",
@@ -76,14 +74,14 @@ def gradient_dtype(mode: Mode, dtype: DType) -> Verdict:
 
 
 def verdict(mode: Mode, accumulate: DType, pipeline: bool, stage: int, backend: BackendName) -> Verdict:
-    """Whether this accumulate dtype is supported in this place."""
+    """Return whether an accumulate dtype is supported in a mode, at a stage, on a backend."""
     narrow = gradient_dtype(mode, accumulate)
     refused = "" if narrow.status == "no" else BACKENDS[backend].refuse_sum(accumulate, pipeline, stage)
     return Verdict("no", refused) if refused else narrow
 
 
 def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Verdict:
-    """Whether moments may rest in a state. `beta2` is the decay of a second moment, where it is known."""
+    """Return whether moments may be kept in a state; `beta2` is the decay of the second moment, if known."""
     refused = BACKENDS[backend].refuse_state(state)
     if refused:
         return Verdict("no", refused)
@@ -97,7 +95,7 @@ def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Ve
 
 
 def states() -> tuple[StateCell, ...]:
-    """Every state on every backend, with a beta2 that bf16 can follow and one that it cannot."""
+    """List every state on every backend, with a beta2 that bf16 can represent and one that it cannot."""
     cells = []
     for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
         verdict = state_verdict(state, backend, beta2)
@@ -106,7 +104,7 @@ def states() -> tuple[StateCell, ...]:
 
 
 def table() -> tuple[SupportCell, ...]:
-    """Every (mode, accumulate, pipeline, stage, backend), in that order."""
+    """List every (mode, accumulate, pipeline, stage, backend), in that order."""
     choices: tuple[tuple[str, DType], ...] = (
         ("default", DEFAULT_ACCUMULATE),
         ("fp32", DType.FP32),
@@ -123,10 +121,11 @@ def table() -> tuple[SupportCell, ...]:
 
 
 DEFAULT_ACCUMULATE = DType.FP32
-"""In every mode: a sum over micro-batches costs bits in anything narrower."""
+"""Default of every mode; a sum over micro-batches loses bits in anything narrower."""
 
 MAX_NEAREST_BETA2 = 0.98
-"""Above it, rounding a bf16 second moment to nearest freezes it: (1 - beta2) is under half an ulp."""
+"""Largest beta2 of a bf16 second moment that is rounded to nearest; above it (1 - beta2) is under half an
+ulp."""
 
 USUAL_BETA2 = 0.999
 """The default of every Adam."""

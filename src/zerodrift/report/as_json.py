@@ -14,7 +14,7 @@ from typing import Any
 from zerodrift.plan.cost import Cost
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
-from zerodrift.plan.traced import Hidden, Trace, TracedOperation
+from zerodrift.plan.trace import Hidden, Trace, TracedOperation
 from zerodrift.policy.support import StateCell, SupportCell
 from zerodrift.record import encode
 from zerodrift.report.explain import Explanation

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from zerodrift.plan.cost import stage_cost
-from zerodrift.plan.stages import crossings, part, pieces, pieces_of, travelling, width
+from zerodrift.plan.stages import activation_dtype, activation_width, crossings, part, pieces, pieces_of
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.report import figures
@@ -75,7 +75,7 @@ def _imbalance(plan: Plan) -> str:
 
 def _travels(plan: Plan) -> str:
     """Describe what is sent between pieces per token. The number of tokens is unknown before the run."""
-    count, values, dtype = crossings(plan), width(plan), travelling(plan)
+    count, values, dtype = crossings(plan), activation_width(plan), activation_dtype(plan)
     over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
     if values is None:
         return (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zerodrift.errors import listed, several
 from zerodrift.plan.cost import Cost, accumulators_of
-from zerodrift.plan.dealing import dealt
+from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Boundary, Plan
 from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec
 from zerodrift.report import figures
@@ -83,7 +83,10 @@ def _order(plan: Plan) -> str:
     """Describe which rank takes which micro-batches, and how many partial sums wait."""
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
-    shown = [f"{kind} {rank} takes {_few(dealt(plan, rank))}" for rank in sorted({0, 1 % ranks, ranks - 1})]
+    shown = [
+        f"{kind} {rank} takes {_few(rank_micro_batches(plan, rank))}"
+        for rank in sorted({0, 1 % ranks, ranks - 1})
+    ]
     total = several(count * ranks, "micro-batch", "micro-batches")
     sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
     return f"one tree over {total}: {', '.join(shown)}; {several(sums, 'accumulator')}"

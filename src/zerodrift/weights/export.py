@@ -27,7 +27,7 @@ from zerodrift.checkpoint.save import everywhere
 from zerodrift.dtypes import ADMITTED, DType, parse
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.plan.stages import named
+from zerodrift.plan.stages import whole_row
 from zerodrift.plan.table import Plan, Row
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
@@ -193,7 +193,7 @@ def _write(
                 masters: torch.Tensor | None = None
                 stored = piece.stored()
                 for span in piece.share:
-                    name = saved_name(named(engine.plan, span.row), engine.whole)
+                    name = saved_name(whole_row(engine.plan, span.row), engine.whole)
                     if name not in writer:
                         continue
                     flat = stored

@@ -35,7 +35,7 @@ from zerodrift.model.dtensors import is_dtensor
 from zerodrift.model.safetensors import stored
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.stages import named, part
+from zerodrift.plan.stages import part, whole_row
 from zerodrift.plan.table import Plan
 from zerodrift.weights.boxes import Box, within
 from zerodrift.weights.matching import (
@@ -354,10 +354,10 @@ def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> 
     values = piece.weights()  # a copy of the master; storage itself if there is none
     with raise_on_all_ranks(engine.comm):
         for span in piece.filled:
-            name = named(engine.plan, span.row).name
+            name = whole_row(engine.plan, span.row).name
             if files.holds(name):
                 files.fill(name, span.start, values[span.place])
-    if any(files.holds(named(engine.plan, row).name) for row in piece.rows):
+    if any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
         piece.set_filled(values, engine.comm)
 
 

@@ -3,7 +3,7 @@
 A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The other ranks gather
 it, and a rank that did not would take the next collective for it. So a training step goes through the units
 in the order of the plan: when it comes to one, those that were passed over are gathered too, and in a
-backward count as over, in their turn. Units are gathered ahead as far as there is room (`plan/prefetch.py`).
+backward count as over, in their turn. Units are gathered ahead as far as there is room (`plan/schedule.py`).
 
 Invariant: in training, the gathers and reductions of a rank that runs units in the order of the plan, and
 each at most once, are the plan's list. A unit that runs out of turn, or again, is gathered on the spot.
@@ -33,8 +33,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from zerodrift.plan.prefetch import reach
-from zerodrift.plan.schedule import backward_order, holds
+from zerodrift.plan.schedule import backward_order, contains, prefetch_ends
 from zerodrift.plan.table import Unit
 
 
@@ -137,7 +136,7 @@ class Traversal:
             (outer.number, inner.number)
             for outer in self._forth
             for inner in self._forth
-            if outer is not inner and holds(outer.spec, inner.spec)
+            if outer is not inner and contains(outer.spec, inner.spec)
         }
         """Pairs of units of which the first runs before the second."""
         self._unseen = {unit.number for unit in self._forth}
@@ -168,15 +167,15 @@ class Traversal:
         self._forth_place = {unit.number: place for place, unit in enumerate(self._forth)}
         self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
         self._inside = {unit.number: self._units_inside(unit) for unit in self._back}
-        self._forth_reach = reach([unit.gathered_bytes for unit in self._forth], self._room)
-        self._back_reach = reach([unit.gathered_bytes for unit in self._back], self._room)
+        self._forth_reach = prefetch_ends([unit.gathered_bytes for unit in self._forth], self._room)
+        self._back_reach = prefetch_ends([unit.gathered_bytes for unit in self._back], self._room)
         self._nested = {other.number for inside in self._inside.values() for other in inside}
         trained = [place for place, unit in enumerate(self._back) if unit.trained]
         self._until = trained[-1] + 1 if trained else 0
         """Units of `_back` behind it have no gradient."""
 
     def _units_inside(self, block: TraversedUnit) -> list[TraversedUnit]:
-        return [other for other in self._back if other is not block and holds(block.spec, other.spec)]
+        return [other for other in self._back if other is not block and contains(block.spec, other.spec)]
 
     def gathered(self, unit: TraversedUnit) -> None:
         """Count a gather with a collective in the checksum."""
@@ -304,7 +303,7 @@ class Traversal:
 
     def _end_silent(self, step: Backward, following: TraversedUnit | None = None) -> None:
         for unit in list(self._silent):
-            if following is None or not (unit is following or holds(unit.spec, following.spec)):
+            if following is None or not (unit is following or contains(unit.spec, following.spec)):
                 del self._silent[unit]
                 unit.backward_is_over(step)
 

@@ -15,7 +15,7 @@ from zerodrift.inspect.check.compare import verdict
 from zerodrift.inspect.trace.operations import CASTS
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Hidden, Trace, TracedOperation, TracedTensor
+from zerodrift.plan.trace import Hidden, Trace, TracedOperation, TracedTensor
 
 
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:

@@ -25,10 +25,10 @@ from zerodrift.inspect.simulate.streams import (
 )
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan.cost import Cost, stage_cost
-from zerodrift.plan.schedule import afterwards, events, scheduled
+from zerodrift.plan.schedule import events, pipeline_events, step_end
 from zerodrift.plan.stages import part, pieces_of, rank_of
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action, Timeline, needs
+from zerodrift.plan.timeline import Action, Timeline, dependencies
 from zerodrift.policy.nouns import Mode
 
 PLAYED = 4
@@ -181,7 +181,7 @@ def _play_pipeline(
     """Play all stages, each action as soon as its rank is free and its inputs have arrived."""
     parts = [part(plan, rank) for rank in range(plan.mesh.pipeline)]
     players = [RankPlayer(plan, own, work, cluster, recompute) for own in parts]
-    orders = [list(scheduled(plan, rank, timeline.ranks[rank])) for rank in range(len(parts))]
+    orders = [list(pipeline_events(plan, rank, timeline.ranks[rank])) for rank in range(len(parts))]
     idle, places = [0.0] * len(parts), [0] * len(parts)
     ended: dict[Action, float] = {}
     last = max(action.piece for rank in timeline.ranks for action in rank)
@@ -201,7 +201,7 @@ def _play_pipeline(
         for rank, (player, order) in enumerate(zip(players, orders, strict=True)):
             while (place := places[rank]) < len(order):
                 pair = order[place : place + 1 + (order[place][0] in timeline.paired)]
-                inputs = [arrival(need, rank) for action, _ in pair for need in needs(action, last)]
+                inputs = [arrival(need, rank) for action, _ in pair for need in dependencies(action, last)]
                 if None in inputs:
                     break
                 begin = max([player.streams.now, *(time for time in inputs if time is not None)])
@@ -222,7 +222,7 @@ def _play_pipeline(
     for rank, player in enumerate(players):
         idle[rank] += together - player.streams.now
         player.streams.now = together
-        player.play(afterwards(parts[rank]), first=False, last=True)
+        player.play(step_end(parts[rank]), first=False, last=True)
         player.end()
     slowest = max(range(len(parts)), key=lambda rank: players[rank].streams.now)
     streams = players[slowest].streams

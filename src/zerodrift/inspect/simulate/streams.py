@@ -25,7 +25,7 @@ from zerodrift.inspect.simulate.cluster import (
     collective_time,
 )
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work
-from zerodrift.plan.cost import REDUCTIONS, block_bytes, moments, sums_bytes
+from zerodrift.plan.cost import REDUCTIONS, block_bytes, count_moments, sums_bytes
 from zerodrift.plan.schedule import Collective, Computation, Event
 from zerodrift.plan.table import Plan, Segment
 from zerodrift.policy.nouns import Master
@@ -308,6 +308,6 @@ def _update_bytes(plan: Plan, segment: Segment) -> int:
     owned = segment.padded // (plan.slices(segment) if update.axis else 1)
     master = {Master.FP32: 2 * 4 + columns.storage.dtype.size, Master.SPLIT: 2 * 2 + 2 * 2}
     values = master.get(update.master, 2 * columns.storage.dtype.size)
-    count = moments(plan.policy.optimizer, update.optimizer)
+    count = count_moments(plan.policy.optimizer, update.optimizer)
     state = owned // BLOCK * block_bytes(update.state) * count * 2
     return owned * (2 * update.accumulate.dtype.size + values) + state

@@ -20,7 +20,7 @@ from zerodrift.dtypes import DType, parse
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Trace, TracedOperation
+from zerodrift.plan.trace import Trace, TracedOperation
 
 if TYPE_CHECKING:
     import torch

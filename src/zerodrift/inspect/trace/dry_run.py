@@ -42,7 +42,7 @@ from zerodrift.inspect.trace.operations import name_of
 from zerodrift.inspect.trace.places import ModulePaths, line_of
 from zerodrift.model.inputs import Inputs
 from zerodrift.plan.table import Plan
-from zerodrift.plan.traced import Trace
+from zerodrift.plan.trace import Trace
 from zerodrift.policy.nouns import Mode
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.plan.traced import CastBy
+from zerodrift.plan.trace import CastBy
 
 _HERE = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep

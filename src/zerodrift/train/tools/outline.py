@@ -21,7 +21,7 @@ from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.legible import legible
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.dealing import dealt
+from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Plan
 from zerodrift.policy.numbers import AutoValues
 from zerodrift.train.data.batches import BatchLayout, Feed
@@ -105,7 +105,7 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     checks.check_positions(model, job.data.block)
     plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
     micro = max(1, plan.policy.batch.micro)
-    seat = BatchLayout(rank, plan.mesh.data, micro, dealt(plan, rank), torch.device("cpu"))
+    seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
     subject = Subject(make, models.streamed_weights(job.model, source))

@@ -18,7 +18,7 @@ from typing import Any
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import ConfigError, Problems, several
-from zerodrift.plan.dealing import dealt
+from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Plan
 from zerodrift.record import decode, encode
 from zerodrift.train.loop.launcher import Launcher, RankFailedError
@@ -222,7 +222,7 @@ def _few(names: Sequence[str]) -> str:
 
 def _rank_of(plan: Plan, number: int) -> int:
     """Return the data rank of a micro-batch in the run."""
-    return next(rank for rank in range(plan.mesh.data) if number in dealt(plan, rank))
+    return next(rank for rank in range(plan.mesh.data) if number in rank_micro_batches(plan, rank))
 
 
 # --- a rank -----------------------------------------------------------------------------------------------
