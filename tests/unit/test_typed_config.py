@@ -68,6 +68,7 @@ WRITTEN: list[tuple[dict[str, Any], int]] = [
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+            "zero_allow_untested_optimizer": False,
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
             "steps_per_print": 10,
         },

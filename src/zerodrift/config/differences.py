@@ -1,8 +1,9 @@
-"""Where DeepSpeed 0.19.6 silently does something else than its config says, and what happens here. Data.
+"""Cases in which DeepSpeed 0.19.6 silently departs from its config, and zerodrift's behaviour there. Data.
 
-Only what a user can see is told: a number, a norm, a step that was or was not taken. `reference` prints it.
+Only differences that a user can see are listed: a number, a norm, a step that ran or was skipped. `reference`
+prints them.
 
-Invariant: what DeepSpeed does was measured by running 0.19.6, or is plain in its code.
+Invariant: each behaviour of DeepSpeed was measured by running 0.19.6, or is plain in its code.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place where the two differ."""
+    """One difference between DeepSpeed and zerodrift."""
 
     written: str
-    """What stands in the config, or what the caller does."""
+    """The keys of the config, or the calls."""
     there: str
-    """What DeepSpeed 0.19.6 does."""
     here: str
-    """What zerodrift does."""
 
 
 ACCUMULATION = (
@@ -27,7 +26,7 @@ ACCUMULATION = (
         "`gradient_accumulation_dtype` at top level",
         "Drops it, as it drops every key that it does not know at top level, in `torch_autocast` and in "
         "`data_types`.",
-        "It is the `accumulate` column. A key that nobody knows is an error with the nearest match.",
+        "It is the `accumulate` column. An unknown key is an error with the nearest match.",
     ),
     Difference(
         "`data_types.grad_accum_dtype` at stage 2",
@@ -48,7 +47,7 @@ ACCUMULATION = (
     Difference(
         "`communication_data_type: fp32` with a 16-bit accumulator",
         "Reduces in fp32 and rounds the sum to the accumulator's 16 bits: nothing is gained.",
-        "The sum rests in `accumulate`, which is fp32 unless told otherwise.",
+        "The sum rests in `accumulate`, which is fp32 by default.",
     ),
     Difference(
         "`communication_data_type` with `torch_autocast`, stages 1-3",
@@ -106,9 +105,7 @@ SCALING = (
         "Skips the step, or raises where `bf16.check_grad_overflow` is false; in every mode, at every stage.",
     ),
     Difference(
-        "`get_global_grad_norm()` at stage 0 in fp32 and `torch_autocast`",
-        "Is None.",
-        "Is the norm.",
+        "`get_global_grad_norm()` at stage 0 in fp32 and `torch_autocast`", "Is None.", "Is the norm."
     ),
 )
 

@@ -28,7 +28,7 @@ HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint: what it is and where its bytes are."""
 
     name: str
@@ -47,7 +47,7 @@ class Header:
 
     names: frozenset[str]
     """Every name in it, also of tensors that were refused."""
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     """In the order of their bytes."""
 
 
@@ -58,7 +58,7 @@ def read_header(path: Path, problems: Problems) -> Header | None:
         return None
     entries, data_start, size = header
     entries.pop("__metadata__", None)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     unknown: dict[str, list[str]] = {}
     for name, entry in entries.items():
         tensor = _tensor(name, entry, path, data_start, problems, unknown)
@@ -106,13 +106,8 @@ _AGAIN = "It was cut short: copy or download it again."
 
 
 def _tensor(
-    name: str,
-    entry: Any,
-    path: Path,
-    data_start: int,
-    problems: Problems,
-    unknown: dict[str, list[str]],
-) -> Stored | None:
+    name: str, entry: Any, path: Path, data_start: int, problems: Problems, unknown: dict[str, list[str]]
+) -> StoredTensor | None:
     """One entry of a header, checked; a dtype that zerodrift does not know is noted in `unknown`."""
     where = f"{path}, {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
@@ -139,7 +134,7 @@ def _tensor(
         must = f"`data_offsets` must span {dtype.size} bytes for each element of {text} {shown(shape)}"
         problems.add(where, must, got=f"{end - begin:,} bytes, {offsets}")
         return None
-    return Stored(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
+    return StoredTensor(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
 
 
 def _counts(value: Any) -> bool:
@@ -147,7 +142,9 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _check_tiling(tensors: list[Stored], path: Path, data_start: int, size: int, problems: Problems) -> None:
+def _check_tiling(
+    tensors: list[StoredTensor], path: Path, data_start: int, size: int, problems: Problems
+) -> None:
     reached, last = data_start, "the header"
     for tensor in tensors:
         if tensor.start < reached:

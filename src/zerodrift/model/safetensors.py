@@ -18,7 +18,7 @@ from reprlib import repr as shown
 
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed, read
-from zerodrift.model.header import Stored, read_header
+from zerodrift.model.header import StoredTensor, read_header
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 
 SUFFIX = ".safetensors"
@@ -44,11 +44,11 @@ def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
     return ModelSpec(str(path), parameters, checkpoint=checkpoint)
 
 
-def stored(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
+def stored(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
     """Every tensor of a checkpoint with the place of its bytes, in natural order."""
     problems = Problems()
     chosen = _choose(Path(path).expanduser(), problems)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     if chosen is not None and chosen.name.endswith(INDEX_SUFFIX):
         tensors = _indexed(chosen, problems)
     elif chosen is not None:
@@ -108,9 +108,9 @@ def _choose(path: Path, problems: Problems) -> Path | None:
     return path
 
 
-def _unindexed(files: list[Path], problems: Problems) -> list[Stored]:
+def _unindexed(files: list[Path], problems: Problems) -> list[StoredTensor]:
     """All tensors of files that no index describes."""
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for file in files:
         header = read_header(file, problems)
         tensors += header.tensors if header is not None else ()
@@ -118,10 +118,10 @@ def _unindexed(files: list[Path], problems: Problems) -> list[Stored]:
     return tensors
 
 
-def _indexed(index: Path, problems: Problems) -> list[Stored]:
+def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
     """All tensors of the shards that an index names, checked against what it says."""
     promised = _promised(index, problems)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for shard, names in promised.items():
         file = index.parent / shard
         if not file.is_file():
@@ -171,7 +171,7 @@ def _inside(shard: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _check_once(tensors: list[Stored], problems: Problems) -> None:
+def _check_once(tensors: list[StoredTensor], problems: Problems) -> None:
     first: dict[str, Path] = {}
     twice: dict[tuple[Path, Path], list[str]] = {}
     for tensor in tensors:

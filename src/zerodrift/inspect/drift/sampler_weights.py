@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, listed
-from zerodrift.model.header import Stored
+from zerodrift.model.header import StoredTensor
 from zerodrift.model.safetensors import stored
 from zerodrift.weights.boxes import Box, Layout
 from zerodrift.weights.matching import ExpectedTensor, Match, match
@@ -118,19 +118,19 @@ def _read(
 
 
 def _dequantise(
-    scaled: Sequence[tuple[Stored, Stored]], folder: Path
-) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    scaled: Sequence[tuple[StoredTensor, StoredTensor]], folder: Path
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Write the tensors in fp32, and half a step of each element, to files of their own."""
     reader = SafetensorsReader()
 
-    def read(tensor: Stored) -> Tensor:
+    def read(tensor: StoredTensor) -> Tensor:
         flat = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype.torch)
         if flat.numel():
             (box,) = Layout.of(0, (flat.numel(),)).boxes()
             reader.read(tensor, box, flat)
         return flat.view(tensor.shape)
 
-    def written(tensors: dict[str, Tensor], file: Path) -> dict[str, Stored]:
+    def written(tensors: dict[str, Tensor], file: Path) -> dict[str, StoredTensor]:
         save_file(tensors, file)
         return {tensor.name: replace(tensor, file=file) for tensor in stored(file)}
 
@@ -146,7 +146,7 @@ def _dequantise(
     return written(values, folder / "values.safetensors"), written(steps, folder / "steps.safetensors")
 
 
-def _expand_scale(factor: Tensor, tensor: Stored, scale: Stored) -> Tensor:
+def _expand_scale(factor: Tensor, tensor: StoredTensor, scale: StoredTensor) -> Tensor:
     """Expand a scale of a tensor, of its rows or of its blocks to every element."""
     shape = tensor.shape
     if factor.numel() == 1:
