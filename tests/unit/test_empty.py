@@ -201,8 +201,8 @@ def test_elements_that_nobody_wrote_are_an_error() -> None:
     with empty():
         model = one(lambda: torch.empty(4, 4))
         model.x.data[1:].zero_()
-    initial = recipe.Initial({"x": model.x}, 0)
-    with pytest.raises(recipe.Unwritten):
+    initial = recipe.RecipeValues({"x": model.x}, 0)
+    with pytest.raises(recipe.UnwrittenError):
         initial.fill("x", 0, torch.empty(16))
 
 
@@ -211,7 +211,7 @@ def test_clones_casts_and_wider_declarations() -> None:
         layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
         half = nn.Linear(6, 6).half()
     assert recipe.refusals(layers.named_parameters()) == []
-    initial = recipe.Initial(dict(half.named_parameters()), 0)
+    initial = recipe.RecipeValues(dict(half.named_parameters()), 0)
     assert initial.exact("weight") is torch.float16
     out = torch.empty(36)
     initial.fill("weight", 0, out)

@@ -241,11 +241,11 @@ def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> st
     from zerodrift.inspect.check.hidden import hidden
     from zerodrift.inspect.trace.dry_run import trace
     from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.runnable import runnable
+    from zerodrift.model.sources import build_runnable
     from zerodrift.report import as_json
     from zerodrift.report.trace import trace_text
 
-    module = runnable(model)
+    module = build_runnable(model)
     seen = trace(planned, module, inputs_for(module, inputs))
     found = hidden(planned, seen)
     if json:

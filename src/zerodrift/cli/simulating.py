@@ -53,7 +53,7 @@ def simulated(step: StepSource, options: SimulationOptions) -> str:
     from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
     from zerodrift.inspect.simulate.work import count_work, sized_inputs
     from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.runnable import runnable
+    from zerodrift.model.sources import build_runnable
 
     cluster, path = read_cluster(options.cluster)
     if step.recompute is not None and options.recompute:
@@ -70,7 +70,7 @@ def simulated(step: StepSource, options: SimulationOptions) -> str:
     timeline = step.timeline(plan)
     require_known_order(plan, cluster, timeline)
     samples = max(1, plan.policy.batch.micro)
-    module = runnable(step.model)
+    module = build_runnable(step.model)
     given = inputs_for(module, options.inputs) if length is None else sized_inputs(module, samples, length)
     work = count_work(plan, module, given)
     if options.cluster in built_in():

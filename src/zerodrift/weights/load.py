@@ -244,7 +244,8 @@ class InitialValues:
             do = "Build it with the same code, and the same seed on every rank."
             raise RankError("model", "must be built alike on every rank", got=got, do=do)
         # Rank 0's seed, so that values do not depend on the number of ranks.
-        initial = _RecipeSource(recipe.Initial(bare, self.comm.broadcast_object(torch.initial_seed(), 0)))
+        seed = self.comm.broadcast_object(torch.initial_seed(), 0)
+        initial = _RecipeSource(recipe.RecipeValues(bare, seed))
         return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
 
     def finish(self) -> LoadedWeights | None:
@@ -293,7 +294,7 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
 class _RecipeSource:
     """Initial values by recipe; an element that no operation wrote is an error with its parameter's name."""
 
-    def __init__(self, recipes: recipe.Initial) -> None:
+    def __init__(self, recipes: recipe.RecipeValues) -> None:
         self._recipes = recipes
 
     def exact(self, name: str) -> torch.dtype:
@@ -302,7 +303,7 @@ class _RecipeSource:
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         try:
             self._recipes.fill(name, start, out)
-        except recipe.Unwritten as error:
+        except recipe.UnwrittenError as error:
             must = "must be initialized as a whole by its own module"
             raise ModelError(name, must, got="elements that nobody wrote", do=TODO) from error
 

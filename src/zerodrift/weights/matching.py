@@ -19,7 +19,7 @@ from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.model.document import listed, read
 from zerodrift.model.header import StoredTensor
-from zerodrift.model.module import transient
+from zerodrift.model.module import non_persistent_buffers
 from zerodrift.model.spec import BufferSpec, ParameterSpec
 from zerodrift.plan.table import BufferRow, Row
 from zerodrift.weights.boxes import Box
@@ -50,7 +50,7 @@ def expected_tensors(
         else ExpectedTensor(p.names, p.shape, p.dtype)
         for p in parameters
     ]
-    left_out = transient(model)
+    left_out = non_persistent_buffers(model)
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
