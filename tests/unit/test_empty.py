@@ -179,7 +179,7 @@ def test_what_was_computed_stays_where_it_is_small_and_has_no_values_where_it_is
     names = [("large", large.x), ("never", never.x), ("small", small.x)]
     assert recipe.refusals(names) == [
         ("large", "values that were computed, not written in place"),
-        ("never", "memory that nobody wrote"),
+        ("never", "memory that no operation wrote"),
     ]
 
 

@@ -81,12 +81,12 @@ def _refused_block(name: str, because: str, instead: str = "") -> Rows:
 
 
 _ONE_REDUCTION = "every stage runs the same reduction, one message per segment of a unit"
-_UNITS = "what travels together is a unit: `sharding.units`"
+_UNITS = "parameters are gathered and reduced in units: `sharding.units`"
 _AHEAD = "`sharding.prefetch` says how far ahead units are gathered, in bytes"
 _LIFETIME = "`sharding.keep_gathered` says how long a gathered unit lives"
 _NO_NVME = "nothing is offloaded to NVMe"
 _NO_PARAM_OFFLOAD = "parameters rest on their device; see `zero_optimization.offload_param.device`"
-_OFF = "its block is off, or refused by its `enabled`"
+_OFF = "the block is off, or refused by its `enabled`"
 _PRINTED = "the step's loss, norm, scale and skips are on the engine; `steps_per_print` prints them"
 _CURVES = "the drop-in writes what DeepSpeed writes; elsewhere a step's numbers are on the engine"
 _MODEL_CHECKPOINTS = (
@@ -116,7 +116,7 @@ BATCH = _section(
         "gradients are summed in dense segments",
         "Embeddings with `sparse=False` need no such key.",
     ),
-    _ignored("dataloader_drop_last", "loaders are the caller's: pass `drop_last` to `DataLoader`"),
+    _ignored("dataloader_drop_last", "the caller makes the loaders: pass `drop_last` to `DataLoader`"),
     _used("steps_per_print", "the interval of the printed line; 0 or infinity is never"),
 )
 
@@ -127,9 +127,9 @@ PRECISION = _section(
     _used("bf16.bf16_master_weights_and_grads", "`master: same` and `accumulate: bf16`"),
     _used("bf16.bf16_optimizer_states", "`state: bf16-stochastic`"),
     _used("bf16.check_grad_overflow", "skip a step with a non-finite gradient, or raise; at every stage"),
-    _ignored("bf16.immediate_grad_update", "gradients are always added in place, as autograd makes them"),
+    _ignored("bf16.immediate_grad_update", "gradients are always added in place"),
     _used("fp16.enabled", "`precision.mode`, by the rule of [auto.md](auto.md)"),
-    _used("fp16.auto_cast", "the model's floating inputs are cast to `compute`, whatever it says"),
+    _used("fp16.auto_cast", "the model's floating inputs are always cast to `compute`"),
     _used("fp16.loss_scale", "the loss scale, static; also for fp16 autocast"),
     _used("fp16.initial_scale_power", "the loss scale, dynamic: where it starts"),
     _used("fp16.loss_scale_window", "the loss scale, dynamic: when it doubles"),
@@ -138,10 +138,10 @@ PRECISION = _section(
     _used("fp16.min_loss_scale", "the loss scale, dynamic: where it stops"),
     _used("fp16.fp16_master_weights_and_grads", "`master: same` and `accumulate: fp16`"),
     _used("torch_autocast.enabled", "mode `autocast-bf16` or `autocast-fp16`"),
-    _used("torch_autocast.dtype", "which of the two; bf16 where it is not written"),
+    _used("torch_autocast.dtype", "which of the two; bf16 by default"),
     _used(
         "torch_autocast.lower_precision_safe_modules",
-        "`gather` and `reduce` of these classes' parameters; subclasses are named for themselves",
+        "`gather` and `reduce` of these classes' parameters; subclasses must be listed too",
     ),
     _used("gradient_accumulation_dtype", "`accumulate`, at every stage. DeepSpeed drops it at top level"),
     _used("data_types.grad_accum_dtype", "`accumulate`, at every stage"),
@@ -186,7 +186,7 @@ ZERO = _section(
         _ignored("stage3_prefetch_bucket_size prefetch_bucket_size", _AHEAD),
         _ignored(
             "stage3_param_persistence_threshold param_persistence_threshold",
-            "small parameters travel in their unit's flat buffer, at no message of their own",
+            "small parameters travel in their unit's flat buffer, without messages of their own",
         ),
         _ignored(
             "stage3_model_persistence_threshold model_persistence_threshold stage3_max_live_parameters "
@@ -242,7 +242,7 @@ ZERO = _section(
         ),
     ),
     _ignored("allgather_size", _UNITS),
-    _ignored("disable_allgather", "DeepSpeed reads it and does nothing with it"),
+    _ignored("disable_allgather", "DeepSpeed reads the key and does nothing with it"),
 )
 
 OFFLOAD = _section(
@@ -250,10 +250,10 @@ OFFLOAD = _section(
     _block(
         "zero_optimization.offload_optimizer",
         _used("device", "where `master` and `state` rest: none or cpu"),
-        _ignored("pin_memory", "what travels is page-locked, and the rest never leaves the host"),
+        _ignored("pin_memory", "transfer buffers are page-locked, and other memory stays on the host"),
         _refused("ratio", "master and state rest in host memory wholly or not at all", "Remove it.", (1.0,)),
         _ignored("nvme_path buffer_count fast_init pipeline_read pipeline_write", _NO_NVME),
-        _ignored("super_offload", "the update on the host is one of its own"),
+        _ignored("super_offload", "the update on the host is zerodrift's own"),
         _ignored("cpuadam_cores_perc", "torch's own threads do the update"),
     ),
     _block(
@@ -306,9 +306,9 @@ OPTIMIZER = _section(
     _used("scheduler.params.*", "its arguments"),
     _used(
         "zero_allow_untested_optimizer",
-        "whether an optimizer of yours that is not known is declared elementwise, and so runs on shards",
+        "whether an unknown optimizer is declared elementwise, and so steps on shards",
     ),
-    _ignored("zero_force_ds_cpu_optimizer", "the update runs where the master rests, whoever built it"),
+    _ignored("zero_force_ds_cpu_optimizer", "the update runs where the master rests, for any optimizer"),
 )
 
 PARALLEL = _section(
@@ -401,7 +401,7 @@ CHANGES_TRAINING = _section(
         "the engine's hooks are not compiled into the graph",
         "Call `torch.compile` on the model's blocks.",
     ),
-    _ignored("compile.*", "it tunes DeepCompile, which is off, or refused by `compile.deepcompile`"),
+    _ignored("compile.*", "DeepCompile is off, or refused by `compile.deepcompile`"),
     _ignored("graph_harvesting", "no graphs are captured and replayed"),
 )
 
@@ -416,8 +416,8 @@ OBSERVATION = _section(
     _ignored("timers.*", "`torch.profiler` times a step"),
     _ignored("tensorboard.* wandb.* csv_monitor.*", _CURVES),
     _ignored("comet.*", _PRINTED),
-    _ignored("log_level", "it sets the level of DeepSpeed's own logger"),
-    _ignored("vocabulary_size", "it only makes DeepSpeed warn about alignment"),
+    _ignored("log_level", "the key sets the level of DeepSpeed's own logger"),
+    _ignored("vocabulary_size", "DeepSpeed only warns about alignment"),
 )
 
 

@@ -79,9 +79,6 @@ def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
     raise ConfigError(where, must, got=got, do=todo) from None
 
 
-# --- bytes to text ----------------------------------------------------------------------------------
-
-
 def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the name of a file, for messages, and its text."""
     name = os.fsdecode(path)
@@ -118,9 +115,6 @@ def _neighbour(name: str) -> str:
     return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(name).name, names))
 
 
-# --- JSON -------------------------------------------------------------------------------------------
-
-
 def _json(text: str, name: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_pairs, parse_int=_bounded_integer)
@@ -153,9 +147,6 @@ def _json_hint(text: str, position: int) -> str:
     if re.match(r"(True|False|None)\b", rest):
         return "JSON spells these true, false and null."
     return ""
-
-
-# --- YAML -------------------------------------------------------------------------------------------
 
 
 class _Core(yaml.SafeLoader):

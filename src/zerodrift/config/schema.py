@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from zerodrift.config import fields
 from zerodrift.config.fields import ColumnDType, Items
 from zerodrift.config.plain_tree import written
-from zerodrift.config.validation import ValidationReport
+from zerodrift.config.validation import add_errors
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.mesh import MOST_RANKS
@@ -91,7 +91,7 @@ class Block(BaseModel):
             try:
                 super().__init__(**given)
             except ValidationError as error:
-                ValidationReport(type(self)).add_to(problems, error, given)
+                add_errors(problems, error, given, type(self))
             problems.raise_as(ConfigError, name)
             self.check(problems)
             problems.raise_as(ConfigError)

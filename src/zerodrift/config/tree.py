@@ -21,7 +21,7 @@ from zerodrift.config import deepspeed, fields
 from zerodrift.config.parser import SourceBlock, read
 from zerodrift.config.plain_tree import Tree, join, plain, shown
 from zerodrift.config.schema import KeyUse
-from zerodrift.config.validation import Steps, ValidationReport, name_of
+from zerodrift.config.validation import Steps, add_errors, name_of
 from zerodrift.errors import ConfigError, Problems
 
 NULL = "null is the same as leaving it out"
@@ -206,13 +206,13 @@ class TreeReader:
 
     def validate(self, used: Tree) -> Any:
         """Return the used part as its block; None if that adds a problem."""
-        keys = self._keys
+        keys, problems = self._keys, self._problems
         try:
             return keys.root.model_validate(used)
         except ValidationError as error:
-            doubtful = frozenset(self.doubtful)
-            report = ValidationReport(keys.root, self._written, doubtful, keys.remedies, keys.free)
-            report.add_to(self._problems, error, used)
+            add_errors(
+                problems, error, used, keys.root, self._written, self.doubtful, keys.remedies, keys.free
+            )
         return None
 
     def _written(self, steps: Steps) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -26,47 +25,41 @@ Steps = tuple[str | int, ...]
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Reports the validation errors of one block as problems."""
+def add_errors(
+    problems: Problems,
+    error: ValidationError,
+    given: Mapping[str, Any],
+    root: type[BaseModel],
+    written: Callable[[Steps], str] | None = None,
+    doubtful: Collection[str] = (),
+    remedies: Mapping[str, str] | None = None,
+    free: str = "a block of arguments",
+) -> None:
+    """Add one problem for each key of `given` that pydantic found wrong with a block of class `root`.
 
-    root: type[BaseModel]
-    written: Callable[[Steps], str] = lambda steps: name_of(steps)
-    """Path in the schema -> path as the user wrote it."""
-    doubtful: frozenset[str] = frozenset()
-    """Blocks with an unknown key: a missing key there was probably misspelt, and is not reported."""
-    remedies: Mapping[str, str] = field(default_factory=dict)
-    """Path of a key -> advice about a value that is not accepted."""
-    free: str = "a block of arguments"
-    """Words for a block of names that the schema does not know."""
-
-    def add_to(self, problems: Problems, error: ValidationError, given: Mapping[str, Any]) -> None:
-        """Add one problem for each key of `given` that has an error."""
-        lines = error.errors(include_url=False, include_context=False, include_input=False)
-        for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
-            value = _value_at(given, steps)
-            if value is not _MISSING or name_of(steps[:-1]) not in self.doubtful:
-                self._add(steps, value, problems)
-
-    def _add(self, steps: Steps, value: Any, problems: Problems) -> None:
-        path = self.written(steps)
-        kind = fields.kind_at(steps, self.root)
+    `written` spells a path as the user wrote it. A missing key in a `doubtful` block is not reported: the
+    block has an unknown key, probably a misspelling. `remedies` maps paths to advice about values that are
+    not accepted. `free` describes a block of names that the schema does not know.
+    """
+    lines = error.errors(include_url=False, include_context=False, include_input=False)
+    for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
+        value, path = _value_at(given, steps), (written or name_of)(steps)
+        kind = fields.kind_at(steps, root)
         if value is _MISSING:
-            if any(problem.where == path for problem in problems):
-                return  # the value there could not be read at all
-            doc = _docs(self.root)[".".join(map(str, steps))]
-            problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
-            return
-        if kind is None:
-            block = fields.block_of(fields.kind_at(steps[:-1], self.root))
+            # A value that could not be read at all has its problem already.
+            if name_of(steps[:-1]) not in doubtful and all(problem.where != path for problem in problems):
+                do = _docs(root)[".".join(map(str, steps))]
+                problems.add(path, f"must be given: {fields.admits(kind)}", do=do)
+        elif kind is None:
+            block = fields.block_of(fields.kind_at(steps[:-1], root))
             assert block is not None, "only a block refuses a key"
             do = did_you_mean(str(steps[-1]), block.model_fields)
             problems.add(path, f"must be a field of `{block.__name__}`", do=do)
-            return
-        generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
-        must = fields.must(kind, value).replace("a block of arguments", self.free)
-        do = self.remedies.get(generic) or _remedy(kind, value)
-        problems.add(path, must, got=shown(value), do=do)
+        else:
+            generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+            must = fields.must(kind, value).replace("a block of arguments", free)
+            do = (remedies or {}).get(generic) or _remedy(kind, value)
+            problems.add(path, must, got=shown(value), do=do)
 
 
 def name_of(steps: Steps) -> str:

@@ -22,7 +22,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,28 +37,23 @@ from zerodrift.model.recipe import ATTRIBUTE, ComputedTensor, InitRecipe, Operat
 SMALL = 1 << 16
 """Most elements of a computed parameter that keeps its memory."""
 
-_FACTORIES: dict[str, Callable[..., tuple[Callable[..., Any], tuple[Any, ...]] | None]] = {
-    "empty": lambda *size, **rest: None,
-    "empty_like": lambda *args, **rest: None,
-    "new_empty": lambda *args, **rest: None,
-    "zeros": lambda *size, **rest: (torch.Tensor.zero_, ()),
-    "zeros_like": lambda *args, **rest: (torch.Tensor.zero_, ()),
-    "new_zeros": lambda *args, **rest: (torch.Tensor.zero_, ()),
-    "ones": lambda *size, **rest: (torch.Tensor.fill_, (1,)),
-    "ones_like": lambda *args, **rest: (torch.Tensor.fill_, (1,)),
-    "new_ones": lambda *args, **rest: (torch.Tensor.fill_, (1,)),
-    "full": lambda size, fill_value, **rest: (torch.Tensor.fill_, (fill_value,)),
-    "full_like": lambda like, fill_value, **rest: (torch.Tensor.fill_, (fill_value,)),
-    "rand": lambda *size, **rest: (torch.Tensor.uniform_, ()),
-    "rand_like": lambda *args, **rest: (torch.Tensor.uniform_, ()),
-    "randn": lambda *size, **rest: (torch.Tensor.normal_, ()),
-    "randn_like": lambda *args, **rest: (torch.Tensor.normal_, ()),
+_FILLS: dict[str, tuple[Any, ...]] = {
+    "empty": (),
+    "zeros": (torch.Tensor.zero_,),
+    "ones": (torch.Tensor.fill_, 1),
+    "full": (torch.Tensor.fill_,),
+    "rand": (torch.Tensor.uniform_,),
+    "randn": (torch.Tensor.normal_,),
 }
 """A function that allocates a tensor -> the write that stores the same values in existing memory."""
 
+_FACTORIES = {
+    **{name: fill for base, fill in _FILLS.items() for name in (base, f"{base}_like")},
+    **{f"new_{base}": _FILLS[base] for base in ("empty", "zeros", "ones")},
+}
+
 _NOT_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_", "rename_", "retain_grad"))
 """Names that end like in-place writes but are none."""
-
 
 _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 
@@ -245,9 +240,10 @@ class _Recorder(TorchFunctionMode):
         if type(out) is not torch.Tensor or out.layout is not torch.strided:
             return
         recipe = InitRecipe(out.untyped_storage().nbytes() // out.itemsize, out.dtype, _window(out))
-        written = _FACTORIES[name](*args, **kwargs)
-        if written is not None:
-            call, rest = written
+        if _FACTORIES[name]:
+            call, *rest = _FACTORIES[name]
+            if name in ("full", "full_like"):
+                rest = [kwargs["fill_value"] if "fill_value" in kwargs else args[1]]
             recipe.operations.append(Operation(call, (recipe.window, *rest), {}))
         self._set_recipe(out, recipe)
 

@@ -40,18 +40,11 @@ class StoredTensor:
     """One past the last byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of one file."""
+def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:
+    """Read the header of one file: all names, also of refused tensors, and the tensors by place.
 
-    names: frozenset[str]
-    """All names, also of tensors that were refused."""
-    tensors: tuple[StoredTensor, ...]
-    """Tensors in the order of their bytes."""
-
-
-def read_header(path: Path, problems: Problems) -> Header | None:
-    """Read the header of one file; return None if the header cannot be read at all."""
+    Return None if the header cannot be read at all.
+    """
     header = _read(path, problems)
     if header is None:
         return None
@@ -69,7 +62,7 @@ def read_header(path: Path, problems: Problems) -> Header | None:
     # A tensor that was refused above leaves a gap that is not the file's fault.
     if len(tensors) == len(entries):
         _check_tiling(tensors, path, data_start, size, problems)
-    return Header(frozenset(entries), tuple(tensors))
+    return frozenset(entries), tensors
 
 
 def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | None:

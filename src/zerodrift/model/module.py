@@ -8,7 +8,7 @@ Invariant: the order is that of `named_parameters`, and each Parameter object is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,20 +199,14 @@ def _check_dtypes(
     groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
 ) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
-    for dtype, names in _unknown(tensors + buffers).items():
-        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(
-            names[0], "must have a dtype that zerodrift knows", got=f"{dtype} in {listed(names)}", do=todo
-        )
-
-
-def _unknown(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
-    """Map each unknown dtype to the names of its tensors."""
-    names_of: dict[str, list[str]] = {}
-    for name, tensor in tensors:
+    unknown: dict[str, list[str]] = {}
+    for name, tensor in tensors + buffers:
         if from_torch(tensor.dtype) is None:
-            names_of.setdefault(str(tensor.dtype), []).append(name)
-    return names_of
+            unknown.setdefault(str(tensor.dtype), []).append(name)
+    must = "must have a dtype that zerodrift knows"
+    for dtype, names in unknown.items():
+        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], must, got=f"{dtype} in {listed(names)}", do=todo)
 
 
 def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:

@@ -157,7 +157,7 @@ def missing(parameter: nn.Parameter) -> str:
         return "a write after `zerodrift.empty()` had ended"
     if recipe.obstacle:
         return recipe.obstacle
-    return "" if recipe.operations else "memory that nobody wrote"
+    return "" if recipe.operations else "memory that no operation wrote"
 
 
 def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:

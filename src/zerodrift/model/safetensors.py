@@ -112,7 +112,7 @@ def _unindexed(files: list[Path], problems: Problems) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for file in files:
         header = read_header(file, problems)
-        tensors += header.tensors if header is not None else ()
+        tensors += header[1] if header is not None else ()
     _check_once(tensors, problems)
     return tensors
 
@@ -131,10 +131,11 @@ def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
         header = read_header(file, problems)
         if header is None:
             continue
-        tensors += header.tensors
-        if lacking := [name for name in names if name not in header.names]:
+        held, stored_tensors = header
+        tensors += stored_tensors
+        if lacking := [name for name in names if name not in held]:
             problems.add(str(file), f"must hold what `{index.name}` says", got=f"no {listed(lacking)}")
-        if extra := sorted(header.names - names.keys(), key=natural):
+        if extra := sorted(held - names.keys(), key=natural):
             problems.add(str(index), f"must list every tensor of `{shard}`", got=f"no {listed(extra)}")
     _check_once(tensors, problems)
     return tensors
