@@ -3,8 +3,8 @@
 Every key that DeepSpeed 0.19.6 reads has one of three fates. *Used*: the key decides something, named by our
 column or decision; its type is in `schema.py`. *Ignored*: the key tunes machinery that is not here, so the
 same model is trained without it; the entry names what decides instead. *Refused*: dropping the key would
-train, place or save something other than was asked for. A refused key is accepted at its harmless values,
-where it asks for nothing.
+train, place or save something other than the config says. A refused key is accepted at its harmless values,
+which ask for nothing.
 
 A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Keys that share a
 fate and a text stand in one row, separated by spaces.
@@ -287,7 +287,7 @@ OFFLOAD = _section(
 
 OPTIMIZER = _section(
     "Optimizer and schedule",
-    _used("optimizer.type", "the optimizer that is built where none is passed"),
+    _used("optimizer.type", "the optimizer that is built if none is passed"),
     _used("optimizer.params.*", "its arguments; a default is DeepSpeed's, or torch's under `torch_adam`"),
     _refused(
         "optimizer.params.max_grad_norm",
@@ -302,7 +302,7 @@ OPTIMIZER = _section(
         (True,),
     ),
     _ignored("optimizer.legacy_fusion", "there is one update per dtype"),
-    _used("scheduler.type", "the schedule that is built where none is passed"),
+    _used("scheduler.type", "the schedule that is built if none is passed"),
     _used("scheduler.params.*", "its arguments"),
     _used(
         "zero_allow_untested_optimizer",
@@ -387,12 +387,12 @@ CHANGES_TRAINING = _section(
     ),
     _refused_block(
         "elasticity",
-        "the batch is what is written",
+        "the batch sizes are those in the config",
         "Write the batch sizes; a checkpoint loads at any world size.",
     ),
     _refused_block(
         "autotuning",
-        "the config is what is written",
+        "no config is searched for",
         "`zerodrift plan` prints memory and traffic of a config without running it.",
     ),
     _refused_block("hybrid_engine", "there is no inference engine here", "Generate with the model itself."),

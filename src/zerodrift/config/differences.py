@@ -14,9 +14,8 @@ Difference = tuple[str, str, str]
 ACCUMULATION: tuple[Difference, ...] = (
     (
         "`gradient_accumulation_dtype` at top level",
-        "Drops it, as it drops every key that it does not know at top level, in `torch_autocast` and in "
-        "`data_types`.",
-        "It is the `accumulate` column. An unknown key is an error with the nearest match.",
+        "Drops the key, as every unknown key at top level, in `torch_autocast` and in `data_types`.",
+        "The key sets the `accumulate` column. An unknown key is an error with the nearest match.",
     ),
     (
         "`data_types.grad_accum_dtype` at stage 2",
@@ -42,7 +41,7 @@ ACCUMULATION: tuple[Difference, ...] = (
     (
         "`communication_data_type` with `torch_autocast`, stages 1-3",
         "Ignores it: the autocast dtype goes on the wire.",
-        "It is the wire of every parameter that no rule pins.",
+        "The key sets the wire dtype of every parameter that no rule pins.",
     ),
     (
         "`gradient_accumulation_steps: 1`, several `backward` calls, then `step`",
@@ -105,7 +104,7 @@ WEIGHTS: tuple[Difference, ...] = (
     ),
     (
         "A model in fp32 under `bf16` or `fp16`",
-        "Rounds the weights first and makes the fp32 masters from what is left.",
+        "Rounds the weights first and makes the fp32 masters from the rounded weights.",
         "Masters start from the model's own bits.",
     ),
     (

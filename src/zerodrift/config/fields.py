@@ -88,17 +88,17 @@ class Key:
 def fields(block: type[BaseModel]) -> dict[str, Any]:
     """Return the keys of a block, as a user writes them, with the annotations of their fields."""
     hints = typing.get_type_hints(block, include_extras=True)
-    return {spelled(name, field): hints[name] for name, field in block.model_fields.items()}
+    return {spell_field(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
-def spelled(name: str, field: FieldInfo) -> str:
+def spell_field(name: str, field: FieldInfo) -> str:
     """Return the name of a field in files and dicts, where `class` is an ordinary name."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Yield every key under a block, depth first; a key that holds a block precedes the keys in it."""
-    docs = {spelled(name, field): field.description or "" for name, field in block.model_fields.items()}
+    docs = {spell_field(name, field): field.description or "" for name, field in block.model_fields.items()}
     for name, kind in fields(block).items():
         path = prefix + name
         yield Key(path, kind, " ".join(docs[name].split()))
@@ -139,7 +139,7 @@ def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
         else:
             block = block_of(kind)
             field = block.model_fields.get(part) if block is not None else None
-            name = part if field is None else spelled(part, field)
+            name = part if field is None else spell_field(part, field)
             kind = fields(block).get(name) if block is not None else None
         if kind is None:
             return None
@@ -255,16 +255,14 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     bounds = [bound for extra in extras for bound in _bounds(extra)]
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
     least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
-    most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), None)
-    if least is not None and most is not None and most < SANITY_BOUND:
+    upper: list[Any] = [bound.le for bound in bounds if isinstance(bound, Le)]
+    most = upper[0] if upper and upper[0] < SANITY_BOUND else None
+    if least is not None and most is not None:
         if option is int and most - least < 5:
             return [str(value) for value in range(least, most + 1)]
         return [f"{noun} from {least} to {most}"]
     if above is not None:
-        return [
-            f"{noun} above {above}"
-            + (f" and at most {most}" if most is not None and most < SANITY_BOUND else "")
-        ]
+        return [f"{noun} above {above}" + (f" and at most {most}" if most is not None else "")]
     return [f"{noun} of at least {least}" if least is not None else noun]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, suggestions
-from zerodrift.config.plain_tree import Tree, override, written
+from zerodrift.config.plain_tree import Tree, collect_written, override
 from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems
@@ -58,7 +58,9 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     if source is None:
         do = "Pass the path of a YAML or JSON file, a dict, or a `zerodrift.Config`."
         raise ConfigError("config", "must be given", got="none", do=do)
-    heading, tree, problems = tree_of(written(source) if isinstance(source, Config) else source, "config")
+    heading, tree, problems = tree_of(
+        collect_written(source) if isinstance(source, Config) else source, "config"
+    )
     if isinstance(overrides, str):
         overrides = [overrides]
     override(tree, overrides, problems)

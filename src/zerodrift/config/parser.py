@@ -1,7 +1,7 @@
 """Parse a config file into plain values: JSON strictly, YAML by its 1.2 core schema.
 
 PyYAML follows YAML 1.1, where `1e-5` is a string, `on` is true, `010` is 8 and `1:30` is 90. Only PyYAML's
-parser is used, and scalars get the types of the YAML 1.2 core schema, which are those that users expect.
+parser is used, and scalars get the types of the YAML 1.2 core schema, as users expect.
 
 Invariant: every failure is a ConfigError, with file, line and column if known. The values are dicts, lists,
 strings, numbers, booleans and None, and a dict remembers its repeated keys.
@@ -22,7 +22,7 @@ from zerodrift.errors import ConfigError, nearest
 from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
-"""Largest file: hundreds of times the longest config we know of."""
+"""Largest file: hundreds of times the longest known config."""
 
 MAX_DIGITS = 400
 """Digits of a whole number that are converted. A number with more digits is refused in any case."""
@@ -189,7 +189,7 @@ class _Builder:
         if id(node) in self._made:
             return self._made[id(node)]
         if id(node) in self._open:
-            self._refuse("must not contain itself", "an alias of what it is in", node)
+            self._refuse("must not contain itself", "an alias of the block or list around it", node)
         self._open.add(id(node))
         built = self._build(node)
         self._open.discard(id(node))

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config.fields import spelled
+from zerodrift.config.fields import spell_field
 from zerodrift.config.parser import SourceBlock, parse_yaml
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
@@ -59,10 +59,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def written(block: BaseModel) -> Tree:
+def collect_written(block: BaseModel) -> Tree:
     """Return the written fields of a typed block, by their names in a file."""
     return {
-        spelled(name, field): value
+        spell_field(name, field): value
         for name, field in type(block).model_fields.items()
         if name in block.model_fields_set and (value := getattr(block, name)) is not None
     }
@@ -91,7 +91,7 @@ class _Copier:
         if isinstance(value, Mapping):
             return self._block(value, path, depth)
         if isinstance(value, BaseModel):
-            made = SourceBlock(self._block(written(value), path, depth))
+            made = SourceBlock(self._block(collect_written(value), path, depth))
             made.kind = type(value)
             return made
         if isinstance(value, (list, tuple)):

@@ -24,7 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from zerodrift.config import fields
 from zerodrift.config.fields import ColumnDType, Items
-from zerodrift.config.plain_tree import written
+from zerodrift.config.plain_tree import collect_written
 from zerodrift.config.validation import add_errors
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
@@ -132,7 +132,7 @@ class Reduce(Block):
 
 
 class ColumnKeys(Block):
-    """The columns of a parameter: for all of them in `precision`, for those that match in a rule."""
+    """The columns of a parameter: of every parameter in `precision`, of the matching ones in a rule."""
 
     storage: Storage | None = None
     """The parameter at rest between steps."""
@@ -173,7 +173,7 @@ class Rule(ColumnKeys):
     """Dtype of a fully pinned module's output: the module's own (`keep`) or that of its input (`input`)."""
 
     def check(self, problems: Problems) -> None:
-        check_rule(written(self), "Rule", problems)
+        check_rule(collect_written(self), "Rule", problems)
 
 
 def check_rule(rule: Mapping[str, Any], where: str, problems: Problems) -> None:
@@ -272,7 +272,7 @@ class Fp16(Block):
     enabled: Flag | Auto | None = None
     """Compute in fp16 with a loss scale."""
     auto_cast: Flag | None = None
-    """Cast the model's floating inputs to fp16. The engine always does, whatever is written here."""
+    """Cast the model's floating inputs to fp16. The engine always casts, at either value."""
     loss_scale: Scale | None = None
     """0 means a dynamic scale; any other value is a static one."""
     initial_scale_power: Annotated[Natural, Field(le=120)] | Auto | None = None
@@ -406,8 +406,8 @@ class Config(Block):
     optimizer: Optimizer | None = None
     """The optimizer to build when none is passed."""
     zero_allow_untested_optimizer: bool | None = None
-    """Declares that a passed optimizer which zerodrift does not know is elementwise: an element's update
-    depends on that element alone."""
+    """Declare that a passed optimizer, unknown to zerodrift, is elementwise: an element's update depends on
+    that element alone."""
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None

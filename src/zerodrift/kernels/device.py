@@ -5,8 +5,7 @@ a first small program, `obstacle` returns the reason, and every caller has a pla
 `engine/step/update.py` calls `obstacle` on all ranks at once. `works`, for one slice, warns once and returns
 False.
 
-Invariant: a program is launched without contraction beyond what is written in it, on the device that holds
-its tensors.
+Invariant: a program is launched without implicit contraction, on the device of its tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False
 """Triton programs: one optimizer step in one pass, sums of squares per block, and sums of parts.
 
-They are the counterpart of `native.cpp` on a GPU: the same blocks of 256 elements, the same table of
+The programs are the counterpart of `native.cpp` on a GPU: the same blocks of 256 elements, the same table of
 coefficients, the same kinds. A program takes a few blocks as a tile `[blocks, 256]`, converts to fp32,
 updates in fp32 and rounds to the stored dtypes, so every byte is read and written once.
 

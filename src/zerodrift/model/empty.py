@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, ComputedTensor, InitRecipe, Operation, Window, replaced
+from zerodrift.model.recipe import ATTRIBUTE, ComputedTensor, InitRecipe, Operation, Window, replace_items
 
 SMALL = 1 << 16
 """Most elements of a computed parameter that keeps its memory."""
@@ -158,7 +158,7 @@ class _Recorder(TorchFunctionMode):
         return replacement
 
     def _assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter.data = value`, which torch refuses between devices."""
+        """Assign `parameter.data = value`, which torch refuses between devices."""
         recipe = self._find(value)
         self._is_internal = True
         try:
@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
         """Record the call that computed a tensor without memory, if the call can be repeated."""
         self._is_internal = True
         try:
-            call = ComputedTensor(func, *replaced((tuple(args), dict(kwargs)), self._keep_argument))
+            call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
         except _NotReplayableError:
             self._computed.pop(id(out), None)
         else:
@@ -289,7 +289,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _is_meta(self, tensor: torch.Tensor) -> bool:
-        """Answer `tensor.is_meta`, and record a function of `torch.nn.init` that asks."""
+        """Return `tensor.is_meta`, and record a calling function of `torch.nn.init`."""
         asker = sys._getframe(2)
         if asker.f_globals.get("__name__") == nn.init.__name__ and self._find(tensor) is not None:
             function = getattr(nn.init, asker.f_code.co_name, None)

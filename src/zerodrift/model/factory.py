@@ -98,7 +98,7 @@ def _made(text: str, run: Callable[..., Any]) -> nn.Module:
 def _find(text: str) -> Callable[[], Any]:
     """Import the callable that `text` names."""
     module_name, _, path = text.partition(":")
-    todo = "A name is looked up in the working folder and among what is installed."
+    todo = "A name is looked up in the working folder and among installed packages."
     importlib.invalidate_caches()
     target: Any = attempt(
         lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo

@@ -58,7 +58,7 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     attempt(lambda: importlib.import_module("transformers"), str(path), _INSTALL)
     checkpoint: tuple[tuple[str, DType], ...] = ()
     if given.is_dir() and safetensors.holds(given):
-        checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.stored(given))
+        checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.list_tensors(given))
     with quiet():
         _check_model_type(document or {}, file)
         model = build(file, _first_floating(checkpoint))
@@ -167,7 +167,7 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     else:
         raise ModelError(
             f"transformers {transformers.__version__}",
-            "must tell which parameters it keeps in fp32, by `_get_dtype_plan`",
+            "must name the parameters that it keeps in fp32, by `_get_dtype_plan`",
             got="no such method",
             do="Install a version that docs/versions.md names.",
         )

@@ -48,7 +48,7 @@ class ComputedTensor:
         """Compute the tensor on the CPU; `done` holds earlier results, so that numbers are drawn once."""
         for call in self.calls():
             if call not in done:
-                args, kwargs = replaced((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
+                args, kwargs = replace_items((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
                 done[call] = call.call(*args, **kwargs)
         return done[self]
 
@@ -78,7 +78,7 @@ class ComputedTensor:
             if isinstance(item, ComputedTensor):
                 needs.append(item)
 
-        replaced((self.args, dict(self.kwargs)), collect)
+        replace_items((self.args, dict(self.kwargs)), collect)
         return needs
 
 
@@ -102,12 +102,12 @@ def _on_cpu(value: Any, done: dict[ComputedTensor, Any]) -> Any:
     return "cpu" if isinstance(value, str) and value == "meta" else value
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+def replace_items(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return nested tuples, lists and dicts with `change` applied to every item."""
     if type(value) in (tuple, list):
-        return type(value)(replaced(item, change) for item in value)
+        return type(value)(replace_items(item, change) for item in value)
     if type(value) is dict:
-        return {key: replaced(item, change) for key, item in value.items()}
+        return {key: replace_items(item, change) for key, item in value.items()}
     return change(value)
 
 
@@ -144,13 +144,13 @@ class InitRecipe:
     """Version of the parameter at the end of recording; a later version means another write."""
 
 
-def of(parameter: nn.Parameter) -> InitRecipe | None:
+def find_recipe(parameter: nn.Parameter) -> InitRecipe | None:
     return getattr(parameter, ATTRIBUTE, None)
 
 
-def missing(parameter: nn.Parameter) -> str:
+def find_obstacle(parameter: nn.Parameter) -> str:
     """Return the reason why a parameter without memory has no initial values, as a clause, or ""."""
-    recipe = of(parameter)
+    recipe = find_recipe(parameter)
     if recipe is None:
         return "no record of how it is initialised"
     if parameter._version != recipe.version:
@@ -160,7 +160,7 @@ def missing(parameter: nn.Parameter) -> str:
     return "" if recipe.operations else "memory that no operation wrote"
 
 
-def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
+def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     """Compute the initial values of a parameter on the CPU, in its shape and the dtype of its operations."""
     import torch
 
@@ -170,7 +170,7 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     if recipe.dtype.is_floating_point:
         flat.fill_(float("nan"))
     try:
-        generator.manual_seed(key(name, seed))
+        generator.manual_seed(derive_seed(name, seed))
         with torch.no_grad():
             done: dict[ComputedTensor, Any] = {}
             for operation in recipe.operations:
@@ -180,7 +180,7 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     return recipe.window.of(flat)
 
 
-def key(name: str, seed: int) -> int:
+def derive_seed(name: str, seed: int) -> int:
     """Return the random seed of one parameter."""
     text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -195,7 +195,7 @@ class RecipeValues:
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
         self._seed = seed
         # Recipes and dtypes are copied, because the parameters get memory before they are filled.
-        self._recipes = {name: of(parameter) for name, parameter in parameters.items()}
+        self._recipes = {name: find_recipe(parameter) for name, parameter in parameters.items()}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._name = ""
         self._values: torch.Tensor | None = None
@@ -215,7 +215,7 @@ class RecipeValues:
         recipe = self._recipes[name]
         assert recipe is not None, f"{name} has no recipe"
         # Rounded if the model was cast after construction, as real values would have been.
-        values = play(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
+        values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
         if values.is_floating_point() and bool(values.isnan().any()):
             raise UnwrittenError(name)
         return values
@@ -229,7 +229,7 @@ class UnwrittenError(Exception):
         self.name = name
 
 
-def refusals(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
+def list_obstacles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
     """Return (name, reason) of every parameter that has neither memory nor a recipe."""
-    reasons = [(name, missing(parameter)) for name, parameter in parameters if parameter.is_meta]
+    reasons = [(name, find_obstacle(parameter)) for name, parameter in parameters if parameter.is_meta]
     return [(name, why) for name, why in reasons if why]

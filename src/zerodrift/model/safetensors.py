@@ -28,7 +28,7 @@ _PREFERRED = ("model" + SUFFIX, "model" + INDEX_SUFFIX)
 
 def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
     """Describe the model of a `.safetensors` file, an index, or a folder of either."""
-    tensors = stored(path)
+    tensors = list_tensors(path)
     parameters = tuple(
         ParameterSpec(
             names=(tensor.name,),
@@ -43,7 +43,7 @@ def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
     return ModelSpec(str(path), parameters, checkpoint=checkpoint)
 
 
-def stored(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
+def list_tensors(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
     """List the tensors of a checkpoint with the places of their bytes, in natural order."""
     problems = Problems()
     chosen = _choose(Path(path).expanduser(), problems)

@@ -50,7 +50,7 @@ def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec
         return model
     if isinstance(model, (str, os.PathLike)):
         return _from_text(model)
-    # A module can only exist where torch has been imported.
+    # A module can only exist if torch has been imported.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return from_module(model)

@@ -32,7 +32,7 @@ from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.model import recipe
 from zerodrift.model.document import listed
 from zerodrift.model.dtensors import is_dtensor
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.stages import named, part
@@ -104,7 +104,7 @@ class SafetensorsWeights:
         """Read the headers and match them with the model; no weight is read yet."""
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, stored(where), model, want, strict))
+        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict))
 
     def show(self, shown: bool, ranks: int) -> None:
         """Show a progress bar for one of `ranks` that share the reading."""
@@ -263,7 +263,7 @@ def _check_plain(model: nn.Module) -> None:
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
     reasons: dict[str, list[str]] = {}
-    for name, why in recipe.refusals(bare.items()):
+    for name, why in recipe.list_obstacles(bare.items()):
         reasons.setdefault(why, []).append(name)
     problems = Problems()
     for why, names in reasons.items():
@@ -281,7 +281,7 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
         digest.update(f"{name} from files\n".encode(errors="surrogatepass"))
     for name, parameter in bare.items():
         digest.update(f"{name} from its module\n".encode(errors="surrogatepass"))
-        written = recipe.of(parameter)
+        written = recipe.find_recipe(parameter)
         for operation in written.operations if written is not None else ():
             for value in (*operation.args, *operation.kwargs.values()):
                 if isinstance(value, torch.Tensor):

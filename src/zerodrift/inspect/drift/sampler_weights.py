@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, listed
 from zerodrift.model.header import StoredTensor
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights.boxes import Box, Layout
 from zerodrift.weights.matching import ExpectedTensor, Match, match
 from zerodrift.weights.reader import SafetensorsReader
@@ -51,7 +51,7 @@ class SamplerWeights:
 
 def read_sampler_weights(path: Path, model: nn.Module, want: Sequence[ExpectedTensor]) -> SamplerWeights:
     """Read all tensors of a folder or file for a model."""
-    found = stored(path)
+    found = list_tensors(path)
     packed = [tensor.name for tensor in found if _PACKED.fullmatch(tensor.name)]
     if packed:
         must = "must hold a tensor for each of the model, if need be of 8 bits with a scale"
@@ -132,7 +132,7 @@ def _dequantise(
 
     def written(tensors: dict[str, Tensor], file: Path) -> dict[str, StoredTensor]:
         save_file(tensors, file)
-        return {tensor.name: replace(tensor, file=file) for tensor in stored(file)}
+        return {tensor.name: replace(tensor, file=file) for tensor in list_tensors(file)}
 
     values, steps = {}, {}
     try:
