@@ -61,13 +61,8 @@ class Additions:
             keys = load(self.config).keys
         except ZerodriftError as error:
             raise self.name_flags(error) from None
-        ignored = [
-            Problem(
-                key.path, "must be a key that decides something here", got=key.because, do="Leave it out."
-            )
-            for key in keys
-            if key.status == "ignored"
-        ]
+        must, do = "must be a key that decides something here", "Leave it out."
+        ignored = [Problem(key.path, must, got=key.because, do=do) for key in keys if key.status == "ignored"]
         if ignored:
             raise self.name_flags(ConfigError.of(ignored))
 
@@ -99,9 +94,7 @@ class Additions:
 
     def name_flags(self, error: ZerodriftError, rules_before: int = 0) -> ZerodriftError:
         """Return the error with flags instead of added keys, whose rules follow `rules_before` others."""
-        named = [
-            replace(problem, where=self._flag(problem.where, rules_before)) for problem in error.problems
-        ]
+        named = [replace(each, where=self._flag(each.where, rules_before)) for each in error.problems]
         return error if named == list(error.problems) else type(error).of(named)
 
     def _flag(self, where: str, rules_before: int = 0) -> str:

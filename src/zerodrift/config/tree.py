@@ -72,7 +72,7 @@ class TreeReader:
     def __init__(self, keys: Keys, problems: Problems) -> None:
         self._keys = keys
         self.uses: list[KeyUse] = []
-        self.written: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
         """Path in the schema -> path as written, which differs under an alias."""
         self.doubtful: set[str] = set()
         """Blocks with an unknown key. A missing key in such a block was probably misspelt."""
@@ -113,11 +113,11 @@ class TreeReader:
     def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
         """Read a key of the schema into `used`."""
         inner, item = fields.block_of(kind), fields.item_of(kind)
-        self.written[name] = path
+        self._paths[name] = path
         if value is None:
             self._ignore(path, value, NULL)
-        elif self._is_another(value, kind):
-            self._other_kind(value, kind, path)
+        elif self._refuse_other_kind(value, kind, path):
+            return
         elif value == {} and inner is not None and self._keys.empty_is_absent:
             self._ignore(path, value, EMPTY)
         elif isinstance(value, dict) and inner is not None:
@@ -134,23 +134,21 @@ class TreeReader:
 
     def _item(self, value: Any, kind: Any, path: str, name: str) -> Any:
         """Read an item of a list of blocks; an item of another type is left to pydantic."""
-        self.written[name] = path
+        self._paths[name] = path
         inner = fields.block_of(kind)
-        if self._is_another(value, kind):
-            self._other_kind(value, kind, path)
+        if self._refuse_other_kind(value, kind, path):
             self.doubtful.add(name)
         return self._block(value, inner, path, name) if isinstance(value, dict) else value
 
-    def _is_another(self, value: Any, kind: Any) -> bool:
-        """Return True for a typed block in another's place, whose common fields could pass validation."""
-        typed = isinstance(value, SourceBlock) and value.kind is not None
-        return typed and value.kind is not fields.block_of(kind) and not fields.is_free(kind)
-
-    def _other_kind(self, value: SourceBlock, kind: Any, path: str) -> None:
+    def _refuse_other_kind(self, value: Any, kind: Any, path: str) -> bool:
+        """Refuse a typed block in another's place, whose common fields could pass validation."""
         inner = fields.block_of(kind)
+        typed = value.kind if isinstance(value, SourceBlock) else None
+        if typed is None or typed is inner or fields.is_free(kind):
+            return False
         do = f"Write `{inner.__name__}(...)`, or a dict." if inner is not None else ""
-        got = f"a `{getattr(value.kind, '__name__', '')}`"
-        self._problems.add(path, fields.must(kind, value), got=got, do=do)
+        self._problems.add(path, fields.must(kind, value), got=f"a `{typed.__name__}`", do=do)
+        return True
 
     def _arguments(self, tree: Tree, path: str, name: str) -> Tree:
         """Read free names, such as an optimizer's arguments: all are used, unless the table refuses one."""
@@ -211,15 +209,15 @@ class TreeReader:
             return keys.root.model_validate(used)
         except ValidationError as error:
             add_errors(
-                problems, error, used, keys.root, self._written, self.doubtful, keys.remedies, keys.free
+                problems, error, used, keys.root, self._path_of, self.doubtful, keys.remedies, keys.free
             )
         return None
 
-    def _written(self, steps: Steps) -> str:
+    def _path_of(self, steps: Steps) -> str:
         """Return a path as it was written."""
         path = ""
         for index, step in enumerate(steps):
-            path = self.written.get(name_of(steps[: index + 1]), join(path, step))
+            path = self._paths.get(name_of(steps[: index + 1]), join(path, step))
         return path
 
 
