@@ -79,19 +79,19 @@ def write(folder: Path, gigabytes: float) -> None:
 
 def tensors_in(folder: Path) -> int:
     """Bytes of all tensors."""
-    from zerodrift.model.safetensors import stored
+    from zerodrift.model.safetensors import list_tensors
 
-    return sum(tensor.stop - tensor.start for tensor in stored(folder))
+    return sum(tensor.stop - tensor.start for tensor in list_tensors(folder))
 
 
 # --- the engines ----------------------------------------------------------------------------------------
 
 
 def plain(folder: Path, dtype: torch.dtype) -> tuple[int, Callable[[], Held]]:
-    from zerodrift.model.safetensors import stored
+    from zerodrift.model.safetensors import list_tensors
 
     room, count, files = bytearray(8 << 20), 0, {}
-    for tensor in stored(folder):
+    for tensor in list_tensors(folder):
         number = files.setdefault(tensor.file, None) or os.open(tensor.file, os.O_RDONLY)
         files[tensor.file] = number
         half = (tensor.stop - tensor.start) // RANKS

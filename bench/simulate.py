@@ -40,7 +40,7 @@ from zerodrift.inspect.simulate.simulation import simulate
 from zerodrift.inspect.simulate.work import count_work, sized_inputs
 from zerodrift.mesh import MeshShape
 from zerodrift.model.inputs import Inputs
-from zerodrift.model.runnable import runnable
+from zerodrift.model.sources import build_runnable
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def at_scale(options: argparse.Namespace) -> None:
         written["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
         with tempfile.TemporaryDirectory() as folder:
             large.make().save_pretrained(folder)
-            spec, model = zerodrift.describe(folder), runnable(folder)
+            spec, model = zerodrift.describe(folder), build_runnable(folder)
         work = count_work(
             zerodrift.make_plan(written, spec, large.ranks[0]), model, sized_inputs(model, 1, LENGTH)
         )

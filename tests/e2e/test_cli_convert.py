@@ -14,7 +14,7 @@ import zerodrift as zd
 from tests import commands
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 
 
 def convert(*arguments: str | Path, code: int = 0) -> str:
@@ -25,7 +25,7 @@ def convert(*arguments: str | Path, code: int = 0) -> str:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    stored(folder)
+    list_tensors(folder)
     found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)

@@ -78,9 +78,9 @@ def test_every_architecture_loads_as_from_pretrained_does(tmp_path: Path, name: 
 
 
 def _names(folder: Path) -> list[str]:
-    from zerodrift.model.safetensors import stored
+    from zerodrift.model.safetensors import list_tensors
 
-    return [tensor.name for tensor in stored(folder)]
+    return [tensor.name for tensor in list_tensors(folder)]
 
 
 def single(model: nn.Module, folder: Path, **rest: Any) -> Any:
@@ -181,7 +181,7 @@ def test_models_without_memory_start_from_their_own_distribution(name: str) -> N
     with empty():
         model = MODELS[name].build()
     plain = MODELS[name].model()
-    assert recipe.refusals(model.named_parameters()) == []
+    assert recipe.list_obstacles(model.named_parameters()) == []
     for (buffer, ours), (other, theirs) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
         assert buffer == other and torch.equal(ours, theirs)
     engine = initialize(model, config=config(3, "bf16"), device="cpu", quiet=True)

@@ -21,7 +21,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint.atomic import new_folder
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights import export as exporting
 from zerodrift.weights.writer import SafetensorsWriter
 
@@ -40,7 +40,7 @@ def trained(stage: int, mode: str = "bf16", **rest: Any) -> Engine:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    stored(folder)
+    list_tensors(folder)
     found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)

@@ -14,9 +14,9 @@ from zerodrift.model.empty import SMALL, empty
 
 
 def play(parameter: nn.Parameter, name: str = "x", seed: int = 0) -> torch.Tensor:
-    found = recipe.of(parameter)
-    assert found is not None and not recipe.missing(parameter)
-    return recipe.play(found, name, seed)
+    found = recipe.find_recipe(parameter)
+    assert found is not None and not recipe.find_obstacle(parameter)
+    return recipe.replay(found, name, seed)
 
 
 class Rotary(nn.Module):
@@ -119,7 +119,7 @@ def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -
     before = torch.random.get_rng_state()
     found = play(model.x, "layers.0.x", seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(recipe.key("layers.0.x", 3))
+    torch.manual_seed(recipe.derive_seed("layers.0.x", 3))
     want = nn.Parameter(torch.empty(40, 30))
     with torch.no_grad():
         RANDOM[what](want)
@@ -166,7 +166,7 @@ def test_what_is_made_with_values_keeps_them(factory: Callable[..., torch.Tensor
     with empty():
         model = one(lambda: factory(300, 300))
     assert model.x.is_meta
-    torch.manual_seed(recipe.key("x", 0))
+    torch.manual_seed(recipe.derive_seed("x", 0))
     assert torch.equal(play(model.x), factory(300, 300))
 
 
@@ -177,9 +177,9 @@ def test_what_was_computed_stays_where_it_is_small_and_has_no_values_where_it_is
         never = one(lambda: torch.empty(3, 3))
     assert torch.equal(small.x.detach(), torch.arange(1, 9.0).log())
     names = [("large", large.x), ("never", never.x), ("small", small.x)]
-    assert recipe.refusals(names) == [
+    assert recipe.list_obstacles(names) == [
         ("large", "values that were computed, not written in place"),
-        ("never", "memory that nobody wrote"),
+        ("never", "memory that no operation wrote"),
     ]
 
 
@@ -188,21 +188,21 @@ def test_a_write_after_the_context_is_noticed() -> None:
         model = nn.Linear(3, 3)
     with torch.no_grad():
         model.weight.normal_()
-    assert "after" in recipe.missing(model.weight) and not recipe.missing(model.bias)
+    assert "after" in recipe.find_obstacle(model.weight) and not recipe.find_obstacle(model.bias)
 
 
 def test_a_model_of_the_plain_meta_device_has_no_record() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    assert recipe.missing(model.weight) == "no record of how it is initialised"
+    assert recipe.find_obstacle(model.weight) == "no record of how it is initialised"
 
 
 def test_elements_that_nobody_wrote_are_an_error() -> None:
     with empty():
         model = one(lambda: torch.empty(4, 4))
         model.x.data[1:].zero_()
-    initial = recipe.Initial({"x": model.x}, 0)
-    with pytest.raises(recipe.Unwritten):
+    initial = recipe.RecipeValues({"x": model.x}, 0)
+    with pytest.raises(recipe.UnwrittenError):
         initial.fill("x", 0, torch.empty(16))
 
 
@@ -210,8 +210,8 @@ def test_clones_casts_and_wider_declarations() -> None:
     with empty():
         layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
         half = nn.Linear(6, 6).half()
-    assert recipe.refusals(layers.named_parameters()) == []
-    initial = recipe.Initial(dict(half.named_parameters()), 0)
+    assert recipe.list_obstacles(layers.named_parameters()) == []
+    initial = recipe.RecipeValues(dict(half.named_parameters()), 0)
     assert initial.exact("weight") is torch.float16
     out = torch.empty(36)
     initial.fill("weight", 0, out)
@@ -250,7 +250,7 @@ def test_what_a_module_computes_where_its_parameters_are_is_computed_again() -> 
     assert all(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(play(model.decay), plain.decay)
     assert torch.equal(play(model.scale), plain.scale)
-    torch.manual_seed(recipe.key("x", 0))
+    torch.manual_seed(recipe.derive_seed("x", 0))
     drawn = torch.exp(torch.rand(6) * 4 - 7).clamp(min=1e-4)  # once, though it is used twice
     assert torch.equal(play(model.step), drawn + torch.log(-torch.expm1(-drawn)))
 
@@ -293,8 +293,8 @@ def writes_in_place(one: nn.Parameter, other: nn.Parameter) -> None:
 def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: str) -> None:
     with empty():
         model = Odd(fill)
-    assert recipe.missing(model.one) == ""
-    assert recipe.missing(model.other) == f"`copy_` with {told}"
+    assert recipe.find_obstacle(model.one) == ""
+    assert recipe.find_obstacle(model.other) == f"`copy_` with {told}"
 
 
 class Doubled(nn.Module):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights.boxes import Layout, concatenate
 from zerodrift.weights.writer import (
     SafetensorsWriter,
@@ -98,7 +98,7 @@ def pour(folder: Path, tensors: list[SavedTensor], values: dict[str, torch.Tenso
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    stored(folder)  # our own reader of headers checks tiling and index
+    list_tensors(folder)  # our own reader of headers checks tiling and index
     found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)

@@ -166,9 +166,9 @@ else:
 A_REFUSED_KEY: Edits = {
     "config/deepspeed.py": (
         (
-            '        _ignored("dataloader_drop_last",',
-            '        _refused("toy_batches", "batches are no toys", "Write `train_batch_size`.", (0,)),\n'
-            '        _ignored("dataloader_drop_last",',
+            '    _ignored("dataloader_drop_last",',
+            '    _refused("toy_batches", "batches are no toys", "Write `train_batch_size`.", (0,)),\n'
+            '    _ignored("dataloader_drop_last",',
         ),
     ),
 }

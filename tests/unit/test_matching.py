@@ -13,7 +13,7 @@ from torch import nn
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.model.module import from_module
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights import reader
 from zerodrift.weights.boxes import Layout, within
 from zerodrift.weights.load import SafetensorsWeights
@@ -182,7 +182,7 @@ def test_transposed_and_chunked_reads(
     monkeypatch.setattr(reader, "SEEK", 16)
     tensor = torch.randn(5, 12, 7)
     write(tmp_path, {"x": tensor})
-    (found,) = stored(tmp_path)
+    (found,) = list_tensors(tmp_path)
     layout = Layout.of(0, (5, 12, 7)).permute((0, 2, 1))
     flat = tensor.transpose(1, 2).reshape(-1).to(dtype)
     for start, stop in [(0, 420), (13, 14), (50, 333), (84, 168)]:
@@ -202,7 +202,7 @@ def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
     monkeypatch.setattr(reader, "CHUNK", 256)
     tensor = torch.randn(1000)
     write(tmp_path, {"x": tensor})
-    (found,) = stored(tmp_path)
+    (found,) = list_tensors(tmp_path)
     boxes = Layout.of(0, (1000,)).boxes()
     seen: list[int] = []
     read = SafetensorsReader(seen.append)
@@ -217,7 +217,7 @@ def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
 
 def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
     write(tmp_path, {"x": torch.randn(1000)})
-    (found,) = stored(tmp_path)
+    (found,) = list_tensors(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     read = SafetensorsReader()

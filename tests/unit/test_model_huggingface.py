@@ -107,7 +107,7 @@ def test_the_spec_is_that_of_the_loaded_model(
 
 
 def test_a_version_that_does_not_tell_what_it_keeps_is_refused() -> None:
-    said = f"`transformers {transformers.__version__}`: must tell which parameters it keeps in fp32"
+    said = f"`transformers {transformers.__version__}`: must name the parameters that it keeps in fp32"
     with pytest.raises(ModelError, match=re.escape(said)):
         keep_in_fp32(torch.nn.Linear(2, 2).bfloat16())
 

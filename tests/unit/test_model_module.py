@@ -6,7 +6,7 @@ import pytest
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.model.module import _ExpertsUsed, from_module
+from zerodrift.model.module import _ExpertCounts, from_module
 from zerodrift.model.spec import BufferSpec, OwningModule
 
 torch = pytest.importorskip("torch")
@@ -183,13 +183,13 @@ def test_empty_parameters_share_no_memory() -> None:
 def test_experts_are_looked_at_once_and_not_once_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """14,848 experts, each of which would look at all that are beside it, took minutes."""
     asked: list[str] = []
-    chosen = _ExpertsUsed._chosen
+    chosen = _ExpertCounts._chosen
 
-    def counted(self: _ExpertsUsed, path: str) -> int:
+    def counted(self: _ExpertCounts, path: str) -> int:
         asked.append(path)
         return chosen(self, path)
 
-    monkeypatch.setattr(_ExpertsUsed, "_chosen", counted)
+    monkeypatch.setattr(_ExpertCounts, "_chosen", counted)
     layers = [nn.Module(), nn.Module()]
     for layer in layers:
         layer.top_k = 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
-from zerodrift.model.safetensors import from_safetensors, natural, stored
+from zerodrift.model.safetensors import from_safetensors, list_tensors, natural
 from zerodrift.model.spec import OwningModule
 
 Entry = dict[str, Any]
@@ -78,7 +78,7 @@ def test_offsets_point_into_the_file(tmp_path: Path) -> None:
     tensor = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     path = tmp_path / "a.safetensors"
     save_file({"b": torch.zeros(3, dtype=torch.bfloat16), "a": tensor}, path)
-    found = {item.name: item for item in stored(path)}
+    found = {item.name: item for item in list_tensors(path)}
     data = path.read_bytes()[found["a"].start : found["a"].stop]
     assert list(memoryview(data).cast("i")) == [0, 1, 2, 3, 4, 5]
     assert (found["b"].shape, found["b"].dtype, found["b"].file) == ((3,), DType.BF16, path)

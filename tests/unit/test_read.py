@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.refused import said, write
 from zerodrift.config.load import load
-from zerodrift.config.plain import MAX_DEPTH, MAX_VALUES
-from zerodrift.config.read import MAX_BYTES
+from zerodrift.config.parser import MAX_BYTES
+from zerodrift.config.plain_tree import MAX_DEPTH, MAX_VALUES
 from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 

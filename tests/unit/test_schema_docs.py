@@ -47,8 +47,8 @@ def test_the_deepspeed_page_shows_every_key_and_difference() -> None:
     for entry in deepspeed.ENTRIES.values():
         assert f"| `{entry.key}` |" in page and entry.text in page
     for _, differences in GROUPS:
-        for each in differences:
-            assert f"| {each.written} | {each.there} | {each.here} |" in page
+        for written, there, here in differences:
+            assert f"| {written} | {there} | {here} |" in page
 
 
 @pytest.mark.parametrize("name", PAGES)

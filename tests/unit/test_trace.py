@@ -17,7 +17,7 @@ from zerodrift.inspect.check.hidden import computes, hidden
 from zerodrift.inspect.trace.dry_run import trace
 from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
 from zerodrift.model.inputs import Inputs, inputs_for
-from zerodrift.model.runnable import runnable
+from zerodrift.model.sources import build_runnable
 from zerodrift.plan.trace import Trace
 
 WIDTH = 16
@@ -480,5 +480,5 @@ def stack() -> nn.Module:
 
 
 def test_a_model_larger_than_any_memory_can_be_run() -> None:
-    model = runnable(f"{__name__}:stack")
+    model = build_runnable(f"{__name__}:stack")
     assert {name: parameter.is_meta for name, parameter in model.named_parameters()} == {"experts": True}

@@ -119,7 +119,8 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspected:
 
 def _inspect_weights(path: Path) -> WeightsInspection:
     table = [
-        SavedParameter((each.name,), each.shape, str(each.dtype), -1, ()) for each in safetensors.stored(path)
+        SavedParameter((each.name,), each.shape, str(each.dtype), -1, ())
+        for each in safetensors.list_tensors(path)
     ]
     files = [path] if path.is_file() else sorted(path.glob(f"*{safetensors.SUFFIX}"))
     size = sum(file.stat().st_size for file in files)

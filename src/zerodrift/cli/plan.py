@@ -240,11 +240,11 @@ def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> st
     from zerodrift.inspect.check.hidden import hidden
     from zerodrift.inspect.trace.dry_run import trace
     from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.runnable import runnable
+    from zerodrift.model.sources import build_runnable
     from zerodrift.report import as_json
     from zerodrift.report.trace import trace_text
 
-    module = runnable(model)
+    module = build_runnable(model)
     seen = trace(planned, module, inputs_for(module, inputs))
     found = hidden(planned, seen)
     if json:
@@ -324,7 +324,7 @@ def _simulation_text(
     from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
     from zerodrift.inspect.simulate.work import count_work, sized_inputs
     from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.runnable import runnable
+    from zerodrift.model.sources import build_runnable
 
     cluster, path = read_cluster(cluster_name)
     if step.recompute is not None and recompute:
@@ -341,7 +341,7 @@ def _simulation_text(
     order = _timeline(planned)
     require_known_order(planned, cluster, order)
     samples = max(1, planned.policy.batch.micro)
-    module = runnable(step.model)
+    module = build_runnable(step.model)
     given = inputs_for(module, inputs) if length is None else sized_inputs(module, samples, length)
     work = count_work(planned, module, given)
     if cluster_name in built_in():

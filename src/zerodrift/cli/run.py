@@ -74,7 +74,7 @@ def _additions(
         return {}, {}
     from zerodrift.config.additions import Additions
 
-    additions = Additions.of(config, sets, pins)
+    additions = Additions.from_flags(config, sets, pins)
     return additions.config, dict(additions.flags)
 
 

@@ -1,1 +1,1 @@
-"""Config: what was written. `load` turns a file or dict into a checked `Config`."""
+"""Config: reading, checking and documenting keys. `load` turns a file or dict into a checked `Config`."""

@@ -1,7 +1,7 @@
-"""Keys that a command line adds to configs that somebody else passes.
+"""Keys that a command line adds to the configs of a script.
 
-They come by flags, so that is how messages name them. What a config says already is not overridden: whoever
-passes it may have decided more by it than the engine is told.
+Messages name an added key by its flag. A key that the config has already is never overridden, because the
+script may have decided more by that key than the engine sees.
 
 Invariant: an added key decides something, or is an error before anything starts.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerodrift.config.load import load
-from zerodrift.config.plain import Tree, join, override, shown
+from zerodrift.config.plain_tree import Tree, join, override, shown
 from zerodrift.config.tree import tree_of
 from zerodrift.errors import ConfigError, Problem, Problems, ZerodriftError
 
@@ -24,16 +24,17 @@ RULES = "precision.rules"
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What to add to a config."""
+    """Keys to add to a config, with the flags that they came by."""
 
     config: Tree = field(default_factory=dict)
-    """Plain values."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Path of a key -> the flag that it came by."""
+    """Path of a key -> its flag."""
 
     @classmethod
-    def of(cls, file: str | os.PathLike[str] | None, sets: Sequence[str], pins: Sequence[str]) -> Additions:
-        """Of a file, of `key=value` texts, and of globs on parameters to pin, in this order."""
+    def from_flags(
+        cls, file: str | os.PathLike[str] | None, sets: Sequence[str], pins: Sequence[str]
+    ) -> Additions:
+        """Collect the keys of a file, of `key=value` texts, and of globs on parameters to pin, in order."""
         tree: Tree = {}
         flags: dict[str, str] = {}
         if file is not None:
@@ -51,30 +52,24 @@ class Additions:
             rules = tree.setdefault("precision", {}).setdefault("rules", [])
             flags[join(RULES, len(rules))] = f"--pin {pattern}"
             rules.append({"match": pattern, "pin": "fp32"})
-        made = cls(tree, flags)
-        made._require_uses()
-        return made
+        additions = cls(tree, flags)
+        additions._refuse_ignored_keys()
+        return additions
 
-    def _require_uses(self) -> None:
-        """Every key is one that decides something."""
+    def _refuse_ignored_keys(self) -> None:
         try:
             keys = load(self.config).keys
         except ZerodriftError as error:
-            raise self.flagged(error) from None
-        ignored = [
-            Problem(
-                key.path, "must be a key that decides something here", got=key.because, do="Leave it out."
-            )
-            for key in keys
-            if key.status == "ignored"
-        ]
+            raise self.name_flags(error) from None
+        must, do = "must be a key that decides something here", "Leave it out."
+        ignored = [Problem(key.path, must, got=key.because, do=do) for key in keys if key.status == "ignored"]
         if ignored:
-            raise self.flagged(ConfigError.of(ignored))
+            raise self.name_flags(ConfigError.of(ignored))
 
-    def added_to(self, written: Tree) -> Tree:
-        """A config with them; an error where it says something else."""
+    def merge_into(self, config: Tree) -> Tree:
+        """Return a copy of a config with the added keys; raise if the config contradicts one of them."""
         problems = Problems()
-        tree = copy.deepcopy(written)
+        tree = copy.deepcopy(config)
         self._add(tree, self.config, "", problems)
         problems.raise_as(ConfigError)
         return tree
@@ -97,16 +92,13 @@ class Additions:
                     do="Change it there, or leave this out.",
                 )
 
-    def flagged(self, error: ZerodriftError, rules_before: int = 0) -> ZerodriftError:
-        """The same error, by the flags of the keys that it is about; of a config that had so many rules
-        before."""
-        named = [
-            replace(problem, where=self._flag(problem.where, rules_before)) for problem in error.problems
-        ]
+    def name_flags(self, error: ZerodriftError, rules_before: int = 0) -> ZerodriftError:
+        """Return the error with flags instead of added keys, whose rules follow `rules_before` others."""
+        named = [replace(each, where=self._flag(each.where, rules_before)) for each in error.problems]
         return error if named == list(error.problems) else type(error).of(named)
 
     def _flag(self, where: str, rules_before: int = 0) -> str:
-        """The flag of a key, or of what it is in; what no flag has brought keeps its name."""
+        """Return the flag of a key, or of the block around it; a key of the config keeps its name."""
         for path, flag in self.flags.items():
             if path.startswith(f"{RULES}["):
                 number = int(path[len(RULES) + 1 : path.index("]")]) + rules_before
@@ -117,12 +109,12 @@ class Additions:
 
 
 def _paths(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Of every key that holds no block."""
-    found: list[str] = []
+    """Return the path of every key that holds no block."""
+    paths: list[str] = []
     for key, value in tree.items():
         here = join(path, key)
         if here == RULES and isinstance(value, list):
-            found += [join(here, number) for number in range(len(value))]
+            paths += [join(here, number) for number in range(len(value))]
         else:
-            found += _paths(value, here) if isinstance(value, dict) and value else [here]
-    return found
+            paths += _paths(value, here) if isinstance(value, dict) and value else [here]
+    return paths

@@ -1,10 +1,10 @@
-"""Reads blocks of keys: which keys there are, what each admits in words, and what its docstring says.
+"""Describe blocks of keys: their names, the values that each key admits, and its docstring.
 
-Error messages take their words from here and `reference` its pages, so both describe a key in the same words.
-Also here are the annotations of our own, which say one thing to a type checker, what may be written, and
-another to pydantic, what is kept. What a key means is not known here.
+Error messages and the pages of `reference` take their words from this file, so both describe a key alike. The
+annotations of our own are here too: a type checker sees the spellings that may be written, and pydantic the
+value that is kept.
 
-Invariant: every annotation that a block uses has words; one that has none is an AssertionError.
+Invariant: every annotation that a block uses has words; an annotation without words is an AssertionError.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from zerodrift import dtypes as table
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError
 
-FAR = 1000
-"""Bounds from here on only keep out mistakes: told to whoever is beyond one, and not on every page."""
+SANITY_BOUND = 1000
+"""Upper bounds from here on only catch mistakes: messages name such a bound, pages leave it out."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Of:
-    """On an annotation: every spelling of a dtype that a column admits, kept as the `DType`."""
+class ColumnDType:
+    """Annotation of a dtype key: accepts every spelling that a column admits, and keeps the `DType`."""
 
     column: str
-    """Of `dtypes.ADMITTED`."""
+    """A key of `dtypes.ADMITTED`."""
     only: DType | None = None
-    """The one of them that is accepted, where it is one."""
+    """The only dtype that is accepted; None admits all of the column."""
 
     @property
     def admitted(self) -> tuple[DType, ...]:
@@ -62,14 +62,14 @@ class Of:
 
 @dataclass(frozen=True, slots=True)
 class _AsTuple:
-    """On the annotation of a tuple or list: kept as the tuple."""
+    """Annotation of a key that takes a tuple or a list, and keeps a tuple."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler(typing.get_args(source)[0])
 
 
 Items = Annotated[tuple[Item, ...] | list[Item], _AsTuple()]
-"""Several of a kind."""
+"""A tuple or list of items, kept as a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +79,26 @@ class Key:
     path: str
     """Dotted; the items of a list are written `rules[]`."""
     kind: Any
-    """The annotation of its field."""
+    """Annotation of the field."""
     doc: str
-    """The docstring under its field, on one line."""
+    """Docstring of the field, on one line."""
 
 
 @functools.cache
 def fields(block: type[BaseModel]) -> dict[str, Any]:
-    """The names that a user writes in a block, with the annotations of their fields."""
+    """Return the keys of a block, as a user writes them, with the annotations of their fields."""
     hints = typing.get_type_hints(block, include_extras=True)
-    return {spelled(name, field): hints[name] for name, field in block.model_fields.items()}
+    return {spell_field(name, field): hints[name] for name, field in block.model_fields.items()}
 
 
-def spelled(name: str, field: FieldInfo) -> str:
-    """A field's name in files and dicts, where `class` is a name as any other."""
+def spell_field(name: str, field: FieldInfo) -> str:
+    """Return the name of a field in files and dicts, where `class` is an ordinary name."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key under a block, depth first; a key that holds a block comes before the keys in it."""
-    docs = {spelled(name, field): field.description or "" for name, field in block.model_fields.items()}
+    """Yield every key under a block, depth first; a key that holds a block precedes the keys in it."""
+    docs = {spell_field(name, field): field.description or "" for name, field in block.model_fields.items()}
     for name, kind in fields(block).items():
         path = prefix + name
         yield Key(path, kind, " ".join(docs[name].split()))
@@ -110,7 +110,7 @@ def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def block_of(kind: Any) -> type[BaseModel] | None:
-    """The block that a key may hold."""
+    """Return the block that a key may hold, or None."""
     for option, _ in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -118,7 +118,7 @@ def block_of(kind: Any) -> type[BaseModel] | None:
 
 
 def item_of(kind: Any) -> Any | None:
-    """What the items of a list are, for a key that may hold a list."""
+    """Return the annotation of the items, for a key that may hold a list; None for any other key."""
     for option, _ in _options(kind):
         if typing.get_origin(option) is tuple:
             return typing.get_args(option)[0]
@@ -126,41 +126,35 @@ def item_of(kind: Any) -> Any | None:
 
 
 def is_free(kind: Any) -> bool:
-    """Whether a key holds a block of names that the schema does not know: an optimizer's arguments."""
+    """Return True if a key holds a block of names that the schema does not know: an optimizer's arguments."""
     return any(typing.get_origin(option) is dict for option, _ in _options(kind))
 
 
 def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
-    """The annotation at a path, list indices included; None for a path that leaves the schema."""
+    """Return the annotation at a path, list indices included; None for a path that leaves the schema."""
     kind: Any = root
     for part in path:
         if isinstance(part, int):
             kind = item_of(kind)
         else:
             block = block_of(kind)
-            kind = _kind(block, part) if block is not None else None
+            field = block.model_fields.get(part) if block is not None else None
+            name = part if field is None else spell_field(part, field)
+            kind = fields(block).get(name) if block is not None else None
         if kind is None:
             return None
     return kind
 
 
-def _kind(block: type[BaseModel], name: str) -> Any | None:
-    """The annotation of a field, by either of its names."""
-    known = fields(block)
-    return known.get(name) or (
-        known[spelled(name, block.model_fields[name])] if name in block.model_fields else None
-    )
-
-
 def admits(kind: Any) -> str:
-    """What a key may hold, in words that follow "must be"."""
+    """Describe the values that a key admits, in words that follow "must be"."""
     words = [text for option, extras in _options(kind) for text in _words(option, extras)]
     return either(words)
 
 
 def must(kind: Any, value: object) -> str:
-    """What must hold of a key that does not accept a value, as a clause: what it admits, or how large it may
-    be where a number was too large."""
+    """Return the requirement that a value violates, as a clause: the values that the key admits, or the upper
+    bound of a number that is too large."""
     most = [
         bound.le
         for option, extras in _options(kind)
@@ -169,13 +163,13 @@ def must(kind: Any, value: object) -> str:
         if isinstance(bound, Le) and option in (int, float)
     ]
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if numeric and most and value > min(most) >= FAR:  # type: ignore[operator, type-var]
+    if numeric and most and value > min(most) >= SANITY_BOUND:  # type: ignore[operator, type-var]
         return f"must be at most {min(most):,}"  # type: ignore[type-var]
     return f"must be {admits(kind)}"
 
 
 def choices(kind: Any) -> list[str]:
-    """The words that a key admits, for the nearest of them."""
+    """Return the literal strings that a key admits."""
     return [
         value
         for option, _ in _options(kind)
@@ -186,18 +180,18 @@ def choices(kind: Any) -> list[str]:
 
 
 def either(words: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Join words as `a, b or c`."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The alternatives of an annotation with their constraints; `None`, "not written", is left out."""
+    """Yield the alternatives of an annotation with their constraints, except `None` (not written)."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *more = typing.get_args(kind)
-        if any(isinstance(extra, Of) for extra in more):
+        if any(isinstance(extra, ColumnDType) for extra in more):
             inner = DType
         elif any(isinstance(extra, _AsTuple) for extra in more):
             inner = typing.get_args(inner)[0]
@@ -232,12 +226,12 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
 
 
 def dtypes(kind: Any) -> tuple[DType, ...]:
-    """The dtypes that a key admits."""
+    """Return the dtypes that a key admits."""
     return tuple(dtype for _, extras in _options(kind) for dtype in _admitted(extras))
 
 
 def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
-    return tuple(dtype for extra in extras if isinstance(extra, Of) for dtype in extra.admitted)
+    return tuple(dtype for extra in extras if isinstance(extra, ColumnDType) for dtype in extra.admitted)
 
 
 def _plural(item: Any) -> str:
@@ -261,13 +255,14 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     bounds = [bound for extra in extras for bound in _bounds(extra)]
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
     least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
-    most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), None)
-    if least is not None and most is not None and most < FAR:
+    upper: list[Any] = [bound.le for bound in bounds if isinstance(bound, Le)]
+    most = upper[0] if upper and upper[0] < SANITY_BOUND else None
+    if least is not None and most is not None:
         if option is int and most - least < 5:
             return [str(value) for value in range(least, most + 1)]
         return [f"{noun} from {least} to {most}"]
     if above is not None:
-        return [f"{noun} above {above}" + (f" and at most {most}" if most is not None and most < FAR else "")]
+        return [f"{noun} above {above}" + (f" and at most {most}" if most is not None else "")]
     return [f"{noun} of at least {least}" if least is not None else noun]
 
 

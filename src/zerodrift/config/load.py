@@ -1,10 +1,9 @@
-"""From a config file or dict to a checked `Config`.
+"""Load a config file or dict into a checked `Config`.
 
-How a tree is read is `tree`'s business. Here is what only a config has: DeepSpeed's keys with their fates,
-and rules, which must have what types cannot say. Nothing is decided: see `policy`.
+`tree` reads the blocks of keys. Only configs have DeepSpeed's keys with their fates, and rules with
+conditions that types cannot express. Nothing is decided in this file: see `policy`.
 
-Invariant: one ConfigError tells everything that is wrong, and no key of the file is missing from
-`Config.keys`.
+Invariant: one ConfigError lists every mistake, and no key of the file is missing from `Config.keys`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config import deepspeed, known
-from zerodrift.config.plain import Tree, override, written
+from zerodrift.config import deepspeed, suggestions
+from zerodrift.config.plain_tree import Tree, collect_written, override
 from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems
@@ -31,29 +30,21 @@ _REMEDIES = {
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
-    return known.suggestion(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
+    return suggestions.suggest_key(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
 
 
-KEYS = Keys(
-    "config",
-    Config,
-    "zerodrift or DeepSpeed",
-    _suggestion,
-    deepspeed.ENTRIES,
-    _REMEDIES,
-    empty_is_absent=True,
-)
-
+_OWNER = "zerodrift or DeepSpeed"
+KEYS = Keys("config", Config, _OWNER, _suggestion, deepspeed.ENTRIES, _REMEDIES, empty_is_absent=True)
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
-"""What may be passed as a config: the path of a YAML or JSON file, a dict, or a `Config`."""
+"""A config as it may be passed: the path of a YAML or JSON file, a dict, or a `Config`."""
 
 
 def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     """Read a config from a YAML or JSON file, a dict or a `Config`, and check it.
 
-    `overrides` are texts such as `bf16.enabled=true`, applied in order. `Config.keys` then says of every
-    written key whether it is used or ignored, and why. One ConfigError lists everything that is wrong.
+    `overrides` are texts such as `bf16.enabled=true`, applied in order. `Config.keys` then lists every
+    written key as used, or as ignored with the reason. One ConfigError lists every mistake.
     """
     if isinstance(source, Config) and source.was_loaded:
         if overrides:
@@ -67,25 +58,23 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     if source is None:
         do = "Pass the path of a YAML or JSON file, a dict, or a `zerodrift.Config`."
         raise ConfigError("config", "must be given", got="none", do=do)
-    heading, tree, problems = tree_of(written(source) if isinstance(source, Config) else source, "config")
+    heading, tree, problems = tree_of(
+        collect_written(source) if isinstance(source, Config) else source, "config"
+    )
     if isinstance(overrides, str):
         overrides = [overrides]
     override(tree, overrides, problems)
     walk = TreeReader(KEYS, problems)
-    used = walk.used(tree)
+    used = walk.select_used(tree)
     _check_rules(used, walk.doubtful, problems)
-    config = walk.validated(used)
+    config = walk.validate(used)
     problems.raise_as(ConfigError, heading)
-    if config is None:
-        raise AssertionError("a config that is not valid must have a problem")
+    assert config is not None, "a config that is not valid has a problem"
     return config.with_keys(walk.uses)
 
 
-# --- rules ------------------------------------------------------------------------------------------
-
-
 def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> None:
-    """Every rule whose keys are all known."""
+    """Check every rule whose keys are all known."""
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):

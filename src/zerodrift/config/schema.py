@@ -1,15 +1,14 @@
-"""Every key a user may write that zerodrift uses, in both dialects, as typed blocks.
+"""Every key that zerodrift uses, ours and DeepSpeed's, as typed blocks.
 
 The blocks are public: `zerodrift.Config(precision=zerodrift.Precision(mode="bf16"))` is the same as the dict
-or file with those keys, and the two mix. Their constructors refuse what `load` refuses, in the same words.
+or file with those keys, and both forms mix. A constructor refuses what `load` refuses, in the same words.
 
-Ours is `precision`, `sharding`, `pipeline`, `experts` and `backend`; the other blocks are DeepSpeed's own
-keys with DeepSpeed's spelling. They mix freely in one file. A DeepSpeed key that is not here is in the table
-of `config/deepspeed.py`, as ignored or refused. Nothing is decided in this room: `Config` is what was
-written, checked for types, and `policy` says what it means.
+Our blocks are `precision`, `sharding`, `pipeline`, `experts` and `backend`. The other blocks are DeepSpeed's
+keys with DeepSpeed's spelling. A DeepSpeed key without a field here is in the table of `config/deepspeed.py`,
+as ignored or refused. `Config` holds the written keys, checked for types, and `policy` resolves them.
 
 Invariant: `None` means "not written" and "auto" means that the user wrote "auto". No other default
-appears here, so that whoever resolves a key can tell a wish from a habit.
+appears here, so that `policy` can tell a written value from a default.
 
 The docstrings under the fields are the configuration reference: the docs are generated from them.
 """
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from zerodrift.config import fields
-from zerodrift.config.fields import Items, Of
-from zerodrift.config.mistakes import Telling
-from zerodrift.config.plain import written
+from zerodrift.config.fields import ColumnDType, Items
+from zerodrift.config.plain_tree import collect_written
+from zerodrift.config.validation import add_errors
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.mesh import MOST_RANKS
@@ -34,33 +33,33 @@ from zerodrift.optimizers import TYPES, either
 
 Auto = Literal["auto"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
-"""What an editor offers for a dtype. What a key takes is `dtypes.ADMITTED`, and `DType` names the rest."""
-Written = DType | DTypeName
+"""The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
+DTypeKey = DType | DTypeName
 
 
 def _integer(value: Any) -> Any:
-    """Published configs write whole numbers as `2e3`: a float without a fraction is one."""
+    """Convert a float without a fraction, since published configs write whole numbers as `2e3`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _never(value: Any) -> Any:
-    """Infinity is how accelerate silences the log: as an interval it is `0`, never."""
+    """Convert infinity, by which accelerate silences the log, to the interval `0`: never."""
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Storage = Annotated[Written, Of("storage")]
-Gather = Annotated[Written, Of("gather")]
-Compute = Annotated[Written, Of("compute")]
-Grad = Annotated[Written, Of("grad")]
-Accumulate = Annotated[Written, Of("accumulate")]
-Wire = Annotated[Written, Of("reduce.wire")]
-Sum = Annotated[Written, Of("reduce.sum")]
-Export = Annotated[Written, Of("export")]
-Buffers = Annotated[Written, Of("buffers")]
-Pin = Annotated[Literal[DType.FP32, "fp32"], Of("storage", DType.FP32)]
+Storage = Annotated[DTypeKey, ColumnDType("storage")]
+Gather = Annotated[DTypeKey, ColumnDType("gather")]
+Compute = Annotated[DTypeKey, ColumnDType("compute")]
+Grad = Annotated[DTypeKey, ColumnDType("grad")]
+Accumulate = Annotated[DTypeKey, ColumnDType("accumulate")]
+Wire = Annotated[DTypeKey, ColumnDType("reduce.wire")]
+Sum = Annotated[DTypeKey, ColumnDType("reduce.sum")]
+Export = Annotated[DTypeKey, ColumnDType("export")]
+Buffers = Annotated[DTypeKey, ColumnDType("buffers")]
+Pin = Annotated[Literal[DType.FP32, "fp32"], ColumnDType("storage", DType.FP32)]
 Flag = Annotated[bool, Field(strict=True)]
 MOST = 2**31 - 1
-"""Of what is counted: more micro-batches, samples or steps are a mistake, or mean no bound at all."""
+"""Most micro-batches or steps. A larger number is a mistake, or means no bound at all."""
 
 Positive = Annotated[int, Field(gt=0, le=MOST, strict=True), BeforeValidator(_integer)]
 Samples = Annotated[int, Field(gt=0, strict=True), BeforeValidator(_integer)]
@@ -69,7 +68,7 @@ Natural = Annotated[int, Field(ge=0, strict=True), BeforeValidator(_integer)]
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Scale = Annotated[float, Field(ge=0, le=2.0**127, strict=True, allow_inf_nan=False)]
-"""What fp32 holds, in which a loss is scaled."""
+"""A loss scale, bounded by the range of fp32, in which a loss is scaled."""
 
 BackendName = Literal["native", "fsdp2"]
 Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
@@ -92,12 +91,12 @@ class Block(BaseModel):
             try:
                 super().__init__(**given)
             except ValidationError as error:
-                Telling(type(self)).tell(error, given, problems)
+                add_errors(problems, error, given, type(self))
             problems.raise_as(ConfigError, name)
             self.check(problems)
             problems.raise_as(ConfigError)
 
-        # Blocks in a block are validated with it, so that their findings have the whole path.
+        # Nested blocks are validated with the outer one, so that their errors have the whole path.
         __init__.__pydantic_base_init__ = True
 
         def __setattr__(self, name, value) -> None:
@@ -108,10 +107,10 @@ class Block(BaseModel):
             super().__setattr__(name, value)
 
     def check(self, problems: Problems) -> None:
-        """What types cannot say about a block that is made by itself."""
+        """Check the conditions that types cannot express, for a block that is constructed alone."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What was written."""
+        """Return the written fields."""
         return (
             (name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set
         )
@@ -133,7 +132,7 @@ class Reduce(Block):
 
 
 class ColumnKeys(Block):
-    """The columns of a parameter: for all of them in `precision`, for those that match in a rule."""
+    """The columns of a parameter: of every parameter in `precision`, of the matching ones in a rule."""
 
     storage: Storage | None = None
     """The parameter at rest between steps."""
@@ -148,7 +147,8 @@ class ColumnKeys(Block):
     reduce: Wire | Reduce | None = None
     """The gradient on the wire: a dtype, or `{wire, sum, when, order}`."""
     master: Literal["fp32", "split", "same"] | None = None
-    """What the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same` (storage)."""
+    """The weights that the optimizer updates: `fp32` (a copy), `split` (exact fp32: bf16 + 16 bits), `same`
+    (storage)."""
     state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments, and how they are rounded."""
     export: Export | None = None
@@ -159,25 +159,25 @@ class Rule(ColumnKeys):
     """One ordered rule: which parameters, and what their columns are. The last match wins, cell by cell."""
 
     match: str | None = None
-    """Glob on the full parameter name; `*` also crosses dots: `*.router.*`."""
+    """Glob on the full parameter name; `*` also matches dots: `*.router.*`."""
     class_: str | None = Field(default=None, validation_alias="class")
     """Dotted name of a module class; matches the parameters such a module owns itself."""
     pin: Pin | None = None
     """Shorthand: fp32 in every column. A pinned parameter is never rounded anywhere."""
     placement: Literal["sliced", "matrices", "whole"] | None = None
-    """Where a rank's slice may end: `sliced`, anywhere in the parameter; `matrices`, between the matrices of
+    """Boundaries of a rank's slice: `sliced`, anywhere in the parameter; `matrices`, between the matrices of
     its last two dimensions; `whole`, not inside it. For optimizers that work on matrices; costs padding."""
     optimizer: Literal["Muon", "AdamW"] | None = None
-    """With `optimizer.type: Muon`: which of its two updates, where the stated rule is not what you want."""
+    """Only for `optimizer.type: Muon`: the update to use instead of the one that the stated rule chooses."""
     output: Literal["keep", "input"] | None = None
-    """What a fully pinned module returns: its own dtype (`keep`) or its input's (`input`)."""
+    """Dtype of a fully pinned module's output: the module's own (`keep`) or that of its input (`input`)."""
 
     def check(self, problems: Problems) -> None:
-        check_rule(written(self), "Rule", problems)
+        check_rule(collect_written(self), "Rule", problems)
 
 
 def check_rule(rule: Mapping[str, Any], where: str, problems: Problems) -> None:
-    """What a rule must have, which types cannot say."""
+    """Check that a rule selects parameters and sets something, which types cannot express."""
     subjects = {"match", "class"}
     if not subjects & rule.keys():
         problems.add(where, "must say which parameters it is for", got="neither `match` nor `class`")
@@ -196,7 +196,7 @@ class Precision(ColumnKeys):
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
     statistics: Flag | None = None
-    """Record what becomes of every update, for `engine.update_statistics()`. Default false."""
+    """Record how every update is rounded, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
     """Ordered rules; the last match wins, cell by cell."""
 
@@ -212,8 +212,8 @@ class Sharding(Block):
     """Stage 3: how long a gathered unit lives. `never` regathers in backward, `micro-batch` keeps it from
     forward to backward, `step` keeps it for all micro-batches of a step."""
     prefetch: Positive | None = None
-    """Stage 3: bytes that the unit that runs and those gathered ahead of it may take together; one is always
-    gathered ahead. Default: those of the largest two neighbours, which is what the peak has anyway."""
+    """Stage 3: most bytes of the running unit and the units gathered ahead of it; one is always gathered
+    ahead. Default: the bytes of the largest two neighbours, which the peak holds in any case."""
     accumulator: Literal["free", "keep"] | None = None
     """Whether the accumulator's memory is freed between steps (`free`) or kept (`keep`)."""
 
@@ -222,7 +222,7 @@ class Pipeline(Block):
     """Pipeline parallelism."""
 
     stages: Ranks
-    """Ranks that the model is cut over, one stage each; 1 means no pipeline."""
+    """Number of pipeline stages, one per rank; 1 means no pipeline."""
     schedule: (
         Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] | None
     ) = None
@@ -234,8 +234,8 @@ class Pipeline(Block):
     """Pieces of the model on each rank, for the schedules that interleave several. Default 2 for those, 1 for
     `gpipe` and `1f1b`."""
     split: Literal["layers", "cost"] | None = None
-    """What the pieces are balanced by: the number of `layers`, or the `cost` of their matrix products.
-    Default `layers`."""
+    """Balance the pieces by the number of `layers`, or by the `cost` of their matrix products. Default
+    `layers`."""
     weight_grads: Literal["queue", "autograd"] | None = None
     """Who forms the weight gradients that `interleaved-zero-bubble`, `zbv` and `dualpipev` defer: our
     `queue`, in the dtype of accumulation, or torch's second `autograd` pass. Default `queue`, and
@@ -246,8 +246,8 @@ class Experts(Block):
     """Expert parallelism: ranks of a shard group hold different experts, to which tokens travel."""
 
     ranks: Ranks
-    """How many ranks the experts of a layer are spread over; must divide the ranks of a shard group. 1 turns
-    it off."""
+    """Number of ranks that share the experts of a layer; must divide the ranks of a shard group. 1 turns
+    expert parallelism off."""
     parameters: Items[str] | None = None
     """Globs on the names of parameters that stack one expert after the other in their first dimension.
     Default `*.experts.*`."""
@@ -272,7 +272,7 @@ class Fp16(Block):
     enabled: Flag | Auto | None = None
     """Compute in fp16 with a loss scale."""
     auto_cast: Flag | None = None
-    """Cast the model's floating inputs to fp16. The engine always does, whatever is written here."""
+    """Cast the model's floating inputs to fp16. The engine always casts, at either value."""
     loss_scale: Scale | None = None
     """0 means a dynamic scale; any other value is a static one."""
     initial_scale_power: Annotated[Natural, Field(le=120)] | Auto | None = None
@@ -312,7 +312,7 @@ class DataTypes(Block):
 
 
 class OffloadOptimizer(Block):
-    """Where master and state rest."""
+    """DeepSpeed's `offload_optimizer` block."""
 
     device: Literal["none", "cpu"] | None = None
     """`cpu` keeps master and state in host memory and updates there."""
@@ -356,7 +356,7 @@ class Scheduler(Block):
 
 
 class Config(Block):
-    """A config: what is to be trained how, checked for types but not yet resolved.
+    """A training config, checked for types but not yet resolved.
 
     A block may be given as its object or as a dict. Keys of DeepSpeed that decide nothing here have no field:
     a dict or a file may hold them, and they are listed as ignored."""
@@ -406,8 +406,8 @@ class Config(Block):
     optimizer: Optimizer | None = None
     """The optimizer to build when none is passed."""
     zero_allow_untested_optimizer: bool | None = None
-    """Declares that a passed optimizer which zerodrift does not know is elementwise: an element's update
-    depends on that element alone."""
+    """Declare that a passed optimizer, unknown to zerodrift, is elementwise: an element's update depends on
+    that element alone."""
     scheduler: Scheduler | None = None
     """The learning-rate schedule to build when none is passed."""
     steps_per_print: Annotated[Natural, BeforeValidator(_never)] | Auto | None = None
@@ -417,16 +417,16 @@ class Config(Block):
 
     @property
     def keys(self) -> tuple[KeyUse, ...]:
-        """How every written key ended; empty before `load` has seen the config."""
+        """The use of every written key; empty before `load` has read the config."""
         return self._keys or ()
 
     @property
     def was_loaded(self) -> bool:
-        """Whether every written key is accounted for in `keys`."""
+        """True if every written key is in `keys`."""
         return self._keys is not None
 
     def with_keys(self, keys: Iterable[KeyUse]) -> Config:
-        """This config with the account of its keys, as `load` gives it."""
+        """Return a copy of the config with the uses of its keys, as `load` recorded them."""
         copy = self.model_copy()
         copy._keys = tuple(keys)
         return copy
@@ -434,16 +434,16 @@ class Config(Block):
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """How one written key ended."""
+    """The use of one written key."""
 
     path: str
-    """Dotted path of the key, as written."""
+    """Dotted path, as written."""
     value: Any
     """The value, as written."""
     status: Literal["used", "ignored"]
-    """`used`, or `ignored`; refused keys never get this far."""
+    """A refused key has no use: it is an error."""
     because: str = ""
-    """Why it is ignored."""
+    """Reason of an ignored key."""
 
 
 Config.model_rebuild()

@@ -1,9 +1,8 @@
-"""From a file or dict to a checked block of keys: every key used, ignored with its reason, or an error.
+"""Read a file or dict into a checked block of keys: every key is used, ignored with a reason, or an error.
 
-The text is read in `read`, made plain in `plain`; the words of a message come from `fields`, the fate of
-a key that is not of the schema from a table, which may be empty. Here a tree is walked once, key by key, and
-what the schema knows goes to pydantic, whose findings are told in our words. Configs and jobs are read alike;
-what is their own is in `Keys`.
+`TreeReader` walks a plain tree once, key by key. Keys of the schema go to pydantic, whose errors `validation`
+rewords. Every other key has its fate in a table, which may be empty, or is unknown. Configs, jobs and
+clusters are read alike, and `Keys` holds their differences.
 
 Invariant: every key of a tree is used, or in `uses` as ignored, or in the problems.
 """
@@ -19,41 +18,41 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zerodrift.config import deepspeed, fields
-from zerodrift.config.mistakes import Steps, Telling, name_of
-from zerodrift.config.plain import Tree, join, plain, shown
-from zerodrift.config.read import WrittenBlock, read
+from zerodrift.config.parser import SourceBlock, read
+from zerodrift.config.plain_tree import Tree, join, plain, shown
 from zerodrift.config.schema import KeyUse
+from zerodrift.config.validation import Steps, add_errors, name_of
 from zerodrift.errors import ConfigError, Problems
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
 MAX_UNKNOWN = 20
-"""Unknown keys that are named: a file with more of them is another kind of file."""
+"""Most unknown keys that messages name: a file with more of them is another kind of file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What may be written in a tree."""
+    """The keys that a tree may have."""
 
     name: str
-    """What the tree is: `config`, say."""
+    """Kind of tree, such as `config`."""
     root: type[BaseModel]
     owner: str
-    """Whose keys they are, in the message about one that is not."""
+    """Owner of the keys, for the message about an unknown key."""
     suggestion: Callable[[str, type[BaseModel] | None, str], str]
-    """(key, block that it is in, path of that) -> a sentence about an unknown key."""
+    """(key, its block, path of the block) -> a sentence about an unknown key."""
     table: Mapping[str, deepspeed.Entry] = field(default_factory=dict)
-    """Keys that the schema does not know, each with its fate."""
+    """Fates of the keys that the schema does not have."""
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """What to do about a value that is not accepted, where more can be said than what is."""
+    """Path of a key -> advice about a value that is not accepted."""
     empty_is_absent: bool = False
-    """Whether an empty block is the same as none."""
+    """True if an empty block is the same as no block."""
     free: str = "a block of arguments"
-    """What a block of names that the schema does not know is called."""
+    """Words for a block of names that the schema does not know."""
 
 
 def tree_of(source: object, what: str) -> tuple[str, Tree, Problems]:
-    """What to call a source in messages, and its plain tree; `what` it is to be: a `config`, say."""
+    """Return a source's name in messages, its plain tree and its problems; `what` is `config` or `job`."""
     problems = Problems()
     if isinstance(source, Mapping):
         return what, plain(source, problems), problems
@@ -67,30 +66,30 @@ def tree_of(source: object, what: str) -> tuple[str, Tree, Problems]:
     return heading, plain(written, problems), problems
 
 
-# --- the walk ---------------------------------------------------------------------------------------
-
-
 class TreeReader:
-    """One pass over a tree: sorts its keys by fate and keeps the tree of those that are used."""
+    """Walks one tree, sorts its keys by fate, and keeps the tree of the used keys."""
 
     def __init__(self, keys: Keys, problems: Problems) -> None:
         self._keys = keys
         self.uses: list[KeyUse] = []
-        self.written: dict[str, str] = {}
-        """Path in the schema -> path as written, where an alias makes them differ."""
+        self._paths: dict[str, str] = {}
+        """Path in the schema -> path as written, which differs under an alias."""
         self.doubtful: set[str] = set()
-        """Blocks with an unknown key: what is missing in them was probably misspelt."""
+        """Blocks with an unknown key. A missing key in such a block was probably misspelt."""
         self._problems = problems
         self._unknown = 0
 
-    def used(self, tree: Tree) -> Tree:
-        """The part of a tree that the schema knows."""
+    def select_used(self, tree: Tree) -> Tree:
+        """Return the part of a tree that the schema has, and record a use or a problem for every key."""
         used = self._block(tree, self._keys.root, "", "")
-        self._count_the_rest()
+        if self._unknown > MAX_UNKNOWN:
+            rest = f"{self._unknown - MAX_UNKNOWN:,} more unknown keys"
+            name, do = self._keys.name, "Is it the file you meant?"
+            self._problems.add(name, "must hold known keys", got=rest, do=do)
         return used
 
     def _block(self, tree: Tree, block: type[BaseModel] | None, path: str, name: str) -> Tree:
-        """The used part of a block. `path` is as written, `name` as schema and table spell it."""
+        """Return the used part of a block. `path` is as written, `name` as schema and table spell it."""
         known_fields = fields.fields(block) if block is not None else {}
         used: Tree = {}
         for key, value in tree.items():
@@ -99,12 +98,8 @@ class TreeReader:
             if entry is not None and entry.fate == "alias":
                 there = target = entry.text
                 if target in tree:
-                    self._problems.add(
-                        here,
-                        f"must not come with `{target}`, which it stands for",
-                        got="both",
-                        do="Keep one.",
-                    )
+                    must = f"must not come with `{target}`, which it stands for"
+                    self._problems.add(here, must, got="both", do="Keep one.")
                     continue
             if target in known_fields:
                 self._known(used, target, value, known_fields[target], here, there)
@@ -116,13 +111,13 @@ class TreeReader:
         return used
 
     def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
-        """A key of the schema."""
+        """Read a key of the schema into `used`."""
         inner, item = fields.block_of(kind), fields.item_of(kind)
-        self.written[name] = path
+        self._paths[name] = path
         if value is None:
             self._ignore(path, value, NULL)
-        elif self._is_another(value, kind):
-            self._other_kind(value, kind, path)
+        elif self._refuse_other_kind(value, kind, path):
+            return
         elif value == {} and inner is not None and self._keys.empty_is_absent:
             self._ignore(path, value, EMPTY)
         elif isinstance(value, dict) and inner is not None:
@@ -138,28 +133,25 @@ class TreeReader:
             self._use(path, value)
 
     def _item(self, value: Any, kind: Any, path: str, name: str) -> Any:
-        """An item of a list of blocks; a wrong one is left to the validation."""
-        self.written[name] = path
+        """Read an item of a list of blocks; an item of another type is left to pydantic."""
+        self._paths[name] = path
         inner = fields.block_of(kind)
-        if self._is_another(value, kind):
-            self._other_kind(value, kind, path)
+        if self._refuse_other_kind(value, kind, path):
             self.doubtful.add(name)
         return self._block(value, inner, path, name) if isinstance(value, dict) else value
 
-    def _is_another(self, value: Any, kind: Any) -> bool:
-        """Whether a typed block stands where another one belongs: what they have in common could pass."""
-        typed = isinstance(value, WrittenBlock) and value.kind is not None
-        return typed and value.kind is not fields.block_of(kind) and not fields.is_free(kind)
-
-    def _other_kind(self, value: WrittenBlock, kind: Any, path: str) -> None:
+    def _refuse_other_kind(self, value: Any, kind: Any, path: str) -> bool:
+        """Refuse a typed block in another's place, whose common fields could pass validation."""
         inner = fields.block_of(kind)
+        typed = value.kind if isinstance(value, SourceBlock) else None
+        if typed is None or typed is inner or fields.is_free(kind):
+            return False
         do = f"Write `{inner.__name__}(...)`, or a dict." if inner is not None else ""
-        self._problems.add(
-            path, fields.must(kind, value), got=f"a `{getattr(value.kind, '__name__', '')}`", do=do
-        )
+        self._problems.add(path, fields.must(kind, value), got=f"a `{typed.__name__}`", do=do)
+        return True
 
     def _arguments(self, tree: Tree, path: str, name: str) -> Tree:
-        """Free names, such as an optimizer's arguments: all used but those the table singles out."""
+        """Read free names, such as an optimizer's arguments: all are used, unless the table refuses one."""
         if not tree:
             self._ignore(path, tree, EMPTY)
         used: Tree = {}
@@ -174,7 +166,7 @@ class TreeReader:
         return used
 
     def _table(self, entry: deepspeed.Entry | None, value: Any, path: str, name: str) -> None:
-        """A key that only the table of DeepSpeed's keys knows, or a block of such keys."""
+        """Read a key that only the table has, or a block of such keys."""
         own = entry is not None and entry.key == name
         if isinstance(value, dict) and value and not own:
             self._block(value, None, path, name)
@@ -210,41 +202,34 @@ class TreeReader:
             todo = self._keys.suggestion(key, block, name)
             self._problems.add(join(path, key), f"must be a key of {owner}", do=todo)
 
-    def _count_the_rest(self) -> None:
-        """One line for the unknown keys that were not named."""
-        if self._unknown > MAX_UNKNOWN:
-            rest = f"{self._unknown - MAX_UNKNOWN:,} more unknown keys"
-            self._problems.add(
-                self._keys.name, "must hold known keys", got=rest, do="Is it the file you meant?"
-            )
-
-    def validated(self, used: Tree) -> Any:
-        """The used part as its block; None where there is a problem."""
-        keys = self._keys
+    def validate(self, used: Tree) -> Any:
+        """Return the used part as its block; None if that adds a problem."""
+        keys, problems = self._keys, self._problems
         try:
             return keys.root.model_validate(used)
         except ValidationError as error:
-            telling = Telling(keys.root, self._written, frozenset(self.doubtful), keys.remedies, keys.free)
-            telling.tell(error, used, self._problems)
+            add_errors(
+                problems, error, used, keys.root, self._path_of, self.doubtful, keys.remedies, keys.free
+            )
         return None
 
-    def _written(self, steps: Steps) -> str:
-        """A place as it was written."""
+    def _path_of(self, steps: Steps) -> str:
+        """Return a path as it was written."""
         path = ""
         for index, step in enumerate(steps):
-            path = self.written.get(name_of(steps[: index + 1]), join(path, step))
+            path = self._paths.get(name_of(steps[: index + 1]), join(path, step))
         return path
 
 
 def is_harmless(entry: deepspeed.Entry, value: Any) -> bool:
-    """Whether a refused key asks for nothing at this value. 1 and true are not the same."""
+    """Return True if a refused key asks for nothing at this value. 1 and true are not the same."""
     return value in (None, "auto") or any(
         value == off and isinstance(value, bool) == isinstance(off, bool) for off in entry.harmless
     )
 
 
 def off_values(entry: deepspeed.Entry) -> str:
-    """The values at which a refused key is accepted, in words; blocks are not worth a word."""
+    """List the values at which a refused key is accepted, in words, except blocks."""
     accepted = (*entry.harmless, *entry.without_effect)
     values = [value for value in accepted if not isinstance(value, dict)]
     return fields.either([json.dumps(value) for value in values])

@@ -23,10 +23,10 @@ from typing import Any
 
 from zerodrift.alias import run_settings
 from zerodrift.config.additions import Additions
-from zerodrift.config.known import is_path
-from zerodrift.config.plain import plain, shown
-from zerodrift.config.read import read
+from zerodrift.config.parser import read
+from zerodrift.config.plain_tree import plain, shown
 from zerodrift.config.schema import Config
+from zerodrift.config.suggestions import is_path
 from zerodrift.deepspeed.log import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
@@ -202,9 +202,9 @@ def with_additions(passed: dict[str, Any]) -> Iterator[dict[str, Any]]:
     precision = passed.get("precision")
     rules = precision.get("rules") if isinstance(precision, Mapping) else None
     try:
-        yield additions.added_to(passed)
+        yield additions.merge_into(passed)
     except ZerodriftError as error:
-        flagged = additions.flagged(error, len(rules or ()))
+        flagged = additions.name_flags(error, len(rules or ()))
         if flagged is error:
             raise
         raise flagged from None

@@ -1,4 +1,4 @@
-"""What executes a plan, as `Engine` asks for it, and what runs the micro-batches of a step.
+"""The protocol of an executor of a plan, as `Engine` calls it, and the micro-batches of a step.
 
 Backends and pipelines differ behind `Executor`. A pipeline runs micro-batches in an order of its own
 (`pipeline/run.py`); `SequentialRunner` runs them one by one, so that a script for a pipeline trains without

@@ -32,7 +32,7 @@ from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels import resting
+from zerodrift.kernels import host_memory
 from zerodrift.model import recipe
 from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.rounding import split
@@ -195,9 +195,9 @@ class SegmentFiller:
         self.master: torch.Tensor | None = None
         """fp32 values, or the low halves of a split master."""
         if self._split:
-            self.master = resting.zeros(owned.shape, torch.int16, owned.device)
+            self.master = host_memory.zeros(owned.shape, torch.int16, owned.device)
         elif kind is Master.FP32:
-            self.master = resting.zeros(owned.shape, torch.float32, owned.device)
+            self.master = host_memory.zeros(owned.shape, torch.float32, owned.device)
         # Not all of it: a pass over fresh memory costs as much as reading it full from files.
         for low, high in _gaps(segment):
             for flat in (self.storage, self.master):

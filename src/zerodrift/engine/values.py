@@ -88,8 +88,8 @@ class ParameterHandle:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the model computes with, in the compute dtype. When it is assigned the master follows; an
-        element that stays the same keeps every bit of its master."""
+        """The value that the model computes with, in the compute dtype. When it is assigned, the master
+        follows; an element that stays the same keeps every bit of its master."""
         return self._values.value(self.row)
 
     @value.setter
@@ -100,7 +100,7 @@ class ParameterHandle:
 
     @property
     def master(self) -> torch.Tensor:
-        """What the optimizer updates, in fp32."""
+        """The value that the optimizer updates, in fp32."""
         return self._values.master(self.row)
 
     @master.setter

@@ -1,1 +1,1 @@
-"""Kernels: the compiled CPU fast path, and sums of squares that no slicing can change."""
+"""Kernels: compiled CPU code, Triton programs, and sums of squares that do not depend on the slicing."""

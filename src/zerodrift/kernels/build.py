@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native.cpp")
-"""What is compiled; the headers beside it are its parts."""
+"""The source that is compiled; the headers beside it are its parts."""
 
 COMPILERS = ("c++", "g++", "clang++")
 

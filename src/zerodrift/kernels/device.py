@@ -1,12 +1,11 @@
-"""Launches the Triton programs on a device's tensors, where Triton is there and works.
+"""Launch the Triton programs on a device's tensors, if Triton is installed and works.
 
-Triton is optional: torch's CUDA builds bring it, its CPU builds do not. Where it is missing or cannot run a
-first small program, `obstacle` says why, and every caller has a plain PyTorch path.
-`engine/update_function.py` asks it for all ranks at once; `works`, for a slice alone, is false after one
-notice.
+Triton is optional: torch's CUDA builds include it, its CPU builds do not. If Triton is missing or cannot run
+a first small program, `obstacle` returns the reason, and every caller has a plain PyTorch path.
+`engine/step/update.py` calls `obstacle` on all ranks at once. `works`, for one slice, warns once and returns
+False.
 
-Invariant: a program is launched without contraction beyond what is written in it, on the device that holds
-its tensors.
+Invariant: a program is launched without implicit contraction, on the device of its tensors.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ _SPAN = 256
 """Elements per program of a sum: slices are many and short where parts are many."""
 
 STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
-"""Compiler options that are turned off, as far as a Triton has them: contraction of products and sums, and
-subnormals that a root or a quotient takes for zero. A Triton without the second flushes those."""
+"""Compiler options that are turned off if this Triton has them: contraction of products and sums, and
+flushing of subnormals in roots and quotients. A Triton without the second option flushes them."""
 
 _log = logging.getLogger("zerodrift")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTensors:
-    """What `struct Update` of native.cpp is, with tensors in place of addresses."""
+    """The arguments of one update: `struct Update` of native.cpp with tensors instead of addresses."""
 
     numel: int
     stochastic: int
@@ -55,7 +54,7 @@ class UpdateTensors:
     keys: Tensor | None
     table: Tensor
     wanted: Tensor | None
-    """fp32: receives what each weight was to change by; None where nobody asks."""
+    """fp32: receives the intended change of each weight; None if no caller needs it."""
     master_kind: int
     state_kind: int
     algorithm: int
@@ -63,7 +62,7 @@ class UpdateTensors:
 
 
 def works(device: torch.device) -> bool:
-    """Whether programs run on this device, with one notice where they should and do not."""
+    """Return True if programs run on this device; warn once on a CUDA device where they do not."""
     return device.type == "cuda" and _works(device)
 
 
@@ -77,7 +76,7 @@ def _works(device: torch.device) -> bool:
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Why programs cannot run on this device; None where they do. Found out once, by a first program."""
+    """Return the reason why programs cannot run on this device, or None. Tested once, by a first program."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
@@ -90,7 +89,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def update(call: UpdateTensors) -> None:
-    """One optimizer step of a slice in one pass."""
+    """Run one optimizer step of a slice in one pass."""
     from zerodrift.kernels import programs
 
     moment1, moment2 = [*call.moments, None, None][:2]
@@ -123,7 +122,7 @@ def update(call: UpdateTensors) -> None:
 
 
 def squares(flat: Tensor, out: Tensor) -> Tensor:
-    """The sum of squares of each block of a flat contiguous tensor, into fp64 `out`."""
+    """Write the sum of squares of each block of a flat contiguous tensor to fp64 `out`."""
     from zerodrift.kernels import programs
 
     with torch.cuda.device_of(flat):
@@ -133,7 +132,7 @@ def squares(flat: Tensor, out: Tensor) -> Tensor:
 
 
 def sums(parts: Tensor, out: Tensor) -> None:
-    """The rows of contiguous `parts` added up in their order, into flat `out`."""
+    """Add the rows of contiguous `parts` in their order, and write the sum to flat `out`."""
     from zerodrift.kernels import programs
 
     with torch.cuda.device_of(out):
@@ -149,7 +148,7 @@ def sums(parts: Tensor, out: Tensor) -> None:
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """bf16 as the programs take it; anything else as it is."""
+    """View bf16 as int16, as the programs take it; return any other tensor unchanged."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
@@ -159,7 +158,7 @@ def _programs(numel: int) -> int:
 
 @functools.cache
 def _options(device: torch.device) -> dict[str, Any]:
-    """For a launch. Triton's interpreter, which takes a CPU's tensors, compiles nothing."""
+    """Return the options of a launch; none for Triton's interpreter, which takes CPU tensors."""
     if device.type == "cpu":
         return {}
     from triton.runtime import driver
@@ -168,7 +167,7 @@ def _options(device: torch.device) -> dict[str, Any]:
 
 
 def strict_options(target: Any) -> dict[str, Any]:
-    """`STRICT` for a target of Triton's, as far as its compiler has them."""
+    """Return the options of `STRICT` that the compiler of a Triton target has."""
     from triton.compiler import make_backend
 
     strict = dict.fromkeys(STRICT, False)

@@ -1,12 +1,12 @@
-"""What each block of 256 elements adds to a digest: a sum of its bits, each times the weight of its place.
+"""Digests of blocks of 256 elements: the sum of the elements' bits, each times the weight of its place.
 
-The bits of an element are read as a whole number and multiplied by an odd 64-bit number that depends on its
-place in the block; products are added modulo 2^64. So the parts of a block that was cut anywhere add up to
-what the block has, and an element that changed by any number of bits changes the sum.
+The bits of an element are an integer, which is multiplied by an odd 64-bit weight that depends on the place
+in the block. Products are added modulo 2^64. So the parts of a block, cut anywhere, add up to the digest of
+the block, and an element that changed by any number of bits changes the sum.
 
-`engine/digest.py` makes one number of a run's whole state from these.
+`engine/digest.py` combines these digests into one number for a run's whole state.
 
-Invariant: the known answers in the tests never change, because runs record what is made of them.
+Invariant: the known answers in the tests never change, because runs record digests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from zerodrift.kernels import native
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20
-"""Elements, each of which takes 8 bytes on its way."""
+"""Elements per call of the reference, each of which takes 8 bytes."""
 
 
 def block_digests(flat: Tensor, first: int = 0) -> Tensor:
-    """`[blocks]`, int64, of a flat contiguous tensor whose first element has place `first` in its block."""
+    """Return the digests of a flat contiguous tensor whose first element has place `first` in its block.
+
+    Shape [blocks], int64.
+    """
     flat = flat.detach()
     blocks = -(-(first + flat.numel()) // BLOCK)
     out = torch.empty(blocks, dtype=torch.int64, device=flat.device)
@@ -42,7 +45,7 @@ def block_digests(flat: Tensor, first: int = 0) -> Tensor:
 
 
 def reference_block_digests(flat: Tensor, first: int, out: Tensor) -> Tensor:
-    """The definition of `block_digests`. Integers wrap in torch as they do in C."""
+    """Define `block_digests` in plain torch, where integers wrap as in C."""
     weights = weights_of_places().to(flat.device)
     words = flat.view(_WORDS[flat.itemsize])
     mask = (1 << 8 * flat.itemsize) - 1 if flat.itemsize < 8 else -1
@@ -57,7 +60,7 @@ def reference_block_digests(flat: Tensor, first: int, out: Tensor) -> Tensor:
 
 @functools.cache
 def weights_of_places() -> Tensor:
-    """`[256]`, int64: odd, and otherwise without a pattern."""
+    """Return the weights of the places: odd, and otherwise without a pattern. Shape [256], int64."""
     texts = (f"place {place}".encode() for place in range(BLOCK))
     words = (
         int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) for text in texts

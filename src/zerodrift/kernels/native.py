@@ -41,7 +41,7 @@ class Library:
         loaded = ctypes.CDLL(str(path))
         self.path = path
         self.origin = origin
-        """Where the library comes from, for `zerodrift doctor`."""
+        """The sentence of `zerodrift doctor` on where the library comes from."""
         self.update = loaded.zerodrift_update
         """(address of an Update struct); see `optim/fused.py`."""
         self.squares = loaded.zerodrift_squares

@@ -1,12 +1,11 @@
-"""A fingerprint of a flat buffer, by block: whether somebody wrote to it, and where.
+"""Fingerprints of a flat buffer by block, which show where the buffer was written.
 
-Bytes are read as 32-bit words. Word i of a block of 128 goes to lane i % 16: a lane takes it by an exclusive
-or, multiplies by an odd number and rotates. Each of these can be undone, so a block in which one word changed
-never keeps its print; several changes at once keep it about once in 2^32. Without the rotation two changes of
-a sign would cancel. Lanes are folded into 64 bits, and begin with the block's number, so blocks that change
-places are noticed.
+Bytes are read as 32-bit words. Word i of a block of 128 goes to lane i % 16, which applies an exclusive or,
+multiplies by an odd number and rotates. Each step is invertible, so a block with one changed word never keeps
+its print; several changes keep it about once in 2^32. Without the rotation, two changes of a sign would
+cancel. Lanes start from the block's number, so swapped blocks differ too, and are folded into 64 bits.
 
-Invariant: the print of a buffer depends on its bytes alone: not on the device, nor on who computes it.
+Invariant: the print of a buffer depends only on its bytes, not on the device or the implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from zerodrift.kernels import native
 
 BYTES = 512
-"""Of a block."""
+"""Size of a block."""
 
 _LANES = 16
 _STEP = 0x9E3779B1
@@ -26,7 +25,7 @@ _FOLD = 0x9E3779B97F4A7C15
 
 
 def prints(flat: Tensor) -> Tensor:
-    """`[blocks]`, int64: of each 512 bytes of a flat contiguous tensor, filled up with zeros."""
+    """Return the print of each 512 bytes of a flat tensor, padded with zeros. Shape [blocks], int64."""
     words = _words(flat)
     out = torch.empty(words.numel() * 4 // BYTES, dtype=torch.int64, device=flat.device)
     built = native.library() if flat.device.type == "cpu" else None
@@ -45,7 +44,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def reference_prints(words: Tensor) -> Tensor:
-    """The definition of `prints`, of whole blocks of int32 words. Integers wrap in torch as they do in C."""
+    """Define `prints` in plain torch, on whole blocks of int32 words. Integers wrap in torch as in C."""
     steps = words.view(-1, BYTES // 4 // _LANES, _LANES)
     lanes = torch.arange(len(steps), dtype=torch.int32, device=words.device)[:, None].repeat(1, _LANES)
     for step in range(steps.shape[1]):

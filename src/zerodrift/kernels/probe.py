@@ -1,9 +1,9 @@
-"""What this machine's torch does in the last bit, found by asking it.
+"""Probe how this machine's torch rounds: which kernels contract products and sums, and how roots are taken.
 
-torch's element-wise kernels contract `a * b + c` into one rounding where the processor can, and take square
-roots from a vector library that is not correctly rounded. A fast path that is to equal them bit for bit
-must do the same, so each is probed with values that tell the possibilities apart. `native` compiles by the
-answers; `optim` asks for the root.
+torch's element-wise kernels contract `a * b + c` into one rounding if the processor can, and take square
+roots from a vector library that is not correctly rounded. Compiled code must do the same to equal torch bit
+for bit, so each kernel is probed with values that distinguish the possibilities. `native` compiles by the
+contractions, and `optim` uses the root.
 
 Invariant: a probe only reads; it never changes a setting of torch.
 
@@ -39,7 +39,7 @@ class Contraction:
 
 @functools.cache
 def contraction() -> Contraction:
-    """(1 + u)^2 - 1 is 2u + u^2 when rounded once; u^2 is lost when the product is rounded first."""
+    """Probe the contractions: (1 + u)^2 - 1 is 2u + u^2 rounded once, and 2u rounded twice."""
     one = torch.ones(_SIZE)
     above = one + _ULP
     add = torch.add(-one, above, alpha=1 + _ULP)
@@ -51,7 +51,7 @@ def contraction() -> Contraction:
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
-    """The correctly rounded square root of fp32 values, on every machine.
+    """Return the correctly rounded square root of fp32 values, on every machine.
 
     Through fp64: a root of a 24-bit number is never closer than 2^-51 to the middle between two neighbours,
     so an fp64 root that is off by one in its last place still rounds to the right one.
@@ -61,10 +61,10 @@ def exact_sqrt(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class VectorRoot:
-    """How compiled code gets the bits of `torch.sqrt`."""
+    """The square root of compiled code that has the bits of `torch.sqrt`."""
 
     address: int
-    """Of a function with the interface of MKL's vmsSqrt; 0 where torch is correctly rounded itself."""
+    """Address of a function with the interface of MKL's vmsSqrt; 0 if torch itself is correctly rounded."""
 
 
 ROOT_MODE = 0x140102
@@ -73,7 +73,7 @@ ROOT_MODE = 0x140102
 
 @functools.cache
 def vector_root() -> VectorRoot | None:
-    """How to get the bits of `torch.sqrt` in compiled code; None where there is no known way."""
+    """Return the root with the bits of `torch.sqrt` for compiled code; None if no such root is known."""
     values = _roots_to_try()
     wanted = values.sqrt()
     if torch.equal(wanted, exact_sqrt(values)):
@@ -92,7 +92,7 @@ def vector_root() -> VectorRoot | None:
 
 
 def _roots_to_try() -> Tensor:
-    """Every exponent that a second moment can have, with many mantissas, and the special values."""
+    """Return every exponent of a second moment, with many mantissas, and the special values."""
     mantissas = torch.arange(0, 1 << 23, 33_333, dtype=torch.int32)
     exponents = torch.arange(0, 255, dtype=torch.int32) << 23
     values = (exponents[:, None] + mantissas[None, :]).flatten().view(torch.float32)

@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False
-"""The device fast path in Triton: one optimizer step in one pass, and sums of squares per block.
+"""Triton programs: one optimizer step in one pass, sums of squares per block, and sums of parts.
 
-What `native.cpp` is for a CPU, this is for a GPU, number by number: the same blocks of 256 elements, the same
-table of coefficients, the same kinds. A program takes a few blocks as a tile `[blocks, 256]`, widens what is
-not fp32, updates in fp32 and narrows on the way back, so every byte is read and written once.
+The programs are the counterpart of `native.cpp` on a GPU: the same blocks of 256 elements, the same table of
+coefficients, the same kinds. A program takes a few blocks as a tile `[blocks, 256]`, converts to fp32,
+updates in fp32 and rounds to the stored dtypes, so every byte is read and written once.
 
-bf16 travels as its bits, in tensors viewed as int16, and is rounded by integer arithmetic that is written out
-here: no compiler's idea of a cast is in it. `device.py` launches these; `optim/fused.py` hands tensors over.
+bf16 is passed as bits, in tensors viewed as int16, and rounded by explicit integer arithmetic, independent of
+any compiler's cast. `device.py` launches the programs, with the tensors of `optim/fused.py`.
 
 Invariant: these programs leave the bits of `native.cpp`. Products and sums are contracted where `native.cpp`
 contracts them and nowhere else (launched with `enable_fp_fusion=False`), divisions and roots are correctly
@@ -57,19 +57,19 @@ def _is_nan(bits):
 
 @triton.jit
 def _high(bits):
-    """The upper 16 bits as int16."""
+    """Return the upper 16 bits as int16."""
     return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
 @triton.jit
 def _wide(high):
-    """fp32 of bf16 bits that are int16."""
+    """Convert bf16 bits in int16 to fp32."""
     return _value(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
 def _load(data, at, mask):
-    """fp32 values of fp32, fp16, or the bits of bf16."""
+    """Load fp32, fp16, or the bits of bf16, as fp32."""
     held = tl.load(data + at, mask=mask, other=0)
     if data.dtype.element_ty == tl.int16:
         return _wide(held)
@@ -108,7 +108,7 @@ def _mix(x):
 
 @triton.jit
 def _random_words(keys, block, there, stochastic):
-    """32 random bits per element, `[blocks, 256]`; see [Note: random bits] in updates.h."""
+    """Draw 32 random bits per element; see [Note: random bits] in updates.h. Shape [blocks, 256]."""
     key = tl.load(keys + block, mask=there, other=0)
     key = _mix((key ^ stochastic.to(tl.int64)).to(tl.uint64, bitcast=True))
     low, high = key.to(tl.uint32)[:, None], (key >> 32).to(tl.uint32)[:, None]
@@ -144,7 +144,7 @@ def _store_moment(
         tl.store(moment + at, _bf16_random(x, (words >> (16 * number)) & 0xFFFF), mask=mask)
     else:
         draws = (words >> (16 * number)) & 0xFFFF
-        # What is behind the end must not count in the block's scale.
+        # Elements behind the end must not count in the block's scale.
         code, largest = _encode(tl.where(mask, x, 0.0), codes + number * CODE, number == 0, draws)
         tl.store(moment + at, code, mask=mask)
         tl.store(scale + block, largest, mask=there)
@@ -152,7 +152,7 @@ def _store_moment(
 
 @triton.jit
 def _encode(x, code, signed: tl.constexpr, draws):
-    """fp32 -> (codes, a scale per block); see `optim/blockwise.py`."""
+    """Encode fp32 as codes and a scale per block; see `optim/blockwise.py`."""
     bits = _bits(x)
     magnitude = bits & MAGNITUDE
     most = tl.max(magnitude, 1)
@@ -175,7 +175,7 @@ def _encode(x, code, signed: tl.constexpr, draws):
     if signed:
         number = number | tl.where((bits >> 31 != 0) & (magnitude <= INFINITY), 128, 0)
     else:
-        # What is there is never stored as nothing.
+        # A nonzero value never gets the code of zero.
         number = tl.maximum(number, ((magnitude != 0) & (scale != 0.0)[:, None]).to(tl.int32))
     return number.to(tl.uint8), scale
 
@@ -185,7 +185,7 @@ def _encode(x, code, signed: tl.constexpr, draws):
 
 @triton.jit
 def _sum(c, a, b, once: tl.constexpr):
-    """a * b + c, rounded once or twice."""
+    """Return a * b + c, rounded once or twice."""
     if once:
         return tl.fma(a, b, c)
     else:
@@ -195,7 +195,7 @@ def _sum(c, a, b, once: tl.constexpr):
 @triton.jit
 def _adam(p, m, v, g, row, fma_addcmul: tl.constexpr, fma_lerp: tl.constexpr):
     blend1, step = tl.load(row + 3), tl.load(row + 9)
-    # torch.lerp starts from whichever end is nearer, the old moment for a weight under one half.
+    # torch.lerp starts from the nearer end: the old moment for a weight under one half.
     near = tl.abs(blend1) < 0.5
     m = _sum(tl.where(near, m, g), tl.where(near, blend1, blend1 - 1.0), g - m, fma_lerp)
     v = _sum(v * tl.load(row + 6), tl.load(row + 5) * g, g, fma_addcmul)
@@ -207,7 +207,7 @@ def _adam(p, m, v, g, row, fma_addcmul: tl.constexpr, fma_lerp: tl.constexpr):
 
 @triton.jit
 def _sgd_momentum(m, g, row, fma_add: tl.constexpr):
-    """(the buffer, the direction that the parameter takes)"""
+    """Return the buffer, and the direction of the parameter's change."""
     keep1 = tl.load(row + 4)
     blended = _sum(m * keep1, tl.load(row + 3), g, fma_add)
     buffer = tl.where(tl.load(row + 10) != 0.0, g, blended)
@@ -269,7 +269,7 @@ def update(
     groups,  # int32 per block; None: all in group 0
     keys,  # int64 per block
     table,  # fp32 [groups, WIDTH]
-    wanted,  # fp32: receives what each weight was to change by
+    wanted,  # fp32: receives the intended change of each weight
     numel,
     stochastic,  # the step's part of the random key
     master_kind: tl.constexpr,
@@ -280,7 +280,7 @@ def update(
     fma_lerp: tl.constexpr,
     tile: tl.constexpr,  # blocks per program
 ):
-    """`zerodrift_update` of native.cpp on `tile` blocks. Its arguments are what `struct Update` holds."""
+    """Run `zerodrift_update` of native.cpp on `tile` blocks. The arguments are those of `struct Update`."""
     block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     there = block * BLOCK < numel
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -319,7 +319,7 @@ def update(
 
 @triton.jit
 def squares(data, out, numel, tile: tl.constexpr):
-    """`zerodrift_squares` of native.cpp on `tile` blocks: 16 lanes, added up by halves."""
+    """Run `zerodrift_squares` of native.cpp on `tile` blocks: 16 lanes, added up by halves."""
     block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     lane = block[:, None] * BLOCK + tl.arange(0, LANES)[None, :]
     sums = tl.zeros((tile, LANES), tl.float64)
@@ -335,8 +335,8 @@ def squares(data, out, numel, tile: tl.constexpr):
 
 @triton.jit
 def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
-    """`count` parts of `numel` elements, one behind the other, added up in their order; where the sum is of
-    16 bits (`narrow`), each addition is rounded to these."""
+    """Add `count` consecutive parts of `numel` elements in their order; round each addition to the 16 bits of
+    `narrow`, if the sum has such a dtype."""
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     mask = at < numel
     total = _load(parts, at, mask)

@@ -1,13 +1,13 @@
-"""Sums of squares per block of 256 elements, and a sum of those that has no order.
+"""Sums of squares per block of 256 elements, and their exact total.
 
-A block's sum is taken in fp64 in a fixed order: the squares of fp32 values are exact there, and additions
-go over 16 lanes and then by halves. Blocks are added as integers: each sum is cut into 32-bit digits of one
-long fixed-point number, so any grouping of blocks over slices, ranks and stages gives the same total, to
-the last bit, and one integer all-reduce carries the norm and the count of non-finite blocks together.
+A block is summed in fp64 in a fixed order, where the squares of fp32 values are exact: additions go over 16
+lanes and then by halves. Blocks are added as integers: each sum is split into 32-bit digits of one long
+fixed-point number. So any grouping of blocks over slices, ranks and stages gives the same total to the last
+bit, and one integer all-reduce carries the norm and the count of non-finite blocks together.
 
-`engine/scale.py` turns this into a norm, a clip factor and a skip decision.
+`engine/step/norm.py` computes a norm, a clip factor and a skip decision from the total.
 
-Invariant: the total of a set of blocks is its exact sum. It depends on no order, and cannot overflow.
+Invariant: the total of a set of blocks is exact, independent of the order, and cannot overflow.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zerodrift.kernels import device, native
 LANES = 16
 
 DIGITS = 44
-"""32-bit digits: from 2^-352 to the largest double. The square of the least fp32 value is 2^-298."""
+"""Number of 32-bit digits: from 2^-352 to the largest double. The least square of an fp32 value is 2^-298."""
 
 LOWEST = -352
 """The lowest digit counts multiples of 2^LOWEST."""
 
 AT_ONCE = 1 << 20
-"""Blocks whose sums become digits in one call: of 2^28 elements, in 8 MiB."""
+"""Blocks whose sums are added in one call: 2^28 elements, in 8 MiB."""
 
 _MASK = 0xFFFFFFFF
 
 
 def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum of squares of each 256 elements of a flat fp32, bf16 or fp16 tensor, in fp64.
+    """Return the sum of squares of each 256 elements of a flat fp32, bf16 or fp16 tensor, in fp64.
 
     A sum is finite if and only if every element of its block is: 256 squares of fp32 values cannot overflow
-    fp64. So the same read answers whether a gradient may be used at all.
+    fp64. So the same pass shows whether a gradient is finite.
     """
     blocks = -(-flat.numel() // BLOCK)
     if out is None:
@@ -57,7 +57,7 @@ def block_square_sums(flat: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def reference_square_sums(flat: Tensor) -> Tensor:
-    """The definition of `block_square_sums`."""
+    """Define `block_square_sums` in plain torch."""
     blocks = -(-flat.numel() // BLOCK)
     wide = flat.new_zeros(blocks * BLOCK, dtype=torch.float64)
     wide[: flat.numel()] = flat
@@ -74,7 +74,7 @@ def reference_square_sums(flat: Tensor) -> Tensor:
 def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
     """Add block sums to a long integer: int64 of DIGITS places, then the count of non-finite blocks.
 
-    Pass `out` to go on adding. Digits of several tensors or ranks are added place by place; every call
+    Pass `out` to add to earlier sums. Digits of several tensors or ranks are added place by place; every call
     leaves its places below 2^34, so 2^29 of them can be added before a place could overflow.
     """
     if out is None:
@@ -91,7 +91,7 @@ def digits(sums: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_squares(flats: Sequence[Tensor], out: Tensor) -> None:
-    """Add the squares of what is in flat tensors to the digits in `out`, in one addition for all of them."""
+    """Add the squares of the elements of flat tensors to the digits in `out`, in one addition."""
     blocks = [-(-flat.numel() // BLOCK) for flat in flats]
     sums = torch.empty(sum(blocks), dtype=torch.float64, device=out.device)
     for flat, mine in zip(flats, sums.split(blocks), strict=True):
@@ -101,7 +101,7 @@ def add_squares(flats: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _add_digits(sums: Tensor, out: Tensor) -> None:
-    """The definition of the compiled `digits`."""
+    """Define the compiled `digits` in plain torch."""
     bits = sums.contiguous().view(torch.int64)
     exponent = (bits >> 52) & 0x7FF
     out[DIGITS] += (exponent == 0x7FF).sum()
@@ -113,13 +113,13 @@ def _add_digits(sums: Tensor, out: Tensor) -> None:
     digit = digit.clamp(max=DIGITS - 3)
     low, high = (mantissa & _MASK) << shift, (mantissa >> 32) << shift
     out.index_add_(0, digit, low & _MASK)
-    # The shift of a 32-bit value by up to 31 places stays below 2^63, so `>>` meets no sign.
+    # A 32-bit value shifted by up to 31 places stays below 2^63, so `>>` extends no sign.
     out.index_add_(0, digit + 1, (low >> 32) + (high & _MASK))
     out.index_add_(0, digit + 2, high >> 32)
 
 
 def total(summed: Tensor | Sequence[int]) -> float:
-    """The exact sum that digits stand for, rounded once to fp64; infinity where a block was not finite.
+    """Return the exact sum of digits, rounded once to fp64; infinity if a block was not finite.
 
     The digits of a tensor are read to the host.
     """

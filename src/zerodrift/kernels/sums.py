@@ -1,8 +1,8 @@
-"""The parts of a reduction added up in one call, however many there are.
+"""Add up all parts of a reduction in one call.
 
-`comm/fold.py` defines the numbers, one addition after the other, and does what is not done here.
+`comm/fold.py` defines the result, one addition after the other, and handles the cases that are not compiled.
 
-Invariant: the bits of `comm/fold.py`, whoever computes them.
+Invariant: the sum has the bits of `comm/fold.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 from zerodrift.kernels import device, native
 
 FEW = 2
-"""Parts that torch adds in one call as well."""
+"""Most parts that torch adds in one call."""
 
 
 def add_up(total: Tensor, parts: Sequence[Tensor] | Tensor, *, tree: bool) -> bool:
-    """Write the sum of flat `parts`, or of the rows of `[parts, elements]`, to `total`, which may be one of
-    them; returns whether it did."""
+    """Write the sum of flat `parts`, or of the rows of `[parts, elements]`, to `total`, which may be a part.
+
+    Return False if this case is not compiled.
+    """
     kind = parts[0].dtype
     if len(parts) <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
         return False

@@ -1,1 +1,1 @@
-"""What a model is, for a plan: names, shapes, dtypes and owners. No tensors."""
+"""Models as a plan sees them: names, shapes, dtypes and owning modules, without tensors."""

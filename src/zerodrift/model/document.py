@@ -1,8 +1,6 @@
-"""JSON objects out of files, or a problem that says where the mistake is.
+"""Read JSON objects from files, or report where the mistake is: configs, indexes and tensor headers.
 
-Configs, indexes and tensor headers all pass through here; what their keys mean is for their readers.
-
-Invariant: what is returned is a JSON object in which no key was written twice.
+Invariant: every key of a returned object occurs once in its text.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from zerodrift.errors import Problems
 from zerodrift.files import opened
 
 NAMES_SHOWN = 50
-"""Names that one message lists before it only counts."""
+"""Most names that one message lists; the others are counted."""
 
 
 def read(path: Path, problems: Problems) -> dict[str, Any] | None:
-    """The JSON object in a file."""
+    """Read the JSON object in a file."""
     try:
         with opened(path) as file:
             data = file.read()
@@ -31,7 +29,7 @@ def read(path: Path, problems: Problems) -> dict[str, Any] | None:
 
 
 def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
-    """The JSON object in `data`; `where` is what messages call it."""
+    """Parse the JSON object in `data`; messages call the data `where`."""
     repeated: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -44,16 +42,12 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        problems.add(
-            where,
-            "must be JSON",
-            got=f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}",
-        )
+        got = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
+        problems.add(where, "must be JSON", got=got)
         return None
     except UnicodeDecodeError as error:
-        problems.add(
-            where, "must be JSON in UTF-8", got=f"the byte {data[error.start]:#04x} at {error.start}"
-        )
+        got = f"the byte {data[error.start]:#04x} at {error.start}"
+        problems.add(where, "must be JSON in UTF-8", got=got)
         return None
     except (ValueError, RecursionError) as error:
         problems.add(where, "must be JSON of ordinary depth and numbers", got=str(error))
@@ -68,7 +62,7 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
 
 
 def listed(names: list[str]) -> str:
-    """Names as a message shows them: in backticks, the first fifty, then a count."""
+    """List names for a message: the first fifty in backticks, then a count."""
     shown = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN])
     more = len(names) - NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

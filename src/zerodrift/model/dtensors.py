@@ -1,7 +1,7 @@
-"""Parameters that are DTensors: a tensor-parallel plan of the user's own.
+"""Parameters that are DTensors, from a tensor-parallel plan of the user.
 
-Such a model is described as one rank has it: the shape of a parameter is that of its local part. Ranks must
-have the same, so what is divided must be divided evenly.
+A `ParameterSpec` of such a model has the shape of the local shard. All ranks must have the same shape, so a
+sharded dimension must divide evenly.
 
 Invariant: torch's DTensors are not imported for a model that has none.
 """
@@ -24,29 +24,30 @@ LAYOUT = (
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor."""
+    """Return True if the object is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of what one rank has."""
+    """Return the shape of the local shard of a DTensor, or the shape of any other tensor."""
     part: Any = tensor
     return tuple(part.to_local().shape if is_dtensor(tensor) else tensor.shape)
 
 
 def ranks(module: nn.Module) -> int:
-    """How many ranks each DTensor of a model is spread over; 1 where there are none."""
+    """Return the number of ranks that share each DTensor of a model; 1 for a model without DTensors."""
     problems = Problems()
     sizes: dict[int, str] = {}
     for name, parameter in module.named_parameters():
-        if is_dtensor(parameter):
-            problem = _problem(name, parameter)
-            if problem is not None:
-                problems.include(problem)
-                continue
-            held: Any = parameter
-            sizes.setdefault(held.device_mesh.size(), name)
+        tensor: Any = parameter
+        if not is_dtensor(tensor):
+            continue
+        problem = _problem(name, tensor)
+        if problem is None:
+            sizes.setdefault(tensor.device_mesh.size(), name)
+        else:
+            problems.include(problem)
     if len(sizes) > 1:
         listed = " and ".join(f"{size} ranks for `{name}`" for size, name in sizes.items())
         problems.add("model", "must have all its DTensors on one mesh", got=listed, do=LAYOUT)
@@ -55,6 +56,7 @@ def ranks(module: nn.Module) -> int:
 
 
 def _problem(name: str, tensor: Any) -> Problem | None:
+    """Return the reason why a DTensor cannot be trained, or None."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or not mesh.mesh_dim_names:
         must = "must be a DTensor over a mesh of one named dimension"

@@ -1,20 +1,19 @@
 """A context in which models are built without memory for their parameters.
 
-Modules run their own constructors. Buffers are computed as ever, since nothing could compute them again
-later; a parameter goes to the meta device the moment it is registered. What a constructor or a reset
-function does to its values is recorded meanwhile (see `model/recipe.py`), so that a parameter that no
-checkpoint supplies can have them after all, where and when it has memory.
+Modules run their own constructors. Buffers are computed as usual, since they could not be computed later. A
+parameter moves to the meta device when it is registered. The operations by which constructors and reset
+functions write parameters are recorded (see `model/recipe.py`), so that a parameter outside of the checkpoint
+can get its initial values once it has memory.
 
-Invariant: outside of the context nothing is different, and inside it a parameter has the shape, dtype,
-strides, ties and attributes that it would have had.
+Invariant: nothing changes outside of the context. Inside the context, parameters keep their shapes, dtypes,
+strides, ties and attributes.
 
-[Note: recording] A mode of torch sees every call on tensors. A call that writes in place is written down
-with the views it wrote to, by the memory they share. Functions of `torch.nn.init` do nothing when told that
-a tensor is on the meta device, so it is the question that is recorded, with the arguments of whoever asks.
-A tensor that was computed rather than written (`torch.randn(3) * 0.1`) leaves no record: a small one keeps
-its memory and its values, a large one has none unless a checkpoint has them. One that was computed on the
-meta device, where a module asks for the device of its parameters, has no values to keep: how it was computed
-is kept instead, and done when the parameter that it was written to is filled.
+[Note: recording] A torch function mode receives every call on tensors. An in-place write is recorded with the
+views of its target, which are identified by their storage. Functions of `torch.nn.init` skip meta tensors, so
+the recorder notices their question for `is_meta` and records the function with its arguments. A tensor that
+was computed and not written in place (`torch.randn(3) * 0.1`) has no record: a small tensor keeps its memory
+and values, a large one has no values unless a checkpoint has them. For a tensor computed on the meta device,
+the computation is recorded, and runs when the parameter that it was written to is filled.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,43 +32,40 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.model.recipe import ATTRIBUTE, Computed, InitRecipe, Operation, Window, replaced
+from zerodrift.model.recipe import ATTRIBUTE, ComputedTensor, InitRecipe, Operation, Window, replace_items
 
 SMALL = 1 << 16
-"""Elements up to which a parameter that was computed keeps its memory."""
+"""Most elements of a computed parameter that keeps its memory."""
 
-_FACTORIES: dict[str, Callable[..., tuple[Callable[..., Any], tuple[Any, ...]] | None]] = {
-    "empty": lambda *size, **rest: None,
-    "empty_like": lambda *args, **rest: None,
-    "new_empty": lambda *args, **rest: None,
-    "zeros": lambda *size, **rest: (torch.Tensor.zero_, ()),
-    "zeros_like": lambda *args, **rest: (torch.Tensor.zero_, ()),
-    "new_zeros": lambda *args, **rest: (torch.Tensor.zero_, ()),
-    "ones": lambda *size, **rest: (torch.Tensor.fill_, (1,)),
-    "ones_like": lambda *args, **rest: (torch.Tensor.fill_, (1,)),
-    "new_ones": lambda *args, **rest: (torch.Tensor.fill_, (1,)),
-    "full": lambda size, fill_value, **rest: (torch.Tensor.fill_, (fill_value,)),
-    "full_like": lambda like, fill_value, **rest: (torch.Tensor.fill_, (fill_value,)),
-    "rand": lambda *size, **rest: (torch.Tensor.uniform_, ()),
-    "rand_like": lambda *args, **rest: (torch.Tensor.uniform_, ()),
-    "randn": lambda *size, **rest: (torch.Tensor.normal_, ()),
-    "randn_like": lambda *args, **rest: (torch.Tensor.normal_, ()),
+_FILLS: dict[str, tuple[Any, ...]] = {
+    "empty": (),
+    "zeros": (torch.Tensor.zero_,),
+    "ones": (torch.Tensor.fill_, 1),
+    "full": (torch.Tensor.fill_,),
+    "rand": (torch.Tensor.uniform_,),
+    "randn": (torch.Tensor.normal_,),
 }
-"""A function that makes memory -> what writes the same values into memory that is there."""
+"""A function that allocates a tensor -> the write that stores the same values in existing memory."""
 
-_NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_", "rename_", "retain_grad"))
-"""Names that end like writes and are none."""
+_FACTORIES = {
+    **{name: fill for base, fill in _FILLS.items() for name in (base, f"{base}_like")},
+    **{f"new_{base}": _FILLS[base] for base in ("empty", "zeros", "ones")},
+}
+
+_NOT_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_", "rename_", "retain_grad"))
+"""Names that end like in-place writes but are none."""
+
+_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 
 
 @contextlib.contextmanager
 def empty(widen: torch.dtype | None = None) -> Iterator[None]:
-    """Modules built inside have parameters without memory.
+    """Build modules inside with parameters without memory.
 
-    With `widen`, floating parameters in a narrower dtype are declared in this one, and their first values
-    drawn in it.
+    Floating parameters with a narrower dtype than `widen` get that dtype, and so do their initial values.
     """
     recorder = _Recorder(widen)
-    # What a hook returns is what is registered, though torch declares that it returns nothing.
+    # The hook's result is registered, although torch declares that a hook returns nothing.
     hook = register_module_parameter_registration_hook(recorder.register)  # type: ignore[arg-type]
     try:
         with _kept_in_fp32(), _copies(recorder), recorder:
@@ -80,12 +76,12 @@ def empty(widen: torch.dtype | None = None) -> Iterator[None]:
 
 
 LARGE = 1 << 30
-"""Elements from which a tensor has no memory even for a moment, where nobody will ask for its values: a
-system may refuse what it cannot hold, a stack of experts for one."""
+"""Elements of a tensor that `NoLargeMemory` puts on the meta device: a system may refuse to allocate a stack
+of experts."""
 
 
-class WithoutValues(TorchFunctionMode):
-    """Inside of `empty`, for a model that is never filled."""
+class NoLargeMemory(TorchFunctionMode):
+    """A mode inside of `empty` that allocates no large tensor, for models that are never filled."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,87 +93,88 @@ class WithoutValues(TorchFunctionMode):
 
 
 class _Recorder(TorchFunctionMode):
-    """See [Note: recording]. A mode is torch's way to see calls, and torch's modes are classes."""
+    """Records the writes to parameters; see [Note: recording]."""
 
     def __init__(self, widen: torch.dtype | None) -> None:
         super().__init__()
         self._widen = widen
         self._recipes: dict[int, tuple[StorageWeakRef, InitRecipe]] = {}
-        """By memory. The reference keeps no memory, only its number from being given again."""
-        self._made: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
-        """Parameters without memory, by identity."""
-        self._computed: dict[int, tuple[torch.Tensor, int, Computed]] = {}
-        """Other tensors without memory, by identity: (one, held so that no id comes again; its version;
-        how it was made)."""
-        self._random: dict[Computed, InitRecipe] = {}
-        """What numbers were drawn for, and what it was written to."""
-        self._own = False
+        """Recipes by storage. The weak reference keeps the address from being reused, and no memory alive."""
+        self._parameters: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
+        """Parameters without memory, by id."""
+        self._computed: dict[int, tuple[torch.Tensor, int, ComputedTensor]] = {}
+        """Other tensors without memory, by id: (tensor, kept so that its id is not reused; version; call)."""
+        self._random_owners: dict[ComputedTensor, InitRecipe] = {}
+        """Call that drew random numbers -> the recipe that uses them."""
+        self._is_internal = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._own:
+        if self._is_internal:
             return func(*args, **kwargs)
         if func == _IS_META:
-            return self._answer(args[0])
-        if func == _SET_DATA and id(args[0]) in self._made:
+            return self._is_meta(args[0])
+        if func == _SET_DATA and id(args[0]) in self._parameters:
             return self._assign(*args)
         name = getattr(func, "__name__", "")
-        out = _drawn_into(name, args, kwargs)
+        out = _skip_normal(name, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
         if name in _FACTORIES and kwargs.get("out") is None:
-            self._begin(name, out, args, kwargs)
+            self._start_recipe(name, out, args, kwargs)
         elif name == "clone" and type(out) is torch.Tensor:
             source = self._find(args[0])
             if source is not None:
-                self._hold(out, replace(source, operations=list(source.operations), window=_window(out)))
+                self._set_recipe(
+                    out, replace(source, operations=list(source.operations), window=_window(out))
+                )
         else:
-            self._write(func, _written(name, args, kwargs), args, kwargs)
+            self._write(func, _write_target(name, args, kwargs), args, kwargs)
         if type(out) is torch.Tensor and out.device.type == "meta":
             self._compute(func, out, args, kwargs)
         return out
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """What is registered instead of a parameter with memory."""
+        """Return the parameter without memory that is registered for one with memory."""
         if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
             return None
-        before = getattr(parameter, _INSTEAD, None)
+        before = getattr(parameter, _REPLACEMENT, None)
         if before is not None:
             return before  # another name for the same parameter
         recipe = self._find(parameter)
-        if (recipe is None or recipe.lost) and parameter.numel() <= SMALL:
+        if (recipe is None or recipe.obstacle) and parameter.numel() <= SMALL:
             return None
-        self._own = True
+        self._is_internal = True
         try:
-            instead = self._without_memory(parameter)
+            replacement = self._without_memory(parameter)
         finally:
-            self._own = False
+            self._is_internal = False
         window = _window(parameter)
         if recipe is None:
-            recipe = InitRecipe(0, parameter.dtype, window, lost=_COMPUTED)
-        self._hold(instead, replace(recipe, window=window, dtype=instead.dtype))
-        self.made(instead)
-        setattr(parameter, _INSTEAD, instead)
-        return instead
+            recipe = InitRecipe(0, parameter.dtype, window, obstacle=_NOT_WRITTEN)
+        self._set_recipe(replacement, replace(recipe, window=window, dtype=replacement.dtype))
+        self.add_parameter(replacement)
+        setattr(parameter, _REPLACEMENT, replacement)
+        return replacement
 
     def _assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """`parameter.data = value`, which torch refuses between devices."""
+        """Assign `parameter.data = value`, which torch refuses between devices."""
         recipe = self._find(value)
-        self._own = True
+        self._is_internal = True
         try:
             if recipe is None and value.numel() <= SMALL and not value.is_meta:
                 values = value.detach().clone().contiguous()
                 recipe = InitRecipe(value.numel(), value.dtype, _window(values))
                 recipe.operations.append(Operation(torch.Tensor.copy_, (recipe.window, values), {}))
             if value.is_meta:
-                recipe = self._made[id(parameter)][1] if recipe is None else recipe
+                recipe = self._parameters[id(parameter)][1] if recipe is None else recipe
             elif recipe is None:
-                recipe = InitRecipe(0, value.dtype, _window(value), lost=_COMPUTED)
+                recipe = InitRecipe(0, value.dtype, _window(value), obstacle=_NOT_WRITTEN)
             parameter.data = value if value.is_meta else torch.empty_like(value, device="meta")
         finally:
-            self._own = False
-        self._hold(parameter, recipe)
-        self._made[id(parameter)] = (parameter, recipe)
+            self._is_internal = False
+        self._set_recipe(parameter, recipe)
+        self._parameters[id(parameter)] = (parameter, recipe)
 
     def _without_memory(self, parameter: nn.Parameter) -> nn.Parameter:
         dtype = parameter.dtype
@@ -185,53 +182,49 @@ class _Recorder(TorchFunctionMode):
             dtype = self._widen
         numel = parameter.untyped_storage().nbytes() // parameter.itemsize
         flat = torch.empty(numel, dtype=dtype, device="meta")
-        instead = nn.Parameter(_window(parameter).of(flat), parameter.requires_grad)
-        instead.__dict__.update(parameter.__dict__)
-        return instead
+        replacement = nn.Parameter(_window(parameter).of(flat), parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        return replacement
 
-    def made(self, parameter: nn.Parameter) -> None:
-        """There is one more parameter without memory."""
+    def add_parameter(self, parameter: nn.Parameter) -> None:
+        """Add a parameter without memory."""
         recipe = self._find(parameter)
         if recipe is not None:
-            self._made[id(parameter)] = (parameter, recipe)
+            self._parameters[id(parameter)] = (parameter, recipe)
 
     def end(self) -> None:
         """Give every parameter its recipe."""
-        for parameter, recipe in self._made.values():
+        for parameter, recipe in self._parameters.values():
             recipe.version = parameter._version
             setattr(parameter, ATTRIBUTE, recipe)
 
-    # --- what is computed without memory ----------------------------------------------------------------
-
     def _compute(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Keep how a tensor without memory was made, if all of it can be made again."""
-        self._own = True
+        """Record the call that computed a tensor without memory, if the call can be repeated."""
+        self._is_internal = True
         try:
-            call = Computed(func, *replaced((tuple(args), dict(kwargs)), self._made_of))
-        except _LostError:
+            call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
+        except _NotReplayableError:
             self._computed.pop(id(out), None)
         else:
             self._computed[id(out)] = (out, out._version, call)
         finally:
-            self._own = False
+            self._is_internal = False
 
-    def _made_of(self, value: Any) -> Any:
-        """An argument as it is kept: how it was made, or its values."""
+    def _keep_argument(self, value: Any) -> Any:
+        """Return an argument for the record: its computation, or a copy of its values."""
         if not isinstance(value, torch.Tensor):
             return value
         found = self._computation(value)
         if found is not None:
             return found
         if value.is_meta or value.numel() > SMALL:
-            raise _LostError
+            raise _NotReplayableError
         return value.detach().clone()
 
-    def _computation(self, tensor: torch.Tensor) -> Computed | None:
-        """How a tensor without memory was made, unless it was written to since."""
+    def _computation(self, tensor: torch.Tensor) -> ComputedTensor | None:
+        """Return the call that computed a tensor without memory, unless the tensor was written since."""
         there, version, call = self._computed.get(id(tensor), (None, -1, None))
         return call if there is tensor and tensor._version == version else None
-
-    # --- what is known of memory ------------------------------------------------------------------------
 
     def _find(self, tensor: Any) -> InitRecipe | None:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -239,65 +232,64 @@ class _Recorder(TorchFunctionMode):
         entry = self._recipes.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
-    def _hold(self, tensor: torch.Tensor, recipe: InitRecipe) -> None:
+    def _set_recipe(self, tensor: torch.Tensor, recipe: InitRecipe) -> None:
         storage = tensor.untyped_storage()
         self._recipes[storage._cdata] = (StorageWeakRef(storage), recipe)
 
-    def _begin(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
+    def _start_recipe(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
         if type(out) is not torch.Tensor or out.layout is not torch.strided:
             return
         recipe = InitRecipe(out.untyped_storage().nbytes() // out.itemsize, out.dtype, _window(out))
-        written = _FACTORIES[name](*args, **kwargs)
-        if written is not None:
-            call, rest = written
+        if _FACTORIES[name]:
+            call, *rest = _FACTORIES[name]
+            if name in ("full", "full_like"):
+                rest = [kwargs["fill_value"] if "fill_value" in kwargs else args[1]]
             recipe.operations.append(Operation(call, (recipe.window, *rest), {}))
-        self._hold(out, recipe)
-
-    # --- what is written --------------------------------------------------------------------------------
+        self._set_recipe(out, recipe)
 
     def _write(self, func: Any, target: Any, args: Any, kwargs: Any) -> None:
-        """Write down a call that wrote to memory that is known."""
+        """Record a call that wrote to memory with a recipe."""
         recipe = self._find(target)
         if recipe is None:
             return
-        self._own = True
+        self._is_internal = True
         try:
             call = Operation(
                 func,
-                tuple(self._seen(value, recipe) for value in args),
-                {key: self._seen(value, recipe) for key, value in kwargs.items()},
+                tuple(self._record_argument(value, recipe) for value in args),
+                {key: self._record_argument(value, recipe) for key, value in kwargs.items()},
             )
             recipe.operations.append(call)
-        except _LostError as error:
-            recipe.lost = f"`{getattr(func, '__name__', func)}` with {error}"
+        except _NotReplayableError as error:
+            recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
         finally:
-            self._own = False
+            self._is_internal = False
 
-    def _seen(self, value: Any, recipe: InitRecipe) -> Any:
-        """An argument as it is kept: a view of the same memory as its place, other tensors as values."""
+    def _record_argument(self, value: Any, recipe: InitRecipe) -> Any:
+        """Return an argument for the record: a view of the recipe's memory as a window, others as values."""
         if isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._seen(item, recipe) for item in value)
+            return type(value)(self._record_argument(item, recipe) for item in value)
         if not isinstance(value, torch.Tensor):
             return value
         if self._find(value) is recipe:
             return _window(value)
         if value.is_meta:
-            return self._computed_for(value, recipe)
+            return self._record_computed(value, recipe)
         if value.numel() > SMALL:
-            raise _LostError(f"a tensor of {value.numel():,} computed values")
+            raise _NotReplayableError(f"a tensor of {value.numel():,} computed values")
         return value.detach().clone()
 
-    def _computed_for(self, value: torch.Tensor, recipe: InitRecipe) -> Computed:
+    def _record_computed(self, value: torch.Tensor, recipe: InitRecipe) -> ComputedTensor:
         found = self._computation(value)
         if found is None:
-            raise _LostError("a tensor that has no memory")
-        # Each parameter draws its own numbers: what two share would be drawn twice.
-        if any(self._random.setdefault(each, recipe) is not recipe for each in found.drawn()):
-            raise _LostError("random numbers that another parameter has too")
+            raise _NotReplayableError("a tensor that has no memory")
+        # Each parameter draws its own numbers, so shared numbers would be drawn twice.
+        if any(self._random_owners.setdefault(each, recipe) is not recipe for each in found.drawn()):
+            raise _NotReplayableError("random numbers that another parameter has too")
         return found
 
-    def _answer(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the meta device; a function of `torch.nn.init` that asks is written down."""
+    def _is_meta(self, tensor: torch.Tensor) -> bool:
+        """Return `tensor.is_meta`, and record a calling function of `torch.nn.init`."""
         asker = sys._getframe(2)
         if asker.f_globals.get("__name__") == nn.init.__name__ and self._find(tensor) is not None:
             function = getattr(nn.init, asker.f_code.co_name, None)
@@ -305,33 +297,33 @@ class _Recorder(TorchFunctionMode):
                 names = inspect.signature(function).parameters
                 values = {name: asker.f_locals[name] for name in names if name in asker.f_locals}
                 self._write(function, tensor, (), values)
-        self._own = True
+        self._is_internal = True
         try:
             return tensor.is_meta
         finally:
-            self._own = False
+            self._is_internal = False
 
 
-class _LostError(Exception):
-    """A write that cannot be done again."""
+class _NotReplayableError(Exception):
+    """An error about a write that cannot be replayed."""
 
 
-_COMPUTED = "values that were computed, not written in place"
+_NOT_WRITTEN = "values that were computed, not written in place"
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_INSTEAD = "_zerodrift_instead"
-"""On a parameter that was not registered: what was."""
+_REPLACEMENT = "_zerodrift_replacement"
+"""Attribute of a parameter that was not registered: the parameter that was."""
 
 
 def _window(tensor: torch.Tensor) -> Window:
     return Window(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _drawn_into(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a call returns that could change nothing and raise nothing: numbers drawn into what has no memory.
+def _skip_normal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the target of a `normal_` call on a meta tensor that would change and raise nothing, else None.
 
-    torch's form of `normal_` for the meta device is written in Python and takes as long as a constructor. A
-    tensor's method passes its tensor by place, the function of `torch.nn.init` by name.
+    torch implements `normal_` on the meta device in Python, which takes as long as a constructor. A tensor's
+    method passes the tensor by position, the function of `torch.nn.init` by name.
     """
     if name != "normal_" or len(args) > 3 or not kwargs.keys() <= {"tensor", "mean", "std", "generator"}:
         return None
@@ -347,29 +339,27 @@ def _drawn_into(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     return target if fits else None
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that a call of this name writes to, if any."""
+def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that a call of this name writes to, or None."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"):
-        writes = True
-    if not writes or name in _NO_WRITES:
+    writes = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    if not writes or name in _NOT_WRITES:
         return None
     return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
 
 
 @contextlib.contextmanager
 def _copies(recorder: _Recorder) -> Iterator[None]:
-    """A deep copy of a parameter is none that is registered: its module's table is copied with it."""
+    """Add deep copies of parameters, which are not registered: their module's table is copied."""
     before = nn.Parameter.__deepcopy__
 
-    def copied(self: nn.Parameter, memo: Any) -> nn.Parameter:
+    def deep_copy(self: nn.Parameter, memo: Any) -> nn.Parameter:
         out = before(self, memo)
-        recorder.made(out)
+        recorder.add_parameter(out)
         return out
 
-    nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
+    nn.Parameter.__deepcopy__ = deep_copy  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -378,10 +368,9 @@ def _copies(recorder: _Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_in_fp32() -> Iterator[None]:
-    """Models of `transformers` keep some tensors in fp32 whatever their config's dtype, but only when they
-    are loaded. Here each is treated so when it has been built, since loading has nothing to build any more.
+    """Keep the tensors in fp32 that models of `transformers` cast only when they are loaded.
 
-    `post_init` is what every model calls last. Tested with transformers 4.57 to 5.24.
+    The cast follows `post_init`, which every model calls last. Tested with transformers 4.57 to 5.24.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -392,11 +381,11 @@ def _kept_in_fp32() -> Iterator[None]:
     klass = modeling.PreTrainedModel
     before = klass.post_init
 
-    def after_building(self: Any) -> None:
+    def finish_building(self: Any) -> None:
         before(self)
         keep_in_fp32(self)
 
-    klass.post_init = after_building
+    klass.post_init = finish_building
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""A model out of a function of the user's own, written `package.module:callable`.
+"""Call a function of the user that returns a model, written `package.module:callable`.
 
-The function is called without arguments: under the meta device to describe what it makes, so that a model
-of any size costs no memory, or as it is to have the model. How a module is read is left to
-`model/module.py`.
+The function is called without arguments. To describe a model of any size without memory, the call runs
+under the meta device. `on_meta` and `attempt` also run other code that builds models, such as `transformers`.
 
-Invariant: `sys.path` is afterwards what it was before.
+Invariant: `sys.path` is unchanged afterwards, and an exception of the called code becomes a ModelError of one
+line.
 """
 
 from __future__ import annotations
@@ -15,40 +15,74 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerodrift.errors import ModelError, did_you_mean
-from zerodrift.model.meta import attempt, on_meta
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
+T = TypeVar("T")
+
+CAUSE_SHOWN = 600
+"""Most characters of a cause in a message."""
+
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+def on_meta(make: Callable[[], T], where: str, must: str, todo: str = "") -> T:
+    """Return the result of `make`, called with the meta device as the default device."""
+    import torch
+
+    def build() -> T:
+        with torch.device("meta"):
+            return make()
+
+    return attempt(build, where, must, todo)
+
+
+def attempt(make: Callable[[], T], where: str, must: str, todo: str = "") -> T:
+    """Return the result of `make`; turn an exception into a ModelError of one line, with its cause."""
+    try:
+        return make()
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelError(where, must, got=cause(error), do=todo) from error
+
+
+def cause(error: BaseException) -> str:
+    """Describe an exception in one line: its class and its message."""
+    message = " ".join(str(error).split())
+    if len(message) > CAUSE_SHOWN:
+        message = message[:CAUSE_SHOWN] + " ..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def is_factory(text: str) -> bool:
-    """Whether `text` has the form `package.module:callable`."""
+    """Return True if `text` has the form `package.module:callable`."""
     return _FORM.fullmatch(text) is not None
 
 
 def from_factory(text: str) -> ModelSpec:
-    """The model that the callable returns, described; it is built without memory."""
+    """Describe the model that the callable returns, which is built without memory."""
     return from_module(_made(text, on_meta), text)
 
 
 def make(text: str) -> nn.Module:
-    """The model that the callable returns, with its weights."""
+    """Return the model of the callable, with its weights."""
     return _made(text, attempt)
 
 
 def call(text: str, what: str, run: Callable[..., Any] = attempt) -> Any:
-    """`what` the callable returns, called without arguments."""
+    """Return the result of the callable, which messages call `what`."""
     if not is_factory(text):
         must = "must be written `package.module:callable`"
         raise ModelError(f"function of {what}", must, got=repr(text))
-    with _working_folder_importable():
+    # The working folder comes first, as with `python -m`.
+    with importable("" if "" in sys.path else os.getcwd(), 0):
         return run(_find(text), text, f"must return {what} when it is called without arguments")
 
 
@@ -62,18 +96,17 @@ def _made(text: str, run: Callable[..., Any]) -> nn.Module:
 
 
 def _find(text: str) -> Callable[[], Any]:
-    """The callable that `text` names."""
+    """Import the callable that `text` names."""
     module_name, _, path = text.partition(":")
-    todo = "A name is looked up in the working folder and among what is installed."
+    todo = "A name is looked up in the working folder and among installed packages."
     importlib.invalidate_caches()
     target: Any = attempt(
         lambda: importlib.import_module(module_name), text, f"`{module_name}` must be importable", todo
     )
     for name in path.split("."):
         if not hasattr(target, name):
-            raise ModelError(
-                text, f"`{module_name}` must have `{path}`", got="none", do=did_you_mean(name, dir(target))
-            )
+            do = did_you_mean(name, dir(target))
+            raise ModelError(text, f"`{module_name}` must have `{path}`", got="none", do=do)
         target = getattr(target, name)
     if not callable(target):
         raise ModelError(text, f"`{path}` must be callable", got=type(target).__qualname__)
@@ -81,25 +114,11 @@ def _find(text: str) -> Callable[[], Any]:
 
 
 @contextmanager
-def importable(folder: str) -> Iterator[None]:
-    """Searches another folder last: the one that a run was started in, for its functions."""
+def importable(folder: str, place: int | None = None) -> Iterator[None]:
+    """Search one more folder for modules, after all others or at a place in `sys.path`."""
     added = bool(folder) and folder not in sys.path
     if added:
-        sys.path.append(folder)
-    try:
-        yield
-    finally:
-        if added and folder in sys.path:
-            sys.path.remove(folder)
-
-
-@contextmanager
-def _working_folder_importable() -> Iterator[None]:
-    """Searches the working folder first, as `python -m` does."""
-    folder = os.getcwd()
-    added = folder not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, folder)
+        sys.path.insert(len(sys.path) if place is None else place, folder)
     try:
         yield
     finally:

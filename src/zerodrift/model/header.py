@@ -1,8 +1,7 @@
-"""The header of one safetensors file: which tensors it holds, and where their bytes are.
+"""Read the header of one safetensors file: the names, shapes, dtypes and byte ranges of its tensors.
 
-Only the header is read, never a tensor. Everything a header promises is checked against the file's size,
-so whoever reads bytes by these offsets later can trust them. Which files make a checkpoint is decided in
-`model/safetensors.py`.
+Only the header is read, never a tensor. Every offset is checked against the file's size, so later readers can
+trust it. `model/safetensors.py` chooses the files of a checkpoint.
 
 Invariant: the tensors of one file tile its data region: no gap, no overlap, nothing beyond the end.
 """
@@ -22,43 +21,36 @@ from zerodrift.files import opened
 from zerodrift.model.document import listed, parse
 
 LENGTH_BYTES = 8
-"""A file opens with the header's length, little-endian and unsigned."""
+"""Size of the header's length at the start of a file, little-endian and unsigned."""
 HEADER_LIMIT = 100_000_000
-"""Bytes; the format's own limit. A length beyond it is garbage, not a header to allocate for."""
+"""Most bytes of a header, by the format. A greater length is garbage, and nothing is allocated for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a checkpoint: what it is and where its bytes are."""
+class StoredTensor:
+    """One tensor of a checkpoint and the place of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     file: Path
     start: int
-    """First byte, counted from the start of the file."""
+    """Offset of the first byte in the file."""
     stop: int
     """One past the last byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What one file holds."""
+def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:
+    """Read the header of one file: all names, also of refused tensors, and the tensors by place.
 
-    names: frozenset[str]
-    """Every name in it, also of tensors that were refused."""
-    tensors: tuple[Stored, ...]
-    """In the order of their bytes."""
-
-
-def read_header(path: Path, problems: Problems) -> Header | None:
-    """The header of one file; None if it cannot be read at all."""
+    Return None if the header cannot be read at all.
+    """
     header = _read(path, problems)
     if header is None:
         return None
     entries, data_start, size = header
     entries.pop("__metadata__", None)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     unknown: dict[str, list[str]] = {}
     for name, entry in entries.items():
         tensor = _tensor(name, entry, path, data_start, problems, unknown)
@@ -70,29 +62,27 @@ def read_header(path: Path, problems: Problems) -> Header | None:
     # A tensor that was refused above leaves a gap that is not the file's fault.
     if len(tensors) == len(entries):
         _check_tiling(tensors, path, data_start, size, problems)
-    return Header(frozenset(entries), tuple(tensors))
+    return frozenset(entries), tensors
 
 
 def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | None:
-    """(header, where the data begins, size of the file)."""
+    """Return the header as a dict, the offset of the data, and the size of the file."""
     where = str(path)
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES:
-                problems.add(
-                    where, "must open with a header length of 8 bytes", got=f"{size} bytes", do=_AGAIN
-                )
+                must = "must open with a header length of 8 bytes"
+                problems.add(where, must, got=f"{size} bytes", do=_AGAIN)
                 return None
             if length > HEADER_LIMIT:
                 must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
                 problems.add(where, must, got=f"a header length of {length:,}")
                 return None
             if length > size - LENGTH_BYTES:
-                problems.add(
-                    where, f"must hold its header of {length:,} bytes", got=f"{size:,} bytes", do=_AGAIN
-                )
+                must = f"must hold its header of {length:,} bytes"
+                problems.add(where, must, got=f"{size:,} bytes", do=_AGAIN)
                 return None
             data = file.read(length)
     except OSError as error:
@@ -106,14 +96,9 @@ _AGAIN = "It was cut short: copy or download it again."
 
 
 def _tensor(
-    name: str,
-    entry: Any,
-    path: Path,
-    data_start: int,
-    problems: Problems,
-    unknown: dict[str, list[str]],
-) -> Stored | None:
-    """One entry of a header, checked; a dtype that zerodrift does not know is noted in `unknown`."""
+    name: str, entry: Any, path: Path, data_start: int, problems: Problems, unknown: dict[str, list[str]]
+) -> StoredTensor | None:
+    """Check one entry of a header; add a dtype that zerodrift does not have to `unknown`."""
     where = f"{path}, {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         problems.add(where, "must have `dtype`, `shape` and `data_offsets`", got=shown(entry))
@@ -139,7 +124,7 @@ def _tensor(
         must = f"`data_offsets` must span {dtype.size} bytes for each element of {text} {shown(shape)}"
         problems.add(where, must, got=f"{end - begin:,} bytes, {offsets}")
         return None
-    return Stored(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
+    return StoredTensor(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
 
 
 def _counts(value: Any) -> bool:
@@ -147,14 +132,15 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _check_tiling(tensors: list[Stored], path: Path, data_start: int, size: int, problems: Problems) -> None:
+def _check_tiling(
+    tensors: list[StoredTensor], path: Path, data_start: int, size: int, problems: Problems
+) -> None:
     reached, last = data_start, "the header"
     for tensor in tensors:
         if tensor.start < reached:
             must = f"must begin after the bytes of `{last}`"
-            problems.add(
-                f"{path}, {tensor.name}", must, got=f"an overlap of {reached - tensor.start:,} bytes"
-            )
+            got = f"an overlap of {reached - tensor.start:,} bytes"
+            problems.add(f"{path}, {tensor.name}", must, got=got)
         elif tensor.start > reached:
             must = f"must begin where the bytes of `{last}` end"
             problems.add(f"{path}, {tensor.name}", must, got=f"a gap of {tensor.start - reached:,} bytes")

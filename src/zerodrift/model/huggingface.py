@@ -1,9 +1,8 @@
-"""A model out of a `config.json`, built by `transformers` without weights.
+"""Build the model of a `config.json` by `transformers`, without weights, and describe it.
 
-What is described is what `from_pretrained(folder, dtype="auto")` would hold: the class that the config
-names, the config's dtype, and fp32 where the architecture insists on it. A quantized checkpoint is
-described unquantized, since that is what is trained; its own dtypes are in `ModelSpec.checkpoint`, under
-the names that the files use.
+The description is that of `from_pretrained(folder, dtype="auto")`: the config's class and dtype, and fp32 for
+the parameters that the architecture keeps in fp32. A quantized checkpoint is described unquantized, as it is
+trained; `ModelSpec.checkpoint` has the dtypes and names in the files.
 
 Invariant: nothing is downloaded, no code beside the config is run, and nothing is written to stderr.
 """
@@ -26,7 +25,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import read
-from zerodrift.model.meta import attempt, on_meta
+from zerodrift.model.factory import attempt, on_meta
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
 
@@ -39,7 +38,7 @@ _INSTALL = "`transformers` must be installed to read a model's config"
 
 
 def is_installed() -> bool:
-    """Whether `transformers` can be imported; it is not imported for the answer."""
+    """Return True if `transformers` can be imported, without an import."""
     return importlib.util.find_spec("transformers") is not None
 
 
@@ -49,7 +48,7 @@ def require_installed(path: str | os.PathLike[str]) -> None:
 
 
 def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
-    """The model of a folder with a `config.json`, or of a config file by itself."""
+    """Describe the model of a folder with a `config.json`, or of a config file alone."""
     given = Path(path).expanduser()
     file = given / CONFIG if given.is_dir() else given
     problems = Problems()
@@ -59,7 +58,7 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     attempt(lambda: importlib.import_module("transformers"), str(path), _INSTALL)
     checkpoint: tuple[tuple[str, DType], ...] = ()
     if given.is_dir() and safetensors.holds(given):
-        checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.stored(given))
+        checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.list_tensors(given))
     with quiet():
         _check_model_type(document or {}, file)
         model = build(file, _first_floating(checkpoint))
@@ -68,14 +67,13 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
 
 
 def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
-    """The model of a config file on the meta device; `dtype` is for a config that names none."""
+    """Build the model of a config file on the meta device; `dtype` is the default of a config without one."""
     config = attempt(lambda: _load(file), str(file), "must be a config that `transformers` can read")
     if getattr(config, "dtype", None) is None:
         config.dtype = (dtype or DType.FP32).torch
-    with without_values():
-        model = on_meta(
-            lambda: instantiate(config), str(file), "must be a config that a model can be built from"
-        )
+    must = "must be a config that a model can be built from"
+    with skip_initialization():
+        model = on_meta(lambda: instantiate(config), str(file), must)
     model.tie_weights()
     keep_in_fp32(model)
     return model
@@ -99,7 +97,7 @@ def _check_model_type(document: dict[str, Any], file: Path) -> None:
 
 
 def read_config(file: Path) -> PretrainedConfig:
-    """What the library makes of the file; no code beside it is run."""
+    """Read a config file by `transformers`, without running code beside the file."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
@@ -113,22 +111,22 @@ def _load(file: Path) -> PretrainedConfig:
 
 
 def instantiate(config: PretrainedConfig) -> PreTrainedModel:
-    """The class that the config names, else the causal language model of its kind, else its base model."""
+    """Build the config's class, else the causal language model of its type, else the base model."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         klass: Any = getattr(transformers, name, None)
         models = isinstance(klass, type) and issubclass(klass, transformers.PreTrainedModel)
         if models and klass.config_class is type(config):
-            # Private, and what the auto classes call themselves. Tested with transformers 4.57 to 5.24.
+            # Private; the auto classes call it too. Tested with transformers 4.57 to 5.24.
             return klass._from_config(config)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     return auto.from_config(config, trust_remote_code=False)
 
 
-def without_values() -> AbstractContextManager[Any]:
-    """Version 4 draws the weights of each module on the meta device too: minutes for thousands of experts."""
+def skip_initialization() -> AbstractContextManager[Any]:
+    """Skip the initialization that version 4 runs on the meta device: minutes for thousands of experts."""
     from transformers import modeling_utils
 
     skip = getattr(modeling_utils, "no_init_weights", None)
@@ -136,7 +134,7 @@ def without_values() -> AbstractContextManager[Any]:
 
 
 def keep_in_fp32(model: PreTrainedModel) -> None:
-    """Give fp32 to what the architecture keeps in it while loading; building alone does not."""
+    """Cast the parameters that the architecture keeps in fp32, as loading does and building does not."""
     import torch
 
     low = (torch.float16, torch.bfloat16)
@@ -151,7 +149,7 @@ def keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Regular expression on names -> the dtype that the loader keeps them in where the others have `dtype`.
+    """Map regular expressions on names to the dtypes in which the loader keeps those parameters.
 
     Every branch is private; tested with transformers 4.57 to 5.24.
     """
@@ -169,7 +167,7 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     else:
         raise ModelError(
             f"transformers {transformers.__version__}",
-            "must tell which parameters it keeps in fp32, by `_get_dtype_plan`",
+            "must name the parameters that it keeps in fp32, by `_get_dtype_plan`",
             got="no such method",
             do="Install a version that docs/versions.md names.",
         )
@@ -182,7 +180,7 @@ def _first_floating(checkpoint: tuple[tuple[str, DType], ...]) -> DType | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences warnings and logs while a model is built; what matters is raised."""
+    """Silence warnings and logs while a model is built. Errors are raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as transformers_logging

@@ -1,9 +1,9 @@
-"""What a model can be called with to see what it does: tokens, an image, or what its owner gives.
+"""Example inputs for tracing a model: tokens, an image, a sound, or the result of the user's function.
 
-Values do not matter, shapes hardly do. A model of `transformers` says what it takes; any other is only called
-with `input_ids` where its forward names them, and is refused by name where its owner says nothing.
+Values do not matter, and shapes hardly do. A model of `transformers` names its inputs. Any other model gets
+`input_ids` if its forward has that argument, and is refused by name otherwise.
 
-Invariant: nothing is guessed from a name but those of `transformers`.
+Invariant: only argument names of `transformers` are interpreted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 LENGTH = 16
-"""Tokens."""
+"""Tokens of a text."""
 PICTURE = 224
-"""Pixels a side, where a config does not say."""
+"""Pixels of a side, if the config has no size."""
 SOUND = 16_000
-"""Samples of a sound: a second."""
+"""Samples of a sound: one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     words: str = ""
-    """The same for a person."""
+    """Description of the arguments for a reader."""
 
 
 def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
-    """Example inputs; `given` is `package.module:function`, which returns a dict, a tuple or a tensor."""
+    """Return example inputs; `given` names a function that returns a dict, a tuple or a tensor."""
     if given is not None:
         return _given(given)
     known = _of_transformers(model) or _of_tokens(model)
@@ -62,27 +62,24 @@ def _given(text: str) -> Inputs:
 
 
 def _words(arguments: Mapping[Any, Any]) -> str:
-    """`input_ids 1 x 16 int64`."""
-    told = (
+    """Describe arguments, such as `input_ids 1 x 16 int64`."""
+    words = (
         f"{key} {' x '.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
         if hasattr(value, "shape") and hasattr(value, "dtype")
         else str(key)
         for key, value in arguments.items()
     )
-    return ", ".join(told) or "nothing"
+    return ", ".join(words) or "nothing"
 
 
 def _refused(model: nn.Module) -> ModelError:
     wanted = [str(parameter) for parameter in _parameters(model).values()]
-    return ModelError(
-        type(model).__name__,
-        "must have example inputs to be traced",
-        got=f"`forward({', '.join(wanted)})`",
-        do=(
-            "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
-            "tuple of them, or a tensor."
-        ),
+    must, got = "must have example inputs to be traced", f"`forward({', '.join(wanted)})`"
+    do = (
+        "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
+        "tuple of them, or a tensor."
     )
+    return ModelError(type(model).__name__, must, got=got, do=do)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -93,7 +90,7 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _of_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Of a forward that takes nothing, or `input_ids` and perhaps `labels` and needs no more."""
+    """Return inputs of a forward without arguments, or with `input_ids` and `labels` at most; else None."""
     wanted = _parameters(model)
     plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {
@@ -110,58 +107,58 @@ def _of_tokens(model: nn.Module) -> dict[str, Any] | None:
 def _tokens(config: Any) -> Any:
     import torch
 
-    length, vocabulary = LENGTH, 1 << 30
+    length = LENGTH
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("max_position_embeddings", "n_positions"):
         limit = getattr(text, name, None)
         length = min(length, limit) if type(limit) is int and limit > 0 else length
     known = getattr(text, "vocab_size", None)
-    vocabulary = known if type(known) is int and known > 0 else vocabulary
+    vocabulary = known if type(known) is int and known > 0 else 1 << 30
     return torch.arange(3, 3 + length).remainder(vocabulary).unsqueeze(0)
 
 
 def _picture(config: Any) -> Any:
     import torch
 
-    seen = getattr(config, "vision_config", None) or config
-    size: Any = getattr(seen, "image_size", None) or PICTURE
+    vision = getattr(config, "vision_config", None) or config
+    size: Any = getattr(vision, "image_size", None) or PICTURE
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    return torch.zeros(1, getattr(seen, "num_channels", None) or 3, *sides)
+    return torch.zeros(1, getattr(vision, "num_channels", None) or 3, *sides)
 
 
 def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
-    """Of a class of the library, which names its main input; None for any other, or an input unknown here."""
+    """Return inputs of a class of `transformers`, which names its main input; None for any other model."""
     import torch
 
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", None)
     if config is None or main is None:
         return None
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if main == "input_ids":
-        found[main] = _tokens(config)
+        inputs[main] = _tokens(config)
     elif main == "pixel_values":
-        found[main] = _picture(config)
+        inputs[main] = _picture(config)
     elif main == "input_features" and hasattr(config, "num_mel_bins"):
         length = 2 * getattr(config, "max_source_positions", 1500)
-        found[main] = torch.zeros(1, config.num_mel_bins, length)
+        inputs[main] = torch.zeros(1, config.num_mel_bins, length)
     elif main == "input_values":
-        found[main] = torch.zeros(1, SOUND)
+        inputs[main] = torch.zeros(1, SOUND)
     else:
         return None
     wanted = _parameters(model)
-    if "return_loss" in wanted and "pixel_values" in wanted:  # texts and pictures that belong together
-        found |= {"pixel_values": _picture(config), "return_loss": True}
-    labels = _labels(model, found[main]) if "labels" in wanted else None
+    if "return_loss" in wanted and "pixel_values" in wanted:  # pairs of texts and pictures
+        inputs |= {"pixel_values": _picture(config), "return_loss": True}
+    labels = _labels(model, inputs[main]) if "labels" in wanted else None
     if labels is not None:
-        found["labels"] = labels
+        inputs["labels"] = labels
     elif "decoder_input_ids" in wanted:
-        found["decoder_input_ids"] = _tokens(config)
-    return found
+        inputs["decoder_input_ids"] = _tokens(config)
+    return inputs
 
 
 def _labels(model: nn.Module, main: Any) -> Any:
-    """What a class of the library is trained on, by the list that it is in; None where it is in none."""
+    """Return labels by the library's list of the model's class; None for a class in no list."""
     import torch
     from transformers.models.auto import modeling_auto
 

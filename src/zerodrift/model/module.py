@@ -1,15 +1,14 @@
-"""A model out of a module that exists, on the meta device or with weights.
+"""Describe a module, on the meta device or with weights.
 
-The module is read as it is: nothing is unwrapped, tied, cast or moved. What cannot be described truly is
-refused: parameters without a shape, dtypes that zerodrift has no name for, and parameters that share
-memory without being one parameter.
+Nothing is unwrapped, tied, cast or moved. Three kinds of parameters are refused: those without a shape, those
+with a dtype that zerodrift does not have, and separate parameters that share memory.
 
-Invariant: order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`.
+Invariant: the order is that of `named_parameters`, and each Parameter object is one `ParameterSpec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Shared:
-    """Parameters that are one, and all their names in the order met."""
+class _TiedParameters:
+    """Tied parameters with all their names, in the order of `named_parameters`."""
 
     parameters: list[nn.Parameter]
     names: list[str]
 
 
 def from_module(module: nn.Module, source: str = "") -> ModelSpec:
-    """The model that `module` is; `source` is what titles call it, its class if nothing is given."""
+    """Describe a module; titles call the model `source`, or by its class if there is no source."""
     problems = Problems()
     groups = _groups(module)
     buffers = list(module.named_buffers())
@@ -46,8 +45,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
 
     modules = dict(module.named_modules(remove_duplicate=False))
     classes = {path: class_name(type(part)) for path, part in modules.items()}
-    passing = transient(module)
-    used = _ExpertsUsed(module)
+    passing = non_persistent_buffers(module)
+    used = _ExpertCounts(module)
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(_parameter(group, classes, used) for group in groups),
@@ -56,41 +55,42 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
             for name, buffer in buffers
         ),
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
-        shared=_in_several_places(modules),
+        shared=_shared_modules(modules),
     )
 
 
-def _in_several_places(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
-    """(path, first path) of modules that have more than one."""
+def _shared_modules(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Return (path, first path) of modules with several paths."""
     first: dict[int, str] = {}
     pairs = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
     return tuple((path, before) for path, before in pairs if path != before)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called: nobody calls a container such as `ModuleList`, so hooks on it never run."""
+    """Return False for a container such as `ModuleList`: no code calls it, so its hooks never run."""
     from torch import nn
 
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def class_name(klass: type) -> str:
-    """`torch.nn.modules.linear.Linear`: how rules and tables write a class."""
+    """Return the dotted name of a class, as rules write it: `torch.nn.modules.linear.Linear`."""
     return f"{klass.__module__}.{klass.__qualname__}"
 
 
-class _ExpertsUsed:
-    """How many experts a token uses, of how many, by the name of a parameter: what the modules around it say
-    of themselves, the nearest first, or the config of the model."""
+class _ExpertCounts:
+    """Counts of experts that a token uses, by the name of an expert parameter.
+
+    The counts are attributes of the modules around the parameter, the nearest first, or of configs."""
 
     CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
-    """As modules and configs of `transformers` call it."""
+    """Attributes of modules and configs of `transformers` with the count."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._experts: dict[str, tuple[int, int]] = {}
-        """Path of experts -> how many of them a token uses, how many modules are in it. Asked for once: there
-        may be thousands of parameters below one path, and as many modules to look at for each."""
+        """Path of experts -> (experts that a token uses, child modules). A cache, since thousands of
+        parameters may have one path."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         before, marker, after = name.rpartition("experts.")
@@ -105,11 +105,11 @@ class _ExpertsUsed:
         return (chosen, count) if 0 < chosen < count else (1, 1)
 
     def _chosen(self, path: str) -> int:
-        """0 where nobody says."""
+        """Return the number of experts that a token uses; 0 if no module and no config has one."""
         while True:
             near = self._modules[path]
             beside = [near, *near.children()]
-            # `top_k` of a config may be that of sampling.
+            # `top_k` in a config may be a setting of sampling.
             configs = [(getattr(near_module, "config", None), self.CHOSEN[:3]) for near_module in beside]
             for place, keys in [*((near_module, self.CHOSEN) for near_module in beside), *configs]:
                 for key in keys:
@@ -121,7 +121,7 @@ class _ExpertsUsed:
             path = path.rpartition(".")[0]
 
 
-def _parameter(group: _Shared, classes: dict[str, str], used: _ExpertsUsed) -> ParameterSpec:
+def _parameter(group: _TiedParameters, classes: dict[str, str], used: _ExpertCounts) -> ParameterSpec:
     first = group.parameters[0]
     paths = [name.rpartition(".")[0] for name in group.names]
     return ParameterSpec(
@@ -136,24 +136,23 @@ def _parameter(group: _Shared, classes: dict[str, str], used: _ExpertsUsed) -> P
 
 def _known(dtype: torch.dtype) -> DType:
     known = from_torch(dtype)
-    if known is None:
-        raise AssertionError(f"{dtype} passed `_check_dtypes`")
+    assert known is not None, "`_check_dtypes` refuses other dtypes"
     return known
 
 
-def _groups(module: nn.Module) -> list[_Shared]:
-    """One entry per Parameter object, in the order in which they are met."""
-    groups: dict[int, _Shared] = {}
+def _groups(module: nn.Module) -> list[_TiedParameters]:
+    """Group the names by Parameter object, in the order of `named_parameters`."""
+    groups: dict[int, _TiedParameters] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), _Shared([parameter], [])).names.append(name)
+        groups.setdefault(id(parameter), _TiedParameters([parameter], [])).names.append(name)
     return list(groups.values())
 
 
-def _merge_declared_ties(module: nn.Module, groups: list[_Shared], problems: Problems) -> None:
-    """Joins meta parameters that their model declares tied and has not tied yet.
+def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], problems: Problems) -> None:
+    """Join meta parameters that their model declares tied and has not tied yet.
 
-    A model on the meta device may tie only when its weights arrive. With weights, the objects are the
-    truth: what a declaration says of parameters that were set apart does not matter.
+    A model on the meta device may tie parameters only when weights are loaded. For parameters with memory,
+    the objects decide, and the declaration is ignored.
     """
     owner = {name: group for group in groups for name in group.names}
     position = {name: number for number, name in enumerate(owner)}
@@ -176,7 +175,7 @@ def _merge_declared_ties(module: nn.Module, groups: list[_Shared], problems: Pro
 
 
 def _declared_ties(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, the name it is tied to), as models of `transformers` 5 declare it, wherever they are nested."""
+    """Yield (name, name of its tie), as models of `transformers` 5 declare, at any depth."""
     for path, part in module.named_modules(remove_duplicate=False):
         declared = getattr(part, "all_tied_weights_keys", None)
         if isinstance(declared, Mapping):
@@ -185,7 +184,7 @@ def _declared_ties(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _check_initialized(
-    groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]], problems: Problems
+    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
 ) -> None:
     from torch.nn.parameter import is_lazy
 
@@ -196,29 +195,25 @@ def _check_initialized(
         problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=todo)
 
 
-def _check_dtypes(groups: list[_Shared], buffers: list[tuple[str, torch.Tensor]], problems: Problems) -> None:
+def _check_dtypes(
+    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
+) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
-    for dtype, names in _unknown(tensors + buffers).items():
-        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(
-            names[0], "must have a dtype that zerodrift knows", got=f"{dtype} in {listed(names)}", do=todo
-        )
-
-
-def _unknown(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[str]]:
-    """Unknown dtype -> the names that have it."""
-    names_of: dict[str, list[str]] = {}
-    for name, tensor in tensors:
+    unknown: dict[str, list[str]] = {}
+    for name, tensor in tensors + buffers:
         if from_torch(tensor.dtype) is None:
-            names_of.setdefault(str(tensor.dtype), []).append(name)
-    return names_of
+            unknown.setdefault(str(tensor.dtype), []).append(name)
+    must = "must have a dtype that zerodrift knows"
+    for dtype, names in unknown.items():
+        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], must, got=f"{dtype} in {listed(names)}", do=todo)
 
 
-def _check_memory(groups: list[_Shared], problems: Problems) -> None:
-    """Refuses two Parameters over one memory: they read as tied and would be updated apart.
+def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:
+    """Refuse two Parameters over one memory, which would be updated separately although they look tied.
 
-    `load_state_dict(assign=True)` makes such pairs out of tied parameters. Tensor subclasses are left out,
-    since they may have no memory to point to.
+    `load_state_dict(assign=True)` makes such pairs from tied parameters. Tensor subclasses are not checked,
+    since they may have no memory.
     """
     import torch
 
@@ -234,8 +229,8 @@ def _check_memory(groups: list[_Shared], problems: Problems) -> None:
             problems.add(name, must, got="two Parameters over one memory", do=todo)
 
 
-def transient(module: nn.Module) -> set[str]:
-    """Names of buffers that are not in the state dict."""
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of buffers that are not in the state dict."""
     return {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)

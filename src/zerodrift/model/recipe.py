@@ -1,12 +1,11 @@
-"""How a parameter without memory gets its first values: what its module did to it, done again.
+"""Recipes that compute the initial values of parameters without memory, by replaying recorded operations.
 
-`model/empty.py` records every operation by which a constructor or a reset function wrote a parameter; here
-that is played back into real memory, one parameter at a time, with random numbers that depend on a seed and
-the parameter's name alone. So a rank can make any parameter, whichever others it makes, and gets the bits
-that every other rank would get.
+`model/empty.py` records every operation by which a constructor or a reset function wrote a parameter. A
+recipe replays the operations into real memory, one parameter at a time, with random numbers that depend only
+on a seed and the parameter's name. So any rank can compute any parameter, with the bits of every other rank.
 
-Invariant: values are those operations' and nothing else's; where one is missing there is no value but an
-error, and torch's random state is afterwards what it was before.
+Invariant: only recorded operations write values. A missing operation is an error, and torch's random state is
+unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 ATTRIBUTE = "_zerodrift_recipe"
-"""Where a parameter keeps its recipe: on itself, so that it lives as long and no longer."""
+"""Attribute of a parameter that holds its recipe, so that both live equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A view of the parameter's memory: what an operation was called with."""
+    """A view of the parameter's memory, as an argument of an operation."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,29 +36,29 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed:
-    """A tensor without memory that a parameter was written from: the call that made it."""
+class ComputedTensor:
+    """A source tensor without memory, kept as the call that computed it."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    """As they were, with what was computed before in the place of tensors without memory."""
+    """Arguments of the call, with a `ComputedTensor` for each tensor without memory."""
     kwargs: Mapping[str, Any]
 
-    def value(self, done: dict[Computed, Any]) -> Any:
-        """The tensor, on the CPU; `done` is what has been made already, so that numbers are drawn once."""
+    def value(self, done: dict[ComputedTensor, Any]) -> Any:
+        """Compute the tensor on the CPU; `done` holds earlier results, so that numbers are drawn once."""
         for call in self.calls():
             if call not in done:
-                args, kwargs = replaced((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
+                args, kwargs = replace_items((call.args, dict(call.kwargs)), lambda item: _on_cpu(item, done))
                 done[call] = call.call(*args, **kwargs)
         return done[self]
 
-    def drawn(self) -> list[Computed]:
-        """Those of the calls behind it that draw numbers."""
-        return [call for call in self.calls() if getattr(call.call, "__name__", "") in _DRAWN]
+    def drawn(self) -> list[ComputedTensor]:
+        """Return the calls behind the tensor that draw random numbers."""
+        return [call for call in self.calls() if getattr(call.call, "__name__", "") in _RANDOM]
 
-    def calls(self) -> list[Computed]:
-        """The calls that it is made of, each once and after those that it needs; itself is the last."""
-        ordered: dict[Computed, None] = {}
+    def calls(self) -> list[ComputedTensor]:
+        """Return the calls behind the tensor, each once and after its inputs; the tensor is the last."""
+        ordered: dict[ComputedTensor, None] = {}
         waiting = [(self, False)]
         while waiting:
             call, is_ready = waiting.pop()
@@ -72,107 +71,97 @@ class Computed:
             waiting += [(need, False) for need in reversed(call._needs())]
         return list(ordered)
 
-    def _needs(self) -> list[Computed]:
-        needs: list[Computed] = []
+    def _needs(self) -> list[ComputedTensor]:
+        needs: list[ComputedTensor] = []
 
-        def look(item: Any) -> None:
-            if isinstance(item, Computed):
+        def collect(item: Any) -> None:
+            if isinstance(item, ComputedTensor):
                 needs.append(item)
 
-        replaced((self.args, dict(self.kwargs)), look)
+        replace_items((self.args, dict(self.kwargs)), collect)
         return needs
 
 
-_DRAWN = frozenset(
+_RANDOM = frozenset(
     (
-        *(
-            "rand",
-            "rand_like",
-            "randn",
-            "randn_like",
-            "randint",
-            "randint_like",
-            "randperm",
-            "normal",
-            "normal_",
-        ),
-        *("uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
-        *("random_", "multinomial", "poisson", "dropout", "trunc_normal_"),
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal"),
+        *("normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_", "cauchy_", "geometric_"),
+        *("log_normal_", "random_", "multinomial", "poisson", "dropout", "trunc_normal_"),
     )
 )
-"""Functions that draw numbers."""
+"""Functions that draw random numbers."""
 
 
-def _on_cpu(value: Any, done: dict[Computed, Any]) -> Any:
+def _on_cpu(value: Any, done: dict[ComputedTensor, Any]) -> Any:
     import torch
 
-    if isinstance(value, Computed):
+    if isinstance(value, ComputedTensor):
         return done[value]
     if isinstance(value, torch.device) and value.type == "meta":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value == "meta" else value
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists and dicts with everything in them changed."""
+def replace_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with `change` applied to every item."""
     if type(value) in (tuple, list):
-        return type(value)(replaced(item, change) for item in value)
+        return type(value)(replace_items(item, change) for item in value)
     if type(value) is dict:
-        return {key: replaced(item, change) for key, item in value.items()}
+        return {key: replace_items(item, change) for key, item in value.items()}
     return change(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call that wrote the parameter."""
+    """One call that wrote a parameter."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    """As they were, with a Window wherever the parameter's memory was, and what was computed for it."""
+    """Arguments of the call, with a `Window` for each view of the parameter's memory."""
     kwargs: Mapping[str, Any]
 
-    def play(self, flat: torch.Tensor, done: dict[Computed, Any]) -> None:
+    def play(self, flat: torch.Tensor, done: dict[ComputedTensor, Any]) -> None:
         def real(value: Any) -> Any:
             if isinstance(value, Window):
                 return value.of(flat)
-            return value.value(done) if isinstance(value, Computed) else value
+            return value.value(done) if isinstance(value, ComputedTensor) else value
 
         self.call(*map(real, self.args), **{key: real(value) for key, value in self.kwargs.items()})
 
 
 @dataclass(slots=True)
 class InitRecipe:
-    """What was done to one piece of memory."""
+    """The operations that wrote one piece of memory."""
 
     numel: int
     dtype: torch.dtype
     window: Window
-    """The parameter in it."""
+    """View that is the parameter."""
     operations: list[Operation] = field(default_factory=list)
-    lost: str = ""
-    """Why it cannot be played back, as a clause; empty where it can."""
+    obstacle: str = ""
+    """Reason why the recipe cannot be replayed, as a clause; empty if it can."""
     version: int = 0
-    """The parameter's version when recording ended; another one means that it was written since."""
+    """Version of the parameter at the end of recording; a later version means another write."""
 
 
-def of(parameter: nn.Parameter) -> InitRecipe | None:
+def find_recipe(parameter: nn.Parameter) -> InitRecipe | None:
     return getattr(parameter, ATTRIBUTE, None)
 
 
-def missing(parameter: nn.Parameter) -> str:
-    """Why a parameter without memory has no first values, as a clause; empty where it has."""
-    recipe = of(parameter)
+def find_obstacle(parameter: nn.Parameter) -> str:
+    """Return the reason why a parameter without memory has no initial values, as a clause, or ""."""
+    recipe = find_recipe(parameter)
     if recipe is None:
         return "no record of how it is initialised"
     if parameter._version != recipe.version:
         return "a write after `zerodrift.empty()` had ended"
-    if recipe.lost:
-        return recipe.lost
-    return "" if recipe.operations else "memory that nobody wrote"
+    if recipe.obstacle:
+        return recipe.obstacle
+    return "" if recipe.operations else "memory that no operation wrote"
 
 
-def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
-    """The first values of a parameter, on the CPU, in its shape and the dtype they were made in."""
+def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
+    """Compute the initial values of a parameter on the CPU, in its shape and the dtype of its operations."""
     import torch
 
     generator = torch.default_generator
@@ -181,9 +170,9 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     if recipe.dtype.is_floating_point:
         flat.fill_(float("nan"))
     try:
-        generator.manual_seed(key(name, seed))
+        generator.manual_seed(derive_seed(name, seed))
         with torch.no_grad():
-            done: dict[Computed, Any] = {}
+            done: dict[ComputedTensor, Any] = {}
             for operation in recipe.operations:
                 operation.play(flat, done)
     finally:
@@ -191,57 +180,56 @@ def play(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
     return recipe.window.of(flat)
 
 
-def key(name: str, seed: int) -> int:
-    """The seed of one parameter."""
+def derive_seed(name: str, seed: int) -> int:
+    """Return the random seed of one parameter."""
     text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-class Initial:
-    """The first values of the parameters of one model, by name: a source that a segment is filled from.
+class RecipeValues:
+    """A source of initial values for the parameters of one model.
 
-    The last parameter made is kept, because it is asked for window by window; never a second one.
+    The values of one parameter are kept, because segments read them in pieces; never those of a second one.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
         self._seed = seed
-        # What is needed of them, because they have memory by the time that they are filled.
-        self._recipes = {name: of(parameter) for name, parameter in parameters.items()}
+        # Recipes and dtypes are copied, because the parameters get memory before they are filled.
+        self._recipes = {name: find_recipe(parameter) for name, parameter in parameters.items()}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._name = ""
         self._values: torch.Tensor | None = None
 
     def exact(self, name: str) -> torch.dtype:
-        """A dtype that the values of a parameter are exact in."""
+        """Return a dtype that represents the values of a parameter exactly."""
         return self._dtypes[name]
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        """The elements from `start` on of a parameter, into flat memory."""
+        """Copy the elements of a parameter from `start` on into flat memory."""
         if self._name != name or self._values is None:
             self._name, self._values = name, None  # before the next one is made
-            self._values = self._made(name)
+            self._values = self._compute(name)
         out.copy_(self._values[start : start + out.numel()])
 
-    def _made(self, name: str) -> torch.Tensor:
+    def _compute(self, name: str) -> torch.Tensor:
         recipe = self._recipes[name]
-        if recipe is None:
-            raise AssertionError(f"{name} has no recipe")
-        # Rounded where the model was cast after it was built, as its own values would have been.
-        values = play(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
+        assert recipe is not None, f"{name} has no recipe"
+        # Rounded if the model was cast after construction, as real values would have been.
+        values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
         if values.is_floating_point() and bool(values.isnan().any()):
-            raise Unwritten(name)
+            raise UnwrittenError(name)
         return values
 
 
-class Unwritten(Exception):  # noqa: N818 (turned into a ModelError with all names by whoever fills)
-    """A parameter of which some elements were never written."""
+class UnwrittenError(Exception):
+    """An error about a parameter with elements that no operation wrote."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
 
 
-def refusals(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
-    """(name, why) of every parameter that has neither memory nor a recipe."""
-    reasons = [(name, missing(parameter)) for name, parameter in parameters if parameter.is_meta]
+def list_obstacles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
+    """Return (name, reason) of every parameter that has neither memory nor a recipe."""
+    reasons = [(name, find_obstacle(parameter)) for name, parameter in parameters if parameter.is_meta]
     return [(name, why) for name, why in reasons if why]

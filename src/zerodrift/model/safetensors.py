@@ -1,11 +1,10 @@
-"""A model out of the headers of its safetensors files.
+"""Describe a model by the headers of its safetensors files: one file, an index, or a folder with either.
 
-Takes one file, an index, or a folder with either, and lists the tensors in natural order of their names'
-components, so `layers.2` comes before `layers.10`. What one file may look like is `model/header.py`'s
-business. Headers know neither classes, nor ties, nor which tensor is a buffer: every tensor is a parameter
-here, floating ones are trained, and `OwningModule.klass` is empty.
+Tensors are in natural order of their names' components, so `layers.2` comes before `layers.10`. Headers have
+neither classes, nor ties, nor buffers: every tensor is a parameter, floating ones are trained, and
+`OwningModule.klass` is empty. `model/header.py` checks each file.
 
-Invariant: every tensor is in exactly one file, and an index, where there is one, says which.
+Invariant: every tensor is in exactly one file, and an index, if there is one, names that file.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from reprlib import repr as shown
 
 from zerodrift.errors import ModelError, Problems
 from zerodrift.model.document import listed, read
-from zerodrift.model.header import Stored, read_header
+from zerodrift.model.header import StoredTensor, read_header
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _PREFERRED = ("model" + SUFFIX, "model" + INDEX_SUFFIX)
-"""What `transformers` would load from a folder that holds several, in its order."""
+"""The files that `transformers` prefers in a folder with several, in its order."""
 
 
 def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
-    """The model that a `.safetensors` file, an index or a folder of them holds."""
-    tensors = stored(path)
+    """Describe the model of a `.safetensors` file, an index, or a folder of either."""
+    tensors = list_tensors(path)
     parameters = tuple(
         ParameterSpec(
             names=(tensor.name,),
@@ -44,11 +43,11 @@ def from_safetensors(path: str | os.PathLike[str]) -> ModelSpec:
     return ModelSpec(str(path), parameters, checkpoint=checkpoint)
 
 
-def stored(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
-    """Every tensor of a checkpoint with the place of its bytes, in natural order."""
+def list_tensors(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
+    """List the tensors of a checkpoint with the places of their bytes, in natural order."""
     problems = Problems()
     chosen = _choose(Path(path).expanduser(), problems)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     if chosen is not None and chosen.name.endswith(INDEX_SUFFIX):
         tensors = _indexed(chosen, problems)
     elif chosen is not None:
@@ -59,7 +58,7 @@ def stored(path: str | os.PathLike[str]) -> tuple[Stored, ...]:
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder has safetensors files or an index of them."""
+    """Return True if a folder has safetensors files or an index of them."""
     return any(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in folder.iterdir())
 
 
@@ -67,7 +66,7 @@ _Component = tuple[tuple[bool, int, str], ...]
 
 
 def natural(name: str) -> tuple[list[_Component], str]:
-    """Sort key: component by component, runs of digits by their value and before any letter."""
+    """Return a sort key that compares component by component, digits by value and before letters."""
     return [_component(component) for component in name.split(".")], name
 
 
@@ -82,7 +81,7 @@ _RUNS = re.compile(r"([0-9]{1,4000})|([^0-9]+)")
 
 
 def _choose(path: Path, problems: Problems) -> Path | None:
-    """The file or index to read; a folder stands for all of its files."""
+    """Choose the file or index to read; a folder means all of its files."""
     where = str(path)
     if not path.exists():
         problems.add(where, "must exist", got="no such file or folder")
@@ -108,20 +107,20 @@ def _choose(path: Path, problems: Problems) -> Path | None:
     return path
 
 
-def _unindexed(files: list[Path], problems: Problems) -> list[Stored]:
-    """All tensors of files that no index describes."""
-    tensors: list[Stored] = []
+def _unindexed(files: list[Path], problems: Problems) -> list[StoredTensor]:
+    """Read all tensors of files without an index."""
+    tensors: list[StoredTensor] = []
     for file in files:
         header = read_header(file, problems)
-        tensors += header.tensors if header is not None else ()
+        tensors += header[1] if header is not None else ()
     _check_once(tensors, problems)
     return tensors
 
 
-def _indexed(index: Path, problems: Problems) -> list[Stored]:
-    """All tensors of the shards that an index names, checked against what it says."""
+def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
+    """Read all tensors of the shards of an index, and check them against the index."""
     promised = _promised(index, problems)
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for shard, names in promised.items():
         file = index.parent / shard
         if not file.is_file():
@@ -132,17 +131,18 @@ def _indexed(index: Path, problems: Problems) -> list[Stored]:
         header = read_header(file, problems)
         if header is None:
             continue
-        tensors += header.tensors
-        if lacking := [name for name in names if name not in header.names]:
+        held, stored_tensors = header
+        tensors += stored_tensors
+        if lacking := [name for name in names if name not in held]:
             problems.add(str(file), f"must hold what `{index.name}` says", got=f"no {listed(lacking)}")
-        if extra := sorted(header.names - names.keys(), key=natural):
+        if extra := sorted(held - names.keys(), key=natural):
             problems.add(str(index), f"must list every tensor of `{shard}`", got=f"no {listed(extra)}")
     _check_once(tensors, problems)
     return tensors
 
 
 def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
-    """Shard -> the names that the index puts in it, in its order."""
+    """Map each shard to the names that the index puts there, in the index's order."""
     document = read(index, problems)
     if document is None:
         return {}
@@ -153,7 +153,7 @@ def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
         return {}
     promised: dict[str, dict[str, None]] = {}
     for name, shard in weight_map.items():
-        # What is no string is put down by how it would read, which `_inside` refuses.
+        # A value that is no string is kept as its text, which `_inside` refuses.
         promised.setdefault(shard if isinstance(shard, str) else shown(shard), {})[name] = None
     for shard, names in list(promised.items()):
         if not _inside(shard):
@@ -164,14 +164,12 @@ def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
 
 
 def _inside(shard: str) -> bool:
-    """Whether a shard's name stays in the folder of its index."""
-    if not shard.endswith(SUFFIX):
-        return False
+    """Return True if a shard's name stays in the folder of its index."""
     path = PurePosixPath(shard)
-    return not path.is_absolute() and ".." not in path.parts
+    return shard.endswith(SUFFIX) and not path.is_absolute() and ".." not in path.parts
 
 
-def _check_once(tensors: list[Stored], problems: Problems) -> None:
+def _check_once(tensors: list[StoredTensor], problems: Problems) -> None:
     first: dict[str, Path] = {}
     twice: dict[tuple[Path, Path], list[str]] = {}
     for tensor in tensors:

@@ -1,9 +1,9 @@
-"""Takes whatever a person calls "the model" and makes a ModelSpec of it.
+"""Describe or build a model from any accepted form: a folder, a file, a function or a module.
 
-The dispatch only: each form has a file of its own. `--model X` of the command line and every function of
-the Python API that takes a model come through `describe`.
+Each form has a file of its own, and this file chooses one. `--model X` of the command line and every function
+of the Python API that takes a model call `describe`. `build_runnable` is for code that calls the model.
 
-Invariant: what fits no form is refused once, with the list of forms.
+Invariant: a model of no accepted form is refused once, with the list of forms.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerodrift import files
+from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, first_line
 from zerodrift.model import huggingface, safetensors
-from zerodrift.model.factory import from_factory, is_factory
+from zerodrift.model.factory import attempt, from_factory, is_factory, make
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import from_safetensors
@@ -26,6 +27,7 @@ from zerodrift.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["ACCEPTED", "describe", "from_factory", "from_hf", "from_module", "from_safetensors"]
 
@@ -35,11 +37,11 @@ ACCEPTED = (
     "a function that returns a model, `package.module:callable`",
     "in Python, a torch.nn.Module or a ModelSpec",
 )
-"""What may be given as a model."""
+"""The accepted forms of a model."""
 
 
 def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec:
-    """Names, shapes, dtypes and module classes of a model, without its weights.
+    """Describe the names, shapes, dtypes and module classes of a model, without its weights.
 
     `model` is a `torch.nn.Module`, a folder or file with a `transformers` config, safetensors files, or
     `package.module:function` for a function that returns a model.
@@ -48,7 +50,7 @@ def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec
         return model
     if isinstance(model, (str, os.PathLike)):
         return _from_text(model)
-    # A module can only exist where torch has been imported.
+    # A module can only exist if torch has been imported.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return from_module(model)
@@ -60,7 +62,7 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
     try:
         path = Path(text).expanduser()
         folder, file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # a name too long, somebody's home that is not there
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a home that does not exist
         raise _refused(str(text), first_line(error)) from None
     if folder:
         return _from_folder(text, path)
@@ -93,3 +95,37 @@ def _from_folder(text: str | os.PathLike[str], folder: Path) -> ModelSpec:
 
 def _refused(where: str, got: str, todo: str = "") -> ModelError:
     return ModelError(where, f"must be {'; or '.join(ACCEPTED)}", got=got, do=todo)
+
+
+def build_runnable(text: str) -> nn.Module:
+    """Build the model of a config or a function in training mode, with parameters without memory.
+
+    Buffers have their values, and a model of `transformers` has the kernels that it would be trained with.
+    """
+    from zerodrift.model.empty import NoLargeMemory, empty
+
+    path = Path(text).expanduser()
+    config = path / huggingface.CONFIG if path.is_dir() else path
+    if config.is_file() and config.suffix == ".json" and not config.name.endswith(safetensors.INDEX_SUFFIX):
+        return _from_config(text, config).train()
+    if is_factory(text) and not path.exists():
+        with empty(), NoLargeMemory():
+            model = make(text)
+        return model.train()
+    must = "must be a model with code, a `transformers` config or `package.module:function`, to be run"
+    raise ModelError(text, must, got="safetensors files, which hold tensors only")
+
+
+def _from_config(text: str, file: Path) -> PreTrainedModel:
+    from zerodrift.model.empty import NoLargeMemory, empty
+
+    huggingface.require_installed(text)
+    must = "must be a config that a model can be built from"
+    with huggingface.quiet(), empty(), huggingface.skip_initialization(), NoLargeMemory():
+        config = attempt(lambda: huggingface.read_config(file), str(file), must)
+        config.use_cache = False
+        if getattr(config, "dtype", None) is None:
+            config.dtype = DType.FP32.torch
+        model = attempt(lambda: huggingface.instantiate(config), str(file), must)
+        model.tie_weights()
+    return model

@@ -1,9 +1,9 @@
-"""Describes a model by its parameters and buffers, without torch and without a tensor.
+"""The description of a model: parameters and buffers, without torch and without a tensor.
 
 `model/sources.py` makes a `ModelSpec` from a module, an HF config or safetensors files; `policy` and
-`plan` read it. Order is the model's own: parameters appear as `named_parameters` gives them.
+`plan` read it. Parameters have the order of `named_parameters`.
 
-Invariant: a parameter that several names share is one `ParameterSpec` with all its names.
+Invariant: a tied parameter is one `ParameterSpec` with all its names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class OwningModule:
     """A module that holds the parameter directly."""
 
     path: str
-    """Module path, `""` for the root."""
+    """Path in the model, `""` for the root."""
     klass: str
-    """Dotted class name, `torch.nn.modules.linear.Linear`; `""` where the source does not know it."""
+    """Dotted class name, `torch.nn.modules.linear.Linear`; `""` if the source has no classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class ParameterSpec:
     """Full names, the first met first; more than one for tied parameters."""
     shape: tuple[int, ...]
     dtype: DType
-    """As the source holds it."""
+    """Dtype in the source."""
     owners: tuple[OwningModule, ...]
     """One per name, in the same order."""
     trained: bool = True
     """`requires_grad`."""
     used: tuple[int, int] = (1, 1)
-    """Of how many experts a token uses how many, where it is of experts: (chosen, all). Prices a forward."""
+    """(experts that a token uses, all experts) of an expert parameter. Needed for the cost of a forward."""
 
     @property
     def name(self) -> str:
@@ -51,13 +51,13 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One buffer."""
+    """One buffer of a model."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     persistent: bool = True
-    """Whether it is in the state dict."""
+    """True for a buffer in the state dict."""
 
     @property
     def numel(self) -> int:
@@ -69,25 +69,23 @@ class ModelSpec:
     """A model as a plan sees it: names, shapes, dtypes and module classes, and no tensor."""
 
     source: str
-    """Where it came from, for titles and messages."""
+    """Name of the source, for titles and messages."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...] = ()
     checkpoint: tuple[tuple[str, DType], ...] = ()
-    """Tensor dtypes of the checkpoint that the weights come from, where there is one: decides `export`."""
+    """(name, dtype) of the tensors in the checkpoint of the weights, if there is one. Decides `export`."""
     containers: frozenset[str] = frozenset()
-    """Paths of modules without a forward of their own (`ModuleList`, `ModuleDict`): what calls their parts
-    never calls them. Empty where the source does not know."""
-
+    """Paths of modules without a forward (`ModuleList`, `ModuleDict`), which are never called. Empty if the
+    source has no modules."""
     shared: tuple[tuple[str, str], ...] = ()
-    """(path, the path that it is first met by) of modules that are in several places. Empty where the source
-    does not know."""
+    """(path, first path) of modules with several paths. Empty if the source has no modules."""
 
     @property
     def has_classes(self) -> bool:
-        """Whether the source knows its modules, or only the names of tensors."""
+        """True if the source has modules, and not only names of tensors."""
         return any(owner.klass for parameter in self.parameters for owner in parameter.owners)
 
     @property
     def numel(self) -> int:
-        """Elements, tied parameters once."""
+        """Number of elements; a tied parameter counts once."""
         return sum(parameter.numel for parameter in self.parameters)

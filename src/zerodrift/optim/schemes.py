@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import ADMITTED, BLOCK, DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels import resting
+from zerodrift.kernels import host_memory
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import join, random_words, round_stochastic, split
 from zerodrift.policy.nouns import Master, State
@@ -88,7 +88,7 @@ def allocate(
     tensors = SliceTensors(
         storage=storage,
         master=_first_master(scheme, storage, initial),
-        moments=tuple(resting.zeros(storage.shape, like, device) for _ in range(moments)),
+        moments=tuple(host_memory.zeros(storage.shape, like, device) for _ in range(moments)),
         scales=tuple(storage.new_zeros(blocks, dtype=torch.float32) for _ in range(scaled)),
         groups=groups,
         keys=keys,
@@ -105,7 +105,7 @@ def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Te
     if scheme.master is Master.SPLIT:
         # Zeros mean that storage is exact.
         halves = initial is not None and initial.dtype is torch.int16
-        return initial if halves else resting.zeros(storage.shape, torch.int16, storage.device)
+        return initial if halves else host_memory.zeros(storage.shape, torch.int16, storage.device)
     return storage.float() if initial is None else initial
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zerodrift.config import fields
-from zerodrift.config.plain import join, plain, shown
+from zerodrift.config.plain_tree import join, plain, shown
 from zerodrift.config.schema import Config
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.policy.arguments import check_arguments

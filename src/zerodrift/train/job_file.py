@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from zerodrift.config import fields
 from zerodrift.config.load import load
-from zerodrift.config.plain import join, override
+from zerodrift.config.plain_tree import join, override
 from zerodrift.config.schema import Config
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
@@ -63,7 +63,7 @@ def read_back(path: Path) -> Job:
 
 def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
     walk = TreeReader(KEYS, problems)
-    return walk.validated(walk.used(tree))
+    return walk.validate(walk.select_used(tree))
 
 
 def _config(given: Any, overrides: list[str]) -> tuple[Config | None, ConfigError | None]:

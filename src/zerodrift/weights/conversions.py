@@ -22,7 +22,7 @@ from torch import nn
 
 from zerodrift.dtypes import DType, from_torch, widest
 from zerodrift.errors import UnsupportedError
-from zerodrift.model.header import Stored
+from zerodrift.model.header import StoredTensor
 from zerodrift.model.safetensors import natural
 from zerodrift.versions import numbers
 from zerodrift.weights.boxes import Layout, NoStridesError, Shape, concatenate
@@ -145,7 +145,7 @@ class ModelTensors:
     """Conversions of `transformers` that matched a name."""
 
 
-def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[Stored]) -> ModelTensors:
+def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[StoredTensor]) -> ModelTensors:
     """Find which tensors make which of the model's `names`, as `from_pretrained` would."""
     library, known = _library(model), dict.fromkeys(names, True)
     if library is not None:
@@ -211,7 +211,7 @@ class _Library:
         self._converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
 
-    def run(self, known: Mapping[str, bool], tensors: Sequence[Stored]) -> ModelTensors:
+    def run(self, known: Mapping[str, bool], tensors: Sequence[StoredTensor]) -> ModelTensors:
         result = ModelTensors()
         pending: dict[str, Any] = {}
         for number in sorted(

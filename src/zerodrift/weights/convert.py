@@ -31,7 +31,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
 from zerodrift.model import safetensors
-from zerodrift.model.module import transient
+from zerodrift.model.module import non_persistent_buffers
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
@@ -232,7 +232,7 @@ def _select(
             dtypes[name] = row.columns.export
         elif dtypes[name].is_floating and dtype is not None:
             dtypes[name] = dtype
-    hidden = transient(model) if model is not None else ()
+    hidden = non_persistent_buffers(model) if model is not None else ()
     known: Collection[str] = source.buffers if model is None else dict(model.named_buffers())
     for name, buffer in source.buffers.items():
         if name in known and name not in hidden:

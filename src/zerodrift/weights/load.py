@@ -32,7 +32,7 @@ from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.model import recipe
 from zerodrift.model.document import listed
 from zerodrift.model.dtensors import is_dtensor
-from zerodrift.model.safetensors import stored
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.stages import part, whole_row
@@ -104,7 +104,7 @@ class SafetensorsWeights:
         """Read the headers and match them with the model; no weight is read yet."""
         where = Path(path).expanduser()
         kind_at(where)
-        return SafetensorsWeights(match(where, stored(where), model, want, strict))
+        return SafetensorsWeights(match(where, list_tensors(where), model, want, strict))
 
     def show(self, shown: bool, ranks: int) -> None:
         """Show a progress bar for one of `ranks` that share the reading."""
@@ -244,7 +244,8 @@ class InitialValues:
             do = "Build it with the same code, and the same seed on every rank."
             raise RankError("model", "must be built alike on every rank", got=got, do=do)
         # Rank 0's seed, so that values do not depend on the number of ranks.
-        initial = _RecipeSource(recipe.Initial(bare, self.comm.broadcast_object(torch.initial_seed(), 0)))
+        seed = self.comm.broadcast_object(torch.initial_seed(), 0)
+        initial = _RecipeSource(recipe.RecipeValues(bare, seed))
         return ValueSources({**rows, **dict.fromkeys(bare, initial)}, buffers)
 
     def finish(self) -> LoadedWeights | None:
@@ -262,7 +263,7 @@ def _check_plain(model: nn.Module) -> None:
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:
     reasons: dict[str, list[str]] = {}
-    for name, why in recipe.refusals(bare.items()):
+    for name, why in recipe.list_obstacles(bare.items()):
         reasons.setdefault(why, []).append(name)
     problems = Problems()
     for why, names in reasons.items():
@@ -280,7 +281,7 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
         digest.update(f"{name} from files\n".encode(errors="surrogatepass"))
     for name, parameter in bare.items():
         digest.update(f"{name} from its module\n".encode(errors="surrogatepass"))
-        written = recipe.of(parameter)
+        written = recipe.find_recipe(parameter)
         for operation in written.operations if written is not None else ():
             for value in (*operation.args, *operation.kwargs.values()):
                 if isinstance(value, torch.Tensor):
@@ -293,7 +294,7 @@ def _fingerprint(rows: dict[str, ValueSource], bare: dict[str, nn.Parameter]) ->
 class _RecipeSource:
     """Initial values by recipe; an element that no operation wrote is an error with its parameter's name."""
 
-    def __init__(self, recipes: recipe.Initial) -> None:
+    def __init__(self, recipes: recipe.RecipeValues) -> None:
         self._recipes = recipes
 
     def exact(self, name: str) -> torch.dtype:
@@ -302,7 +303,7 @@ class _RecipeSource:
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         try:
             self._recipes.fill(name, start, out)
-        except recipe.Unwritten as error:
+        except recipe.UnwrittenError as error:
             must = "must be initialized as a whole by its own module"
             raise ModelError(name, must, got="elements that nobody wrote", do=TODO) from error
 

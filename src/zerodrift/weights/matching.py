@@ -18,8 +18,8 @@ from torch import nn
 from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
 from zerodrift.model.document import listed, read
-from zerodrift.model.header import Stored
-from zerodrift.model.module import transient
+from zerodrift.model.header import StoredTensor
+from zerodrift.model.module import non_persistent_buffers
 from zerodrift.model.spec import BufferSpec, ParameterSpec
 from zerodrift.plan.table import BufferRow, Row
 from zerodrift.weights.boxes import Box
@@ -50,7 +50,7 @@ def expected_tensors(
         else ExpectedTensor(p.names, p.shape, p.dtype)
         for p in parameters
     ]
-    left_out = transient(model)
+    left_out = non_persistent_buffers(model)
     for buffer in buffers:
         if buffer.name not in left_out:
             dtype = buffer.storage if isinstance(buffer, BufferRow) else buffer.dtype
@@ -74,7 +74,7 @@ class Match:
     """A checkpoint and a model, matched."""
 
     path: str
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     filled: dict[str, TensorPlaces] = field(default_factory=dict)
     """By the first name of a parameter or buffer."""
     missing: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ Strict = bool | Sequence[str]
 
 def match(
     path: str | Path,
-    tensors: tuple[Stored, ...],
+    tensors: tuple[StoredTensor, ...],
     model: nn.Module,
     want: Sequence[ExpectedTensor],
     strict: Strict,
@@ -158,7 +158,7 @@ def _check_dtypes(
             problems.add(name, must, got=got, do=do)
 
 
-def _scale_of(stored: Stored, known: Collection[str]) -> str:
+def _scale_of(stored: StoredTensor, known: Collection[str]) -> str:
     """Return the name of a quantized tensor's scale, by the usual names for it; empty if there is none."""
     stem = stored.name.removesuffix(".weight")
     likely = [f"{stored.name}{end}" for end in ("_scale_inv", "_scale", ".scale", "_scales")]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from zerodrift.errors import ModelError
-from zerodrift.model.header import Stored
+from zerodrift.model.header import StoredTensor
 from zerodrift.weights.boxes import Box, simplified
 
 CHUNK = 2 << 20
@@ -44,7 +44,7 @@ class SafetensorsReader:
         self._open.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, stored: Stored, box: Box, out: torch.Tensor, first: int = 0) -> None:
+    def read(self, stored: StoredTensor, box: Box, out: torch.Tensor, first: int = 0) -> None:
         """Read one box of a tensor into flat `out`, which begins at element `first` of the target."""
         box = simplified(box)
         if box.is_run:
@@ -55,7 +55,7 @@ class SafetensorsReader:
                 values = self._staged(stored, part.origin, part.span)
                 part.of_target(out, first).copy_(part.of_source(values, part.origin))
 
-    def _run(self, stored: Stored, origin: int, out: torch.Tensor) -> None:
+    def _run(self, stored: StoredTensor, origin: int, out: torch.Tensor) -> None:
         dtype, on_host = stored.dtype.torch, out.device.type == "cpu"
         step = CHUNK // dtype.itemsize
         for first in range(0, out.numel(), step):
@@ -67,7 +67,7 @@ class SafetensorsReader:
             else:
                 part.copy_(self._staged(stored, origin + first, part.numel()))
 
-    def _staged(self, stored: Stored, first: int, count: int) -> torch.Tensor:
+    def _staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
         """Read elements into the buffer, where they stay until the next call."""
         size = count * stored.dtype.size
         if self._buffer.numel() < size:
@@ -76,7 +76,7 @@ class SafetensorsReader:
         self._bytes(stored, first, values)
         return values
 
-    def _bytes(self, stored: Stored, first: int, into: torch.Tensor) -> None:
+    def _bytes(self, stored: StoredTensor, first: int, into: torch.Tensor) -> None:
         """Fill `into`, contiguous and in the tensor's own dtype, from element `first` on."""
         room = memoryview(into.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
         place = stored.start + first * stored.dtype.size
@@ -129,7 +129,7 @@ def _spans(box: Box, size: int) -> Iterator[Box]:
         yield from _spans(Box(part.number, part.start, part.origin, axes), size)
 
 
-def _unreadable(stored: Stored, got: str) -> ModelError:
+def _unreadable(stored: StoredTensor, got: str) -> ModelError:
     must = f"`{stored.name}` must be readable in it, bytes {stored.start:,} to {stored.stop:,}"
     return ModelError(stored.file, must, got=got, do="It was changed or cut short meanwhile.")
 

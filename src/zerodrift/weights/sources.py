@@ -138,7 +138,7 @@ def open_safetensors(path: Path, model: nn.Module | None) -> ConvertSource:
     """Open files as they are, or with a `model` in the names and layout of its module."""
     where = path.expanduser()
     if model is None:
-        want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.stored(where))
+        want = tuple(ExpectedTensor((t.name,), t.shape, t.dtype) for t in safetensors.list_tensors(where))
         files = SafetensorsWeights.open(where, nn.Module(), want, True)
     else:
         spec = describe(model)

@@ -40,7 +40,7 @@ class SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """In elements of `dtype`."""
+    """Elements of `dtype`."""
     dtype: torch.dtype
     row: int
     """The parameter of the segment that it is a view of."""

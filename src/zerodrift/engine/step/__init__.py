@@ -1,1 +1,1 @@
-"""What one step does to segments: gather, compute, reduce, norm, update."""
+"""One step on segments: gather, compute, reduce, norm, update."""

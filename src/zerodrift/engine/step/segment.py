@@ -28,7 +28,7 @@ from torch import nn
 
 from zerodrift.comm.collectives import Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
-from zerodrift.kernels import resting
+from zerodrift.kernels import host_memory
 from zerodrift.plan.table import Row, Segment
 
 SELDOM = 32
@@ -85,7 +85,7 @@ class FlatSegment:
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
         numel = spec.padded // self.ranks if self.sharded else spec.padded
-        self.storage = resting.zeros(numel, columns.storage.dtype.torch, device)
+        self.storage = host_memory.zeros(numel, columns.storage.dtype.torch, device)
         """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
         self.gathers = self.sharded or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""

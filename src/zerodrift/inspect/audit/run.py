@@ -31,9 +31,8 @@ from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.audit.tokens import Batch, draw_batches, read_batches
 from zerodrift.mesh import MeshShape
 from zerodrift.model.empty import empty
-from zerodrift.model.runnable import runnable
 from zerodrift.model.safetensors import holds
-from zerodrift.model.sources import describe
+from zerodrift.model.sources import build_runnable, describe
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Policy
@@ -96,7 +95,7 @@ def load_subject(
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return runnable(model)
+        return build_runnable(model)
 
     built = make()
     loaded = load(config, overrides)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, listed
-from zerodrift.model.header import Stored
-from zerodrift.model.safetensors import stored
+from zerodrift.model.header import StoredTensor
+from zerodrift.model.safetensors import list_tensors
 from zerodrift.weights.boxes import Box, Layout
 from zerodrift.weights.matching import ExpectedTensor, Match, match
 from zerodrift.weights.reader import SafetensorsReader
@@ -51,7 +51,7 @@ class SamplerWeights:
 
 def read_sampler_weights(path: Path, model: nn.Module, want: Sequence[ExpectedTensor]) -> SamplerWeights:
     """Read all tensors of a folder or file for a model."""
-    found = stored(path)
+    found = list_tensors(path)
     packed = [tensor.name for tensor in found if _PACKED.fullmatch(tensor.name)]
     if packed:
         must = "must hold a tensor for each of the model, if need be of 8 bits with a scale"
@@ -118,21 +118,21 @@ def _read(
 
 
 def _dequantise(
-    scaled: Sequence[tuple[Stored, Stored]], folder: Path
-) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    scaled: Sequence[tuple[StoredTensor, StoredTensor]], folder: Path
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Write the tensors in fp32, and half a step of each element, to files of their own."""
     reader = SafetensorsReader()
 
-    def read(tensor: Stored) -> Tensor:
+    def read(tensor: StoredTensor) -> Tensor:
         flat = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype.torch)
         if flat.numel():
             (box,) = Layout.of(0, (flat.numel(),)).boxes()
             reader.read(tensor, box, flat)
         return flat.view(tensor.shape)
 
-    def written(tensors: dict[str, Tensor], file: Path) -> dict[str, Stored]:
+    def written(tensors: dict[str, Tensor], file: Path) -> dict[str, StoredTensor]:
         save_file(tensors, file)
-        return {tensor.name: replace(tensor, file=file) for tensor in stored(file)}
+        return {tensor.name: replace(tensor, file=file) for tensor in list_tensors(file)}
 
     values, steps = {}, {}
     try:
@@ -146,7 +146,7 @@ def _dequantise(
     return written(values, folder / "values.safetensors"), written(steps, folder / "steps.safetensors")
 
 
-def _expand_scale(factor: Tensor, tensor: Stored, scale: Stored) -> Tensor:
+def _expand_scale(factor: Tensor, tensor: StoredTensor, scale: StoredTensor) -> Tensor:
     """Expand a scale of a tensor, of its rows or of its blocks to every element."""
     shape = tensor.shape
     if factor.numel() == 1:

@@ -29,9 +29,8 @@ from zerodrift.inspect.drift.sampler_dtypes import Role, role_of, roles_of
 from zerodrift.inspect.trace.records import Column, ModelRecord, ParameterRecord
 from zerodrift.mesh import MeshShape
 from zerodrift.model.factory import is_factory, make
-from zerodrift.model.runnable import runnable
 from zerodrift.model.safetensors import holds
-from zerodrift.model.sources import describe
+from zerodrift.model.sources import build_runnable, describe
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.build import build
 from zerodrift.plan.table import Plan
@@ -92,7 +91,7 @@ def _load_model(model: str | nn.Module, weights: str | os.PathLike[str] | None) 
         module = copy.deepcopy(model)
     else:
         factory = weights is None and is_factory(model) and not Path(model).exists()
-        module = make(model).train() if factory else runnable(model)
+        module = make(model).train() if factory else build_runnable(model)
         if weights is None and Path(model).is_dir() and holds(Path(model)):
             weights = model
     if weights is not None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from zerodrift.comm.collectives import DIRECT, HALVING
 from zerodrift.config import fields
-from zerodrift.config.plain import join
+from zerodrift.config.plain_tree import join
 from zerodrift.config.schema import Block, NonNegativeFloat, Positive, PositiveFloat
 from zerodrift.config.tree import Keys, TreeReader, tree_of
 from zerodrift.dtypes import DType
@@ -147,7 +147,7 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
         raise ConfigError("--simulate", must, got=repr(text), do=do)
     heading, tree, problems = tree_of(path, "cluster")
     reader = TreeReader(KEYS, problems)
-    cluster = reader.validated(reader.used(tree))
+    cluster = reader.validate(reader.select_used(tree))
     problems.raise_as(ConfigError, heading)
     if not isinstance(cluster, Cluster):
         raise AssertionError("a cluster that is not valid must have a problem")

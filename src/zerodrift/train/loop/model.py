@@ -27,9 +27,8 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
-from zerodrift.model.factory import call, is_factory, make
+from zerodrift.model.factory import attempt, call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed
-from zerodrift.model.meta import attempt
 from zerodrift.pipeline.cut import Parts
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, download, name_in_cache

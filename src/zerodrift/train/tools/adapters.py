@@ -26,7 +26,7 @@ from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.model.meta import attempt
+from zerodrift.model.factory import attempt
 from zerodrift.train.job import Lora
 
 CONFIG = "adapter_config.json"

@@ -17,9 +17,8 @@ from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.manifest import SHARED
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
-from zerodrift.model.factory import make
+from zerodrift.model.factory import attempt, make
 from zerodrift.model.huggingface import CONFIG
-from zerodrift.model.meta import attempt
 from zerodrift.train.data.tokenizer import FILES, MODELS, Tokenizer, TransformersTokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models

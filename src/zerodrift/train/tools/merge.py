@@ -20,8 +20,7 @@ from zerodrift.checkpoint.atomic import new_folder
 from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-from zerodrift.model.factory import importable
-from zerodrift.model.meta import attempt
+from zerodrift.model.factory import attempt, importable
 from zerodrift.train.data.hub import advice, path_of
 from zerodrift.train.data.tokenizer import has_tokenizer
 from zerodrift.train.job import Model

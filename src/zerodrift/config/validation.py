@@ -1,75 +1,69 @@
-"""What validation found wrong with a block of keys, in our words: where, what must hold, what it got.
+"""Turn pydantic's validation errors into problems of our own: the key, the requirement, the value.
 
-Used by whoever validates a block: `tree`, for files and dicts, and the constructors of the blocks themselves.
+`tree` uses this file for configs and dicts, and the constructors of the blocks for their arguments.
 
-Invariant: no finding of pydantic's leaves unsaid, and none leaves in pydantic's words.
+Invariant: every error of pydantic becomes a problem, and no message is in pydantic's words.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from zerodrift import dtypes
 from zerodrift.config import fields
-from zerodrift.config.plain import join, shown
+from zerodrift.config.plain_tree import join, shown
 from zerodrift.errors import Problems, did_you_mean
 
 Steps = tuple[str | int, ...]
+"""A path as its keys and list indices."""
+
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """How findings are told where they were made."""
+def add_errors(
+    problems: Problems,
+    error: ValidationError,
+    given: Mapping[str, Any],
+    root: type[BaseModel],
+    written: Callable[[Steps], str] | None = None,
+    doubtful: Collection[str] = (),
+    remedies: Mapping[str, str] | None = None,
+    free: str = "a block of arguments",
+) -> None:
+    """Add one problem for each key of `given` that pydantic found wrong with a block of class `root`.
 
-    root: type[BaseModel]
-    """The block that was validated."""
-    written: Callable[[Steps], str] = lambda steps: name_of(steps)
-    """A place as its user wrote it."""
-    doubtful: frozenset[str] = frozenset()
-    """Blocks in which nothing is called missing: what is missing there was probably misspelt."""
-    remedies: Mapping[str, str] = field(default_factory=dict)
-    """What to do about a value that is not accepted, where more can be said than what is."""
-    free: str = "a block of arguments"
-    """What a block of names that the schema does not know is called."""
-
-    def tell(self, error: ValidationError, given: Mapping[str, Any], problems: Problems) -> None:
-        """Every finding about what was given, each place once."""
-        lines = error.errors(include_url=False, include_context=False, include_input=False)
-        for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
-            value = _value_at(given, steps)
-            if value is not _MISSING or name_of(steps[:-1]) not in self.doubtful:
-                self._one(steps, value, problems)
-
-    def _one(self, steps: Steps, value: Any, problems: Problems) -> None:
-        path = self.written(steps)
-        kind = fields.kind_at(steps, self.root)
+    `written` spells a path as the user wrote it. A missing key in a `doubtful` block is not reported: the
+    block has an unknown key, probably a misspelling. `remedies` maps paths to advice about values that are
+    not accepted. `free` describes a block of names that the schema does not know.
+    """
+    lines = error.errors(include_url=False, include_context=False, include_input=False)
+    for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
+        value, path = _value_at(given, steps), (written or name_of)(steps)
+        kind = fields.kind_at(steps, root)
         if value is _MISSING:
-            if any(problem.where == path for problem in problems):
-                return  # what was written there is no value at all
-            doc = _docs(self.root)[".".join(map(str, steps))]
-            problems.add(path, f"must be given: {fields.admits(kind)}", do=doc)
-            return
-        if kind is None:
-            block = fields.block_of(fields.kind_at(steps[:-1], self.root))
+            # A value that could not be read at all has its problem already.
+            if name_of(steps[:-1]) not in doubtful and all(problem.where != path for problem in problems):
+                do = _docs(root)[".".join(map(str, steps))]
+                problems.add(path, f"must be given: {fields.admits(kind)}", do=do)
+        elif kind is None:
+            block = fields.block_of(fields.kind_at(steps[:-1], root))
             assert block is not None, "only a block refuses a key"
             do = did_you_mean(str(steps[-1]), block.model_fields)
             problems.add(path, f"must be a field of `{block.__name__}`", do=do)
-            return
-        generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
-        must = fields.must(kind, value).replace("a block of arguments", self.free)
-        do = self.remedies.get(generic) or _remedy(kind, value)
-        problems.add(path, must, got=shown(value), do=do)
+        else:
+            generic = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+            must = fields.must(kind, value).replace("a block of arguments", free)
+            do = (remedies or {}).get(generic) or _remedy(kind, value)
+            problems.add(path, must, got=shown(value), do=do)
 
 
 def name_of(steps: Steps) -> str:
-    """A place as schema and table spell it."""
+    """Return a path as the schema and the table spell it."""
     name = ""
     for step in steps:
         name = join(name, step)
@@ -82,8 +76,8 @@ def _docs(root: type[BaseModel]) -> dict[str, str]:
 
 
 def _located(given: Mapping[str, Any], location: Iterable[str | int], error: str) -> Steps:
-    """Where a finding is: pydantic's location without the names of the alternatives that it tried."""
-    location = tuple(location)
+    """Return pydantic's location of an error without the names of the alternatives that pydantic tried."""
+    *_, last = location = tuple(location)
     steps: list[str | int] = []
     value: Any = given
     for step in location:
@@ -92,12 +86,12 @@ def _located(given: Mapping[str, Any], location: Iterable[str | int], error: str
         if inside_dict or inside_list:
             steps.append(step)
             value = value[step]
-    return (*steps, location[-1]) if error == "missing" else tuple(steps)
+    return (*steps, last) if error == "missing" else tuple(steps)
 
 
-def _deepest(found: list[Steps]) -> list[Steps]:
-    """Each place once; a place inside another tells more than the one around it."""
-    unique = list(dict.fromkeys(found))
+def _deepest(paths: list[Steps]) -> list[Steps]:
+    """Keep each path once, and of a key and its block only the key, which says more."""
+    unique = list(dict.fromkeys(paths))
     around = {steps[:length] for steps in unique for length in range(len(steps))}
     return [steps for steps in unique if steps not in around]
 
@@ -112,7 +106,7 @@ def _value_at(given: Mapping[str, Any], steps: Steps) -> Any:
 
 
 def _remedy(kind: Any, value: Any) -> str:
-    """What to do about a value that is not accepted."""
+    """Return advice about a value that is not accepted."""
     if isinstance(value, str) and value == "auto":
         return '"auto" has no meaning here: write the value, or leave the key out.'
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Finds the key that was probably meant: misspelt, in another block, or written flat with dots.
+"""Suggestions for an unknown key: misspelt, in another block, or written flat with dots.
 
 Invariant: a suggestion is a key that `load` accepts in that place.
 """
@@ -11,15 +11,15 @@ import functools
 from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, fields
-from zerodrift.config.plain import join
+from zerodrift.config.plain_tree import join
 from zerodrift.config.schema import Config
 from zerodrift.errors import nearest
 
 MAX_WORDS = 3
 
 
-def suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
-    """A sentence for a key that is not known in the block called `name`, or nothing."""
+def suggest_key(key: str, block: type[BaseModel] | None, name: str) -> str:
+    """Return a sentence about a key that is unknown in the block called `name`, or an empty string."""
     if not name and is_path(key) and "." in key:
         return f"Nest it: `{key.replace('.', '` > `')}`."
     here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
@@ -42,23 +42,21 @@ def suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
 
 
 def is_path(key: str) -> bool:
-    """Whether it is the full path of a key that is known."""
+    """Return True if the text is the full path of a known key."""
     return deepspeed.find(key) is not None or key in _paths()
 
 
 @functools.cache
 def _paths() -> tuple[str, ...]:
-    """Every full path that may be written, what is used before what is ignored."""
+    """Return every full path that may be written, used keys before ignored ones."""
     ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
-    return (
-        *(key.path for key in fields.every_key(Config)),
-        *(key for key in ignored if not key.endswith(".*")),
-    )
+    paths = [key.path for key in fields.every_key(Config)]
+    return (*paths, *(key for key in ignored if not key.endswith(".*")))
 
 
 @functools.cache
 def _elsewhere() -> dict[str, tuple[str, ...]]:
-    """Last part of a path, in lower case -> the paths that end in it."""
+    """Map the last part of a path, in lower case, to the paths that end in it."""
     paths: dict[str, tuple[str, ...]] = {}
     for path in _paths():
         last = path.rpartition(".")[2].lower()

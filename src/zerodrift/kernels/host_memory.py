@@ -1,10 +1,10 @@
-"""Host memory of what rests between steps, apart from what comes and goes.
+"""Host memory of tensors that rest between steps, mapped outside of the heap.
 
-`malloc` cuts both from one heap, where what stays is scattered among what goes: the gaps that a step leaves
-are too small for the next one's buffers, and the heap grows. Memory that is mapped by itself leaves no gaps,
-and goes back to the system with its tensor.
+`malloc` would mix resting tensors with the buffers of a step in one heap. The gaps that one step leaves are
+then too small for the buffers of the next, and the heap grows. A separate mapping leaves no gaps, and returns
+to the system with its tensor.
 
-Invariant: a tensor of its own, contiguous and zero.
+Invariant: a tensor has memory of its own, contiguous and zero.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 
 LEAST = 1 << 20
-"""Bytes from which on memory is mapped: below, page by page, it costs more than it saves."""
+"""Bytes of the smallest mapped tensor: for smaller ones, whole pages cost more than they save."""
 
 
 def zeros(size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.zeros`, for what will rest."""
+    """Return zeros, as `torch.zeros` does, for a tensor that rests between steps."""
     shape = torch.Size([size] if isinstance(size, int) else size)
     count = shape.numel()
     if device.type != "cpu" or count * dtype.itemsize < LEAST or sys.platform != "linux":

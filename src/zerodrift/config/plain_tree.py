@@ -1,11 +1,11 @@
-"""Makes a plain tree of whatever was passed, and edits it: the values that JSON knows, and nothing else.
+"""Copy a config into a plain tree, which holds only the values of JSON, and apply overrides to the tree.
 
-A dict may hold sets, tensors, itself, or numbers that no machine word holds; a YAML file may share and
-multiply its parts. After this room a tree is a tree of bounded size, its own copy, with strings as keys,
-and every later step may walk it without care. A typed block becomes the dict of what was written in it, which
-still knows its class. How a path and a value are written in messages is also here.
+A dict may hold sets, tensors, itself, or numbers beyond 64 bits; a YAML file may share and multiply its
+parts. A plain tree is a copy of bounded size with strings as keys, so every later step may walk the tree
+safely. A typed block becomes a dict of its written fields, which remembers the class. `join` and `shown`
+spell paths and values in messages.
 
-Invariant: total. What is not plain becomes a problem with its path, never an exception.
+Invariant: a value that is not plain becomes a problem with its path, never an exception.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config.fields import spelled
-from zerodrift.config.read import WrittenBlock, parse_yaml
+from zerodrift.config.fields import spell_field
+from zerodrift.config.parser import SourceBlock, parse_yaml
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 
 MAX_DEPTH = 24
-"""Blocks and lists inside one another; configs have five."""
+"""Most blocks and lists inside one another; configs have five."""
 
 MAX_VALUES = 10_000
-"""Values in a config."""
+"""Most values in a config."""
 
 Tree = dict[str, Any]
 
 INTERVALS = ("steps_per_print",)
-"""Keys where infinity has a meaning: never."""
+"""Keys that accept infinity, which means never."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _STEP = re.compile(r"([^.\[\]]+)((?:\[\d{1,4}\])*)")
 
 
 def join(parent: str, part: object) -> str:
-    """A path one step longer: `a.b`, `a[0]`, and `a['odd key']` for what is not a name."""
+    """Append a key or an index to a path: `a.b`, `a[0]`, and `a['odd key']` for a key that is not a name."""
     if isinstance(part, int) and not isinstance(part, bool):
         return f"{parent}[{part}]"
     if isinstance(part, str) and _NAME.fullmatch(part):
@@ -47,7 +47,7 @@ def join(parent: str, part: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message: as a config file spells it, on one line, not too long."""
+    """Spell a value for a message, on one short line, as a config file would."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (Mapping, list, tuple)) and len(value) > 8:
@@ -59,23 +59,23 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def written(block: BaseModel) -> Tree:
-    """What was written in a typed block, by the names that a file has for it."""
+def collect_written(block: BaseModel) -> Tree:
+    """Return the written fields of a typed block, by their names in a file."""
     return {
-        spelled(name, field): value
+        spell_field(name, field): value
         for name, field in type(block).model_fields.items()
         if name in block.model_fields_set and (value := getattr(block, name)) is not None
     }
 
 
 def plain(value: object, problems: Problems) -> Tree:
-    """A plain copy of a block of keys."""
+    """Return a plain copy of a block of keys."""
     copied = _Copier(problems).copy(value, "", 0)
     return copied if isinstance(copied, dict) else {}
 
 
 class _Copier:
-    """Copies one tree, counting."""
+    """Copies one tree and counts its values."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -85,14 +85,13 @@ class _Copier:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             limit = f"{MAX_DEPTH} levels deep" if depth > MAX_DEPTH else f"{MAX_VALUES:,} values"
-            self._problems.add(
-                "config", f"must be at most {limit}", got="more", do="Is it the file you meant?"
-            )
+            must = f"must be at most {limit}"
+            self._problems.add("config", must, got="more", do="Is it the file you meant?")
             return None
         if isinstance(value, Mapping):
             return self._block(value, path, depth)
         if isinstance(value, BaseModel):
-            made = WrittenBlock(self._block(written(value), path, depth))
+            made = SourceBlock(self._block(collect_written(value), path, depth))
             made.kind = type(value)
             return made
         if isinstance(value, (list, tuple)):
@@ -109,7 +108,7 @@ class _Copier:
         return copies
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
-        for key in block.repeated if isinstance(block, WrittenBlock) else ():
+        for key in block.repeated if isinstance(block, SourceBlock) else ():
             self._problems.add(join(path, key), "must be written once", got="two of them", do="Keep one.")
         tree: Tree = {}
         for key, value in block.items():
@@ -146,7 +145,7 @@ class _Copier:
         return None
 
     def _is_text(self, text: str, path: str) -> bool:
-        """JSON may spell half of a surrogate pair, which no file can hold."""
+        """Return False for half of a surrogate pair, which JSON may spell and no file can hold."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -155,11 +154,8 @@ class _Copier:
         return True
 
 
-# --- overrides --------------------------------------------------------------------------------------
-
-
 def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
-    """Apply `dotted.path=value` texts in order; the value is YAML, and empty is null."""
+    """Apply `dotted.path=value` texts in order. The value is YAML, and an empty one is null."""
     for text in texts:
         path, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
         steps = _steps(path.strip())
@@ -182,7 +178,7 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
 
 
 def _steps(path: str) -> list[str | int]:
-    """`a.b[0].c` as its steps; empty for what is not a path."""
+    """Split a path such as `a.b[0].c`; return an empty list for a text that is not a path."""
     steps: list[str | int] = []
     for part in path.split("."):
         match = _STEP.fullmatch(part)
@@ -194,7 +190,7 @@ def _steps(path: str) -> list[str | int]:
 
 
 def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> None:
-    """Put a value at its place; blocks on the way are made, lists grow by one at their end."""
+    """Set the value at a path. Missing blocks are created, and a list may grow by one item."""
     place: Any = tree
     path = ""
     for step, following in zip(steps, [*steps[1:], None], strict=True):

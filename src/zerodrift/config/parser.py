@@ -1,11 +1,10 @@
-"""Reads a config file into plain values: JSON strictly, YAML by its 1.2 core schema.
+"""Parse a config file into plain values: JSON strictly, YAML by its 1.2 core schema.
 
-PyYAML follows YAML 1.1, where `1e-5` is a string, `on` is true, `010` is 8 and `1:30` is 90. Here the text
-goes through PyYAML's parser only, and scalars get the types of the 1.2 core schema: the ones a person
-expects. What the values mean is left to `load`.
+PyYAML follows YAML 1.1, where `1e-5` is a string, `on` is true, `010` is 8 and `1:30` is 90. Only PyYAML's
+parser is used, and scalars get the types of the YAML 1.2 core schema, as users expect.
 
-Invariant: only ConfigError leaves this room, with file, line and column where there is one; the values
-are dicts, lists, strings, numbers, booleans and None, and a dict knows which of its keys came twice.
+Invariant: every failure is a ConfigError, with file, line and column if known. The values are dicts, lists,
+strings, numbers, booleans and None, and a dict remembers its repeated keys.
 """
 
 from __future__ import annotations
@@ -23,27 +22,26 @@ from zerodrift.errors import ConfigError, nearest
 from zerodrift.files import opened
 
 MAX_BYTES = 1_000_000
-"""Of a file: hundreds of times the longest config we know of."""
+"""Largest file: hundreds of times the longest known config."""
 
 MAX_DIGITS = 400
-"""Of a whole number. Beyond, Python's own conversion may refuse; such a number is refused anyway."""
-
+"""Digits of a whole number that are converted. A number with more digits is refused in any case."""
 
 MAX_NODES = 20_000
-"""Of a YAML text, keys included: as many values as a config may hold, each with a key."""
+"""Most YAML nodes in a file: as many values as a config may hold, each with a key."""
 
 
-class WrittenBlock(dict[Any, Any]):
-    """A dict that remembers how it was written."""
+class SourceBlock(dict[Any, Any]):
+    """A dict that remembers how its source spelled it."""
 
     repeated: tuple[Any, ...] = ()
-    """The keys that were there more than once."""
+    """Keys that occur more than once in the source."""
     kind: type | None = None
-    """The class of the typed block that it was."""
+    """Class of a typed block; None for a dict or a file."""
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The values in a file: `.json` is JSON, `.yaml` and `.yml` are YAML, else whatever it looks like."""
+    """Read a file: `.json` as JSON, `.yaml` and `.yml` as YAML, any other by its first character."""
     name, text = _text(path)
     suffix = os.path.splitext(name)[1].lower()
     if not text.strip():
@@ -54,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The values in a YAML text; `name` is what messages call it."""
+    """Parse a YAML text; messages call the text `name`."""
     loader = None
     try:
         loader = _Core(text)
@@ -70,7 +68,7 @@ def parse_yaml(text: str, name: str) -> Any:
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
     except (ValueError, OverflowError) as error:
-        # PyYAML lets these out of the scanner, for escapes beyond Unicode.
+        # PyYAML's scanner raises these for escapes beyond Unicode.
         _refuse(name, "must be valid YAML", str(error))
     finally:
         if loader is not None:
@@ -81,11 +79,8 @@ def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
     raise ConfigError(where, must, got=got, do=todo) from None
 
 
-# --- bytes to text ----------------------------------------------------------------------------------
-
-
 def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The name of a file, for messages, and its text."""
+    """Return the name of a file, for messages, and its text."""
     name = os.fsdecode(path)
     if name.lstrip().startswith("{"):
         _refuse("config", "must be a path or a dict", "a text that looks like JSON", "Parse it first.")
@@ -93,7 +88,8 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
         with opened(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        _refuse(name, "must exist", f"no such file{_looked_in(name)}", _neighbour(name))
+        looked = "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
+        _refuse(name, "must exist", f"no such file{looked}", _neighbour(name))
     except IsADirectoryError:
         _refuse(name, "must be a file", "a folder", "Name the config in it.")
     except OSError as error:
@@ -109,22 +105,14 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
         _refuse(name, "must be UTF-8 text", what, "Save it as UTF-8.")
 
 
-def _looked_in(name: str) -> str:
-    """The folder that a relative path is looked for in."""
-    return "" if os.path.isabs(os.path.expanduser(name)) else f" (looked for in {os.getcwd()})"
-
-
 def _neighbour(name: str) -> str:
-    """A file of nearly that name in the same folder, as a question."""
+    """Ask about a file with nearly that name in the same folder."""
     folder = Path(name).parent
     try:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     except OSError:
         names = []
     return "".join(f"Did you mean `{folder / near}`?" for near in nearest(Path(name).name, names))
-
-
-# --- JSON -------------------------------------------------------------------------------------------
 
 
 def _json(text: str, name: str) -> Any:
@@ -137,8 +125,8 @@ def _json(text: str, name: str) -> Any:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> WrittenBlock:
-    block = WrittenBlock(pairs)
+def _pairs(pairs: list[tuple[str, Any]]) -> SourceBlock:
+    block = SourceBlock(pairs)
     block.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     return block
 
@@ -148,7 +136,7 @@ def _bounded_integer(digits: str) -> int:
 
 
 def _json_hint(text: str, position: int) -> str:
-    """What to do about the usual slips."""
+    """Return advice about a usual slip, or an empty string."""
     rest, before = text[position:].lstrip(), text[:position].rstrip()
     if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments: remove it, or write YAML, where # starts one."
@@ -159,9 +147,6 @@ def _json_hint(text: str, position: int) -> str:
     if re.match(r"(True|False|None)\b", rest):
         return "JSON spells these true, false and null."
     return ""
-
-
-# --- YAML -------------------------------------------------------------------------------------------
 
 
 class _Core(yaml.SafeLoader):
@@ -192,7 +177,7 @@ for _kind, _pattern, _first in (
 
 
 class _Builder:
-    """Nodes to values. An alias gives the very object of its anchor."""
+    """Turns YAML nodes into values. An alias yields the same object as its anchor."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -204,7 +189,7 @@ class _Builder:
         if id(node) in self._made:
             return self._made[id(node)]
         if id(node) in self._open:
-            self._refuse("must not contain itself", "an alias of what it is in", node)
+            self._refuse("must not contain itself", "an alias of the block or list around it", node)
         self._open.add(id(node))
         built = self._build(node)
         self._open.discard(id(node))
@@ -234,7 +219,7 @@ class _Builder:
         except (KeyError, ValueError):
             self._refuse(f"must hold a value of its tag {kind}", ascii(text)[:60], node)
 
-    def _mapping(self, node: yaml.MappingNode) -> WrittenBlock:
+    def _mapping(self, node: yaml.MappingNode) -> SourceBlock:
         written: dict[Any, Any] = {}
         merged: dict[Any, Any] = {}
         repeated = []
@@ -248,12 +233,12 @@ class _Builder:
             if key in written:
                 repeated.append(key)
             written[key] = self.value(value_node)
-        block = WrittenBlock(merged | written)
+        block = SourceBlock(merged | written)
         block.repeated = tuple(repeated)
         return block
 
     def _merge(self, node: yaml.Node) -> dict[Any, Any]:
-        """`<<: *anchor` or a list of them; the first to name a key wins."""
+        """Merge the blocks of `<<: *anchor` or of a list of anchors; the first block with a key wins."""
         sources = self.value(node)
         out: dict[Any, Any] = {}
         for source in sources if isinstance(sources, list) else [sources]:
