@@ -118,13 +118,19 @@ _SPELLINGS: dict[str, DType] = {
     "double": DType.FP64,
 }
 
-ADMITTED: Mapping[str, tuple[DType, ...]] = dict.fromkeys(
-    (
-        *("storage", "gather", "compute", "grad", "accumulate", "reduce.wire", "reduce.sum"),
-        *("export", "buffers"),
-    ),
-    (DType.FP32, DType.BF16, DType.FP16),
-)
+_TRAINING = (DType.FP32, DType.BF16, DType.FP16)
+
+ADMITTED: Mapping[str, tuple[DType, ...]] = {
+    "storage": _TRAINING,
+    "gather": _TRAINING,
+    "compute": _TRAINING,
+    "grad": _TRAINING,
+    "accumulate": _TRAINING,
+    "reduce.wire": _TRAINING,
+    "reduce.sum": _TRAINING,
+    "export": _TRAINING,
+    "buffers": _TRAINING,
+}
 """Column -> its dtypes in a config. `master` and `state` have other values."""
 
 BLOCK = 256
