@@ -43,9 +43,8 @@ from zerodrift.optim.factory import make_updater
 from zerodrift.optim.fused import update_on_device
 from zerodrift.optim.rounding import block_keys
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Owned
-from zerodrift.optim.updates import Hyper, UpdateStep
+from zerodrift.optim.updates import Hyper, Statistics, UpdateStep
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Master, State

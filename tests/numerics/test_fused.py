@@ -19,8 +19,7 @@ from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.optim import fused
 from zerodrift.optim.rounding import block_keys, parameter_key, round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read, write
-from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update
+from zerodrift.optim.updates import Hyper, Root, Statistics, UpdateStep, reference_update
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.policy.nouns import Master, State
 

@@ -18,8 +18,7 @@ from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
 from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updates import UpdateStep
+from zerodrift.optim.updates import Statistics, UpdateStep
 
 STAGES = (0, 1, 2, 3)
 STATES = ("fp32", "bf16-stochastic", "8bit")

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.optim import flat
 from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.torch_optimizer import dtype_name, group_of
 from zerodrift.optim.updater import Counters
+from zerodrift.optim.updates import Statistics
 from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import ComponentSpec

@@ -258,8 +258,8 @@ def _store_master(p, storage, master, at, mask, kind: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stochastic"])
 def update(
-    grad,  # fp32, fp16, or the bits of bf16
-    storage,  # likewise
+    storage,  # fp32, fp16, or the bits of bf16
+    grad,  # likewise
     master,  # fp32, int16, or None
     moment1,  # or None, as everything below but `table`
     moment2,

@@ -24,38 +24,26 @@ def add_up(total: Tensor, parts: Sequence[Tensor] | Tensor, *, tree: bool) -> bo
 
     Return False if this case is not compiled.
     """
-    kind = parts[0].dtype
-    if len(parts) <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
+    kind, count = parts[0].dtype, len(parts)
+    if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
         return False
-    if total.device.type == "cpu":
-        return _compiled(total, parts, tree)
-    if tree or not isinstance(parts, Tensor) or not parts.is_contiguous() or not device.works(total.device):
-        return False
-    device.sums(parts, total)
-    return True
-
-
-def _compiled(total: Tensor, parts: Sequence[Tensor] | Tensor, tree: bool) -> bool:
+    if total.device.type != "cpu":
+        if tree or not isinstance(parts, Tensor) or not parts.is_contiguous():
+            return False
+        if not device.works(total.device):
+            return False
+        device.sums(parts, total)
+        return True
     built = native.library()
     if built is None:
         return False
     if isinstance(parts, Tensor):
-        addresses = np.arange(parts.shape[0], dtype=np.int64) * (parts.stride(0) * parts.itemsize)
-        addresses += parts.data_ptr()
-        kind = parts.dtype
+        addresses = np.arange(count, dtype=np.int64) * (parts.stride(0) * parts.itemsize) + parts.data_ptr()
     else:
         addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-        kind = parts[0].dtype
-    types = native.TYPES[kind], native.TYPES[total.dtype]
-    threads = torch.get_num_threads()
-    built.sums(
-        total.numel(),
-        len(addresses),
-        addresses.ctypes.data,
-        types[0],
-        total.data_ptr(),
-        types[1],
-        int(tree),
-        threads,
+    source, target = (
+        (addresses.ctypes.data, native.TYPES[kind]),
+        (total.data_ptr(), native.TYPES[total.dtype]),
     )
+    built.sums(total.numel(), count, *source, *target, int(tree), torch.get_num_threads())
     return True

@@ -27,9 +27,8 @@ from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
-from zerodrift.optim.updates import Hyper, Root, UpdateStep
+from zerodrift.optim.updates import Hyper, Root, Statistics, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, check_arguments

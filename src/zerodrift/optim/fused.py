@@ -29,8 +29,16 @@ from zerodrift.kernels.probe import contraction, vector_root
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
-from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updates import ARITHMETIC, Coefficients, Root, UpdateStep, check_step, reference_update
+from zerodrift.optim.updates import (
+    ARITHMETIC,
+    Coefficients,
+    Root,
+    Statistics,
+    UpdateStep,
+    account,
+    check_step,
+    reference_update,
+)
 from zerodrift.policy.nouns import Master, State
 
 UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
@@ -52,12 +60,12 @@ def update(
     scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
-    gradient = gradient.contiguous()
-    library = compiled_for(of.storage.device, step)
+    gradient, where = gradient.contiguous(), of.storage.device
+    library = compiled_for(where, step)
     if library is not None:
         if of.numel:
             _update_compiled(library, scheme, of, gradient, step, statistics)
-    elif ARITHMETIC[step.algorithm].compiled is not None and device.works(of.storage.device):
+    elif ARITHMETIC[step.algorithm].compiled is not None and device.works(where):
         if of.numel:
             update_on_device(scheme, of, gradient, step, statistics)
     else:
@@ -78,6 +86,14 @@ def _needs_torch_root(step: UpdateStep) -> bool:
     return step.root is Root.TORCH and ARITHMETIC[step.algorithm].roots
 
 
+@functools.cache
+def _warn_of_roots() -> None:
+    _log.warning(
+        "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
+        "`torch.optim` bit for bit run in plain PyTorch"
+    )
+
+
 # --- compiled, on a CPU -----------------------------------------------------------------------------------
 
 
@@ -94,14 +110,6 @@ class _Update(ctypes.Structure):
     )
 
 
-@functools.cache
-def _warn_of_roots() -> None:
-    _log.warning(
-        "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
-        "`torch.optim` bit for bit run in plain PyTorch"
-    )
-
-
 def _update_compiled(
     library: native.Library,
     scheme: Scheme,
@@ -115,39 +123,22 @@ def _update_compiled(
         least, most = map(int, torch.aminmax(of.groups))
         if least < 0 or most >= len(step.hypers):
             raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {least} to {most}")
-    table = coefficient_table(step)
-    root = vector_root() if _needs_torch_root(step) else None
-    moments = [moment.data_ptr() for moment in of.moments] + [None, None]
-    scales = [scale.data_ptr() for scale in of.scales] + [None, None]
-    codes = blockwise.tables(of.storage.device) if of.scales else None
+    table, root = coefficient_table(step), vector_root() if _needs_torch_root(step) else None
+    counted = None if statistics is None else statistics.blocks
+    tensors = (gradient, of.storage, *_others(of), of.groups, of.keys, table)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     call = _Update(
-        numel=of.numel,
-        stochastic=step_key(step.number),
-        grad=gradient.data_ptr(),
-        storage=of.storage.data_ptr(),
-        master=_address(of.master),
-        moment1=moments[0],
-        moment2=moments[1],
-        scale1=scales[0],
-        scale2=scales[1],
-        codes=_address(codes),
-        groups=_address(of.groups),
-        keys=_address(of.keys),
-        table=table.data_ptr(),
-        root=root.address if root is not None else None,
-        statistics=_address(statistics.blocks if statistics is not None else None),
-        grad_type=native.TYPES[gradient.dtype],
-        storage_type=native.TYPES[of.storage.dtype],
-        master_kind=MASTERS[scheme.master],
-        state_kind=_state_number(scheme, of),
-        algorithm=_algorithm_number(step),
-        threads=torch.get_num_threads(),
+        of.numel,
+        step_key(step.number),
+        *addresses,
+        None if root is None else root.address,
+        None if counted is None else counted.data_ptr(),
+        native.TYPES[gradient.dtype],
+        native.TYPES[of.storage.dtype],
+        *_kinds(scheme, of, step).values(),
+        torch.get_num_threads(),
     )
     library.update(ctypes.addressof(call))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 # --- Triton, on a GPU -------------------------------------------------------------------------------------
@@ -181,25 +172,15 @@ def _launch(
     table: Tensor,
     wanted: Tensor | None = None,
 ) -> None:
+    once, keys = contraction(), of.keys if scheme.state.drawn and of.moments else None
     device.update(
-        device.UpdateTensors(
-            numel=of.numel,
-            stochastic=step_key(step.number),
-            grad=gradient,
-            storage=of.storage,
-            master=of.master,
-            moments=of.moments,
-            scales=of.scales,
-            codes=blockwise.tables(of.storage.device) if of.scales else None,
-            groups=of.groups,
-            keys=of.keys if scheme.state.drawn and of.moments else None,
-            table=table,
-            wanted=wanted,
-            master_kind=MASTERS[scheme.master],
-            state_kind=_state_number(scheme, of),
-            algorithm=_algorithm_number(step),
-            contraction=contraction(),
-        )
+        of.storage,
+        (gradient, *_others(of), of.groups, keys, table, wanted),
+        step_key(step.number),
+        fma_add=once.add,
+        fma_addcmul=once.addcmul,
+        fma_lerp=once.lerp,
+        **_kinds(scheme, of, step),
     )
 
 
@@ -216,19 +197,23 @@ def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
     )
 
 
-# --- choices as numbers -----------------------------------------------------------------------------------
+# --- what both are given ------------------------------------------------------------------------------------
 
 
-def _algorithm_number(step: UpdateStep) -> int:
-    number = ARITHMETIC[step.algorithm].compiled
-    if number is None:
+def _others(of: SliceTensors) -> tuple[Tensor | None, ...]:
+    """Return the master, two moments, their two scales and the codes of scales, or None for each."""
+    moments, scales = (*of.moments, None, None)[:2], (*of.scales, None, None)[:2]
+    return (of.master, *moments, *scales, blockwise.tables(of.storage.device) if of.scales else None)
+
+
+def _kinds(scheme: Scheme, of: SliceTensors, step: UpdateStep) -> dict[str, int]:
+    """Return the choices that are made once per slice, as numbers."""
+    algorithm = ARITHMETIC[step.algorithm].compiled
+    if algorithm is None:
         raise AssertionError(f"{step.algorithm} has no compiled update")
-    return number
-
-
-def _state_number(scheme: Scheme, of: SliceTensors) -> int:
     # A slice without moments has no scales or codes to read, whatever its column says.
-    return STATES[scheme.state if of.moments else State.FP32]
+    state = STATES[scheme.state if of.moments else State.FP32]
+    return {"master_kind": MASTERS[scheme.master], "state": state, "algorithm": algorithm}
 
 
 def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:

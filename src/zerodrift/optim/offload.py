@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters, Owned, Updater, Written, no_callback
+from zerodrift.optim.updates import Statistics
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""

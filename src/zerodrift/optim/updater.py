@@ -17,7 +17,7 @@ import torch
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.updates import Statistics
 from zerodrift.plan.table import Plan, Row, Segment
 from zerodrift.policy.nouns import Update
 

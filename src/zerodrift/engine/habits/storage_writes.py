@@ -19,7 +19,7 @@ import torch
 from zerodrift.engine.step.segment import FlatSegment, are_missing, is_due, missing_value
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels.prints import BYTES, prints
+from zerodrift.kernels.digests import BYTES, prints
 from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Master

@@ -25,9 +25,8 @@ from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import device, squares
 from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.statistics import COLUMNS
 from zerodrift.optim.updater import Updater
-from zerodrift.optim.updates import reference_update
+from zerodrift.optim.updates import COLUMNS, reference_update
 from zerodrift.plan.table import Plan, Row
 from zerodrift.report.updates import UpdateLine, UpdateReport
 
@@ -112,7 +111,7 @@ PLACES = squares.DIGITS + 1
 def collect_statistics(
     plan: Plan, trained: Sequence[TrainedSegment], updater: Updater | None, comm: Collectives, step: int
 ) -> UpdateReport:
-    """Add up the statistics of update `step` (`optim/statistics.py`) per trained parameter, over all ranks.
+    """Add up the statistics of update `step` (`optim/updates.py`) per trained parameter, over all ranks.
     It takes one collective per axis that masters are sharded on."""
     if not plan.policy.statistics:
         raise UnsupportedError(
