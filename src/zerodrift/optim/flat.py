@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -112,12 +112,10 @@ class FlatUpdater:
                     continue  # Muon's group
                 verdict = state_verdict(state, "native", group["betas"][1])
                 if verdict.status == "no":
-                    raise UnsupportedError(
-                        f"optimizer.param_groups[{number}]",
-                        f"must have a beta2 that `state: {state}` can follow",
-                        got=f"{group['betas'][1]}, and {verdict.reason}",
-                        do="Lower the beta2 of the group, or use `state: fp32`.",
-                    )
+                    must = f"must have a beta2 that `state: {state}` can follow"
+                    got = f"{group['betas'][1]}, and {verdict.reason}"
+                    do = "Lower the beta2 of the group, or use `state: fp32`."
+                    raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
     # --- groups -----------------------------------------------------------------------------------------
 
@@ -163,27 +161,25 @@ class FlatUpdater:
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         if len(self._algorithm.kept(self.groups.param_groups)) > self._moments:
-            raise UnsupportedError(
-                self._algorithm.moments_with,
-                f"must be above 0 when the engine is made, where it is set later in {self._algorithm.name}",
-                got="0 then",
-                do="Make the optimizer with it, or the schedule without (`cycle_momentum=False`).",
-            )
+            name = self._algorithm.name
+            must = f"must be above 0 when the engine is made, where it is set later in {name}"
+            do = "Make the optimizer with it, or the schedule without (`cycle_momentum=False`)."
+            raise UnsupportedError(self._algorithm.moments_with, must, got="0 then", do=do)
         step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
         for number in sorted(gradients, key=self._matrices.__contains__):
             if number in self._matrices:
                 self._update_matrices(number, gradients[number], step)
             else:
+                scheme, of, room = self._schemes[number], self._slices[number], self.statistics.get(number)
                 before = self._values_to_keep(number)
-                room = self.statistics.get(number)
-                self._update_slice(self._schemes[number], self._slices[number], gradients[number], step, room)
+                self._update_slice(scheme, of, gradients[number], step, room)
                 for tensor, span, values in before:
                     tensor[span] = values
             written(number)
         self._steps += 1
-        if self._skipped - self._matrix_rows:
-            for name in self._skipped - self._matrix_rows:
-                self._steps_missed[name] = self._steps_missed.get(name, 0) + 1
+        late = self._skipped - self._matrix_rows
+        if late:
+            self._steps_missed |= {name: self._steps_missed.get(name, 0) + 1 for name in late}
             self._refresh_tables()
         # torch's schedulers read it, to warn of a schedule that runs ahead (torch 2.13 to 2.15).
         self.groups._opt_called = True  # type: ignore[attr-defined]
@@ -283,30 +279,27 @@ def block_keys_of(piece: Owned) -> torch.Tensor:
     return keys.to(piece.storage.device)
 
 
+_NUMBERS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "dampening"), float),
+    **dict.fromkeys(("nesterov", "maximize"), bool),
+    "betas": lambda betas: (float(betas[0]), float(betas[1])),
+}
+"""Fields of `Hyper` that a parameter group may set -> conversion."""
+
+
 def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
-    given = {key: value for key, value in group.items() if value is not None}
-    beta1, beta2 = given.get("betas", (0.9, 0.999))
-    return Hyper(
-        lr=float(given["lr"]),
-        step=step,
-        betas=(float(beta1), float(beta2)),
-        eps=float(given.get("eps", 1e-8)),
-        weight_decay=float(given.get("weight_decay", 0.0)),
-        momentum=float(given.get("momentum", 0.0)),
-        dampening=float(given.get("dampening", 0.0)),
-        nesterov=bool(given.get("nesterov", False)),
-        maximize=bool(given.get("maximize", False)),
-    )
+    given = {key: convert(group[key]) for key, convert in _NUMBERS.items() if group.get(key) is not None}
+    return Hyper(step=step, **given)
 
 
 # --- from a config --------------------------------------------------------------------------------------
 
 
-def from_recipe(
-    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, update_slice: UpdateFunction = update
-) -> FlatUpdater:
+def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction = update) -> FlatUpdater:
     """Return the updater of a config's `optimizer` block. Its groups hold numbers, and no parameters."""
-    algorithm, defaults = arguments(recipe)
+    if plan.policy.optimizer is None:
+        raise AssertionError("neither an optimizer nor a recipe for one")
+    algorithm, defaults = arguments(plan.policy.optimizer)
     groups = _muon_groups(defaults) if algorithm is MUON else [defaults]
     empty = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
     group_of = {
