@@ -13,7 +13,6 @@ Invariant: an update is one multiplication of the gradient in fp32, and then tor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.group import LiveGroup, Member
 from zerodrift.optim import flat
 from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
-from zerodrift.optim.torch_optimizer import dtype_name, group_of
+from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
 from zerodrift.optim.updater import Counters
 from zerodrift.optim.updates import Statistics
 from zerodrift.optimizers import SGD
@@ -130,7 +129,9 @@ class TensorUpdater:
 
     def _moments(self, member: Member) -> dict[str, torch.Tensor]:
         state = self.groups.state.get(member.sharded, {})
-        return {key: value.to_local().view(-1) for key, value in state.items() if _is_moment(value, member)}
+        shape = member.sharded.shape
+        moments = {k: v for k, v in state.items() if isinstance(v, DTensor) and v.shape == shape}
+        return {key: value.to_local().view(-1) for key, value in moments.items()}
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         dtypes = [held.dtype for m in self._pieces[number] for held in self._moments(m).values()]
@@ -145,27 +146,18 @@ class TensorUpdater:
     def counters(self) -> Counters:
         if self._algorithm is not None:
             return {"": {"steps": self._steps}}
-        counters: Counters = {}
-        for member in self._updated:
-            if member.sharded in self.groups.state:
-                mine = counters[member.row.name] = {}
-                for key, value in self.groups.state[member.sharded].items():
-                    mine[key] = dtype_name(value) if _is_moment(value, member) else value
-        return counters
+        state = self.groups.state
+        held = [member for member in self._updated if member.sharded in state]
+        return {member.row.name: saved_state(state[member.sharded], member.sharded) for member in held}
 
     def set_counters(self, counters: Counters) -> None:
         if self._algorithm is not None:
             self._set_steps(int(counters[""]["steps"]))
             return
         for member in self._updated:
-            mine = counters.get(member.row.name)
-            if mine is not None:
-                self.groups.state[member.sharded] = {
-                    key: torch.zeros_like(member.sharded, dtype=getattr(torch, value), requires_grad=False)
-                    if isinstance(value, str)
-                    else copy.deepcopy(value)
-                    for key, value in mine.items()
-                }
+            if member.row.name in counters:
+                mine = loaded_state(counters[member.row.name], member.sharded)
+                self.groups.state[member.sharded] = mine
 
     def _set_steps(self, steps: int) -> None:
         """Make the state that torch would have made by now."""
@@ -189,11 +181,6 @@ class TensorUpdater:
         if (name and name not in self.group_of) or not counters[""]["steps"]:
             return ()
         return self._algorithm.kept(self.groups.param_groups)
-
-
-def _is_moment(value: object, member: Member) -> bool:
-    """Return whether a piece of an optimizer's state has a value for every element."""
-    return isinstance(value, DTensor) and value.shape == member.sharded.shape
 
 
 def _from_recipe(recipe: ComponentSpec, members: Sequence[Member]) -> torch.optim.Optimizer:

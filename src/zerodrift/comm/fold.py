@@ -87,7 +87,13 @@ def fold(
     `spare` holds the sum if it cannot be formed in `out`: in `how.dtype`, at least as long, or one of two
     parts.
     """
-    if _forms_in(out, parts, how):
+    # Only the first addition may read what `out` holds.
+    can_hold = out.dtype is how.dtype and not how.add
+    if isinstance(parts, torch.Tensor):
+        can_hold = can_hold and parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    else:
+        can_hold = can_hold and all(part.data_ptr() != out.data_ptr() for part in parts[2:])
+    if can_hold:
         total = out
     elif spare is None:
         total = torch.empty_like(out, dtype=how.dtype)
@@ -152,15 +158,6 @@ def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
             sums[left] = parts[left].to(total.dtype, copy=True).add_(other)
     if len(parts) == 1:
         total.copy_(parts[0])
-
-
-def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum) -> bool:
-    """Return whether `out` may hold the running sum: only the first addition may read it."""
-    if out.dtype is not how.dtype or how.add:
-        return False
-    if isinstance(parts, torch.Tensor):
-        return parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-    return all(part.data_ptr() != out.data_ptr() for part in parts[2:])
 
 
 def _divide(total: torch.Tensor, divisor: float) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.errors import missing
 from zerodrift.comm.shared_errors import Alarm
 from zerodrift.engine.executor import BatchRunner, batch_on
 from zerodrift.engine.native import NativeExecutor
@@ -214,7 +213,7 @@ class PipelineExecutor(NativeExecutor):
                 return refused
             if own is not None or isinstance(error, ZerodriftError) or not isinstance(error, RuntimeError):
                 return own or error
-            lost = missing("message", self.comm.mesh.axis("pipeline"), error)
+            lost = self.comm.mesh.axis("pipeline").missing("message", error)
             lost.__cause__ = error
             return lost
         return None
