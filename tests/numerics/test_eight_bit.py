@@ -79,31 +79,6 @@ def test_stages_and_world_sizes_are_the_same_bits(kind: str, steps: int, worlds:
     assert all(value.any() for state in runs[0].states.values() for value in state.values())
 
 
-def interrupted() -> tuple[Run, Run, bool]:
-    """A run, the same run whose moments are read and written back on the way, and whether they are coded."""
-    runs = []
-    for touch in (False, True):
-        engine = engine_of(3)
-        train(engine, 5)
-        if touch:
-            for row in engine.plan.rows:
-                for key, value in engine.parameter(row.name).state.items():
-                    engine.parameter(row.name).state[key] = value
-                    assert torch.equal(engine.parameter(row.name).state[key], value)
-        held = engine.parameter("layers.0.mlp.up.weight").state["exp_avg_sq"].flatten()
-        coded = held.view(-1, 256).unique().numel() < held.numel() // 2
-        runs.append(train(engine, 5))
-        engine.destroy()
-    return runs[0], runs[1], coded
-
-
-@pytest.mark.long
-def test_moments_that_are_read_and_written_back_are_the_same_moments() -> None:
-    for undisturbed, touched, coded in run_ranks(interrupted, 2):
-        assert undisturbed.differs(touched) == []
-        assert coded, "moments take few values"
-
-
 def test_a_written_moment_is_the_nearest_that_can_be_held() -> None:
     (found,) = run_ranks(written, 1)
     for given, held in found:

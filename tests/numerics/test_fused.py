@@ -18,7 +18,7 @@ from zerodrift.kernels import build, native
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.optim import fused
 from zerodrift.optim.rounding import block_keys, parameter_key, round_away
-from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read, write
+from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read
 from zerodrift.optim.updates import Hyper, Root, Statistics, UpdateStep, reference_update
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.policy.nouns import Master, State
@@ -342,40 +342,6 @@ def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> N
         fused.update(whole, other, gradient, step)
         assert other.master is not None and torch.equal(one.storage, round_away(other.master))
     assert torch.equal(read(halves, one), read(whole, other))
-
-
-def test_without_compiled_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
-    one, other = make(scheme), make(scheme)
-    gradient, step = gradient_of(NUMEL, 1), step_of(optimizers.ADAMW, 1)
-    fused.update(scheme, one, gradient, step)
-    monkeypatch.setattr(native, "library", lambda: None)
-    fused.update(scheme, other, gradient, step)
-    assert_equal(one, other)
-
-
-def test_a_strided_gradient_is_accepted() -> None:
-    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
-    one, other = make(scheme), make(scheme)
-    gradient = torch.stack([gradient_of(NUMEL, 1)] * 2, 1)[:, 0]
-    fused.update(scheme, one, gradient, step_of(optimizers.ADAMW, 1))
-    fused.update(scheme, other, gradient.contiguous(), step_of(optimizers.ADAMW, 1))
-    assert_equal(one, other)
-
-
-@pytest.mark.parametrize(("storage", "master"), MASTERS, ids=str)
-def test_masters_read_what_was_written(storage: DType, master: Master) -> None:
-    scheme = Scheme(storage, master, State.FP32)
-    mine = make(scheme)
-    values = torch.randn(512, generator=generator(4))
-    write(scheme, mine, values, start=256)
-    expected = values if master is not Master.SAME else mine.storage[256:768].float()
-    assert torch.equal(read(scheme, mine, 256, 768), expected)
-    if master is not Master.SPLIT:
-        assert torch.equal(mine.storage[256:768], values.to(storage.torch))
-    before = read(scheme, mine).clone()
-    read(scheme, mine).zero_()
-    assert torch.equal(read(scheme, mine), before), "what is read is a copy"
 
 
 @pytest.mark.parametrize(

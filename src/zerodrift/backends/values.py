@@ -12,6 +12,7 @@ bit. Over all ranks the shares are every element of the model, each exactly once
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -180,7 +181,9 @@ class DTensorShard:
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
-        self.numel = sum(member.range.numel for member in members)
+        ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
+        self.numel = ends[-1]
+        self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]
         self.held = self.filled = tuple(_spans(members, 0, self.numel))
         index, copies = copy
         self.share = tuple(_spans(members, *(self.numel * n // copies for n in (index, index + 1))))
@@ -200,22 +203,31 @@ class DTensorShard:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
-        return {} if self._updater is None else self._updater.states(self.number)
+        moments: dict[str, torch.Tensor] = {}
+        for member, place in self._places:
+            for key, held in self._moments_of(member).items():
+                if key not in moments:
+                    moments[key] = torch.zeros(self.numel, device=held.device)
+                moments[key][place] = held
+        return moments
 
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
-        start = 0
-        for member in self._members:
-            member.storage().copy_(values[start : start + member.range.numel])
-            start += member.range.numel
+        for member, place in self._places:
+            member.storage().copy_(values[place])
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         self.set_weights(values)
 
+    @torch.no_grad()
     def set_moment(self, key: str, values: torch.Tensor) -> None:
-        if self._updater is None:
-            raise AssertionError(f"segment {self.number} has no optimizer")
-        self._updater.set_state(self.number, key, values)
+        for member, place in self._places:
+            held = self._moments_of(member).get(key)
+            if held is not None:
+                held.copy_(values[place])
+
+    def _moments_of(self, member: Member) -> dict[str, torch.Tensor]:
+        return {} if self._updater is None else self._updater.moments(member.row.name)
 
 
 def pieces(
