@@ -68,7 +68,7 @@ def step_of(algorithm: Algorithm, number: int, root: Root = Root.EXACT) -> Updat
         Hyper(1e-2, number, (0.3, 0.95), 1e-6, momentum=0.0, dampening=0.3),
         Hyper(3e-4, number, (0.95, 0.98), weight_decay=0.01, momentum=0.8, nesterov=True, maximize=True),
     )
-    return UpdateStep(algorithm, hypers, number, torch.tensor(0.37), root)
+    return UpdateStep(algorithm, hypers, number, 0.37, root)
 
 
 def moments_of(algorithm: Algorithm) -> int:

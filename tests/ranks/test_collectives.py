@@ -1,7 +1,7 @@
 """Collectives on real ranks: the bits of sums, what is recorded, handles, missing ranks, disagreement.
 
 Every rank can make every rank's values (`values_of`), so each computes the reference for itself: a plain
-loop over ranks in order, divided in fp64. Functions whose name has no `test_` run on the ranks.
+loop over ranks in order. Functions whose name has no `test_` run on the ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
-from zerodrift.comm.fold import Sum, fold
+from zerodrift.comm.fold import Sum
 from zerodrift.comm.mesh import start
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import DType
@@ -51,7 +50,6 @@ def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> t
     total = first.to(how.dtype)
     for part in others:
         total = (total.to(FP64) + part.to(FP64)).to(how.dtype)
-    total = (total.to(FP64) / how.divisor).to(how.dtype)
     if not how.add:
         return total.to(before.dtype)
     return (before.to(FP64) + total.to(FP64)).to(before.dtype)
@@ -75,10 +73,9 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
     wrong = []
-    outs, divisors, counts = (BF16, FP32), (1.0, 3.0), (1, 700)
-    cases = itertools.product(SUMS, outs, divisors, (False, True), counts)
-    for seed, ((wire, total), out, divisor, add, count) in enumerate(cases):
-        how = Sum(total, divisor, add)
+    cases = itertools.product(SUMS, (BF16, FP32), (False, True), (1, 700))
+    for seed, ((wire, total), out, add, count) in enumerate(cases):
+        how = Sum(total, add)
         every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
         mine = slice(rank * count, (rank + 1) * count)
         before = values_of(99, count, out, seed)
@@ -120,7 +117,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
         from_so_many_ranks(halving)
         for seed, ((wire, total), count) in enumerate(itertools.product(SUMS, (1, 3, 700))):
             how = Sum(total, order="tree")
-            mean = Sum(total, divisor=3.0, add=True, order="tree")
+            adding = Sum(total, add=True, order="tree")
             every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
             want = by_tree(every, total)
             got = every[rank].clone()
@@ -130,7 +127,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
             time.sleep(0.01 * (rank % 2))
             handles = [
                 comm.start_reduce_scatter(ahead, got, "shard", how),
-                comm.start_reduce_scatter(added, got, "shard", mean),
+                comm.start_reduce_scatter(added, got, "shard", adding),
             ]
             comm.reduce_scatter(at_once, got, "shard", how)
             for handle in handles:
@@ -138,7 +135,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
             unchanged = same_bits(got, every[rank])
             comm.all_reduce(got, got, "shard", how)
             mine = want.view(size, count)[rank]
-            sums = (held.to(FP64) + (mine.to(FP64) / 3).to(total).to(FP64)).to(wire)
+            sums = (held.to(FP64) + mine.to(FP64)).to(wire)
             want, mine = want.to(wire), mine.to(wire)
             good = [same_bits(one, other) for one, other in ((got, want), (ahead, mine), (at_once, mine))]
             if not (all(good) and unchanged and same_bits(added, sums)):
@@ -161,24 +158,14 @@ def test_the_reference_tells_one_order_from_another() -> None:
     assert not same_bits(forward, torch.stack(parts).to(FP64).sum(0).to(FP32))
 
 
-@pytest.mark.parametrize(("dtype", "divisor"), [(FP32, 3.0), (BF16, 257.0)])
-def test_a_mean_is_one_true_division(dtype: torch.dtype, divisor: float) -> None:
-    """By the divisor itself: 257 is not a bf16."""
-    values = (values_of(0, 4096, FP64) * divisor).to(dtype)
-    got = torch.empty_like(values)
-    fold(got, [values], Sum(dtype, divisor=divisor))
-    assert same_bits(got, (values.to(FP64) / divisor).to(dtype))
-    assert not same_bits(got, values * torch.tensor(1 / divisor, dtype=dtype))
-
-
 def reduce_all_every_way(carrier: Carrier) -> list[str]:
     comm = joined(carrier)
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
     wrong = []
-    cases = itertools.product(SUMS, (BF16, FP32), (1.0, 3.0), (7, 840, 841), (False, True))
-    for seed, ((wire, total), out, divisor, count, in_place) in enumerate(cases):
-        how = Sum(total, divisor)
+    cases = itertools.product(SUMS, (BF16, FP32), (7, 840, 841), (False, True))
+    for seed, ((wire, total), out, count, in_place) in enumerate(cases):
+        how = Sum(total)
         every = [values_of(peer, count, wire, seed) for peer in range(size)]
         values = every[rank].clone()
         got = values if in_place else torch.empty(count, dtype=out)
@@ -196,30 +183,13 @@ def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier
     assert run_ranks(reduce_all_every_way, world, carrier) == [[]] * world
 
 
-def sum_small_tensors() -> list[torch.Tensor]:
-    comm = joined(replicate=2, shard=2)
-    rank = float(comm.mesh.rank())
-    norm = comm.all_reduce_sum(torch.tensor([10.0**rank, 1.0], dtype=FP64), "world")
-    scalar = comm.all_reduce_sum(torch.tensor(rank), "shard")
-    flags = comm.all_reduce_sum(torch.tensor([[rank > 2]], dtype=torch.int32), "world")
-    return [norm, scalar, flags]
-
-
-def test_small_sums_are_equal_on_all_ranks() -> None:
-    found = run_ranks(sum_small_tensors, 4)
-    for norm, _, flags in found:
-        assert norm.tolist() == [1111.0, 4.0]
-        assert flags.tolist() == [[1]]
-    assert [scalar.item() for _, scalar, _ in found] == [1.0, 1.0, 5.0, 5.0]
-
-
 def let_the_backend_sum() -> bool:
     comm = joined("native")
     every = [values_of(peer, 2 * 64, FP32) for peer in range(2)]
     got = torch.empty(64)
-    comm.reduce_scatter(got, every[comm.mesh.rank()], "shard", Sum(FP32, divisor=3.0, order="native"))
+    comm.reduce_scatter(got, every[comm.mesh.rank()], "shard", Sum(FP32, order="native"))
     mine = slice(comm.mesh.rank() * 64, (comm.mesh.rank() + 1) * 64)
-    return same_bits(got, expected([part[mine] for part in every], Sum(FP32, 3.0), got))
+    return same_bits(got, expected([part[mine] for part in every], Sum(FP32), got))
 
 
 def test_a_backend_may_sum_where_it_is_asked_to() -> None:
@@ -328,24 +298,6 @@ def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int],
     assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
 
 
-def keep_scratch() -> tuple[int, int]:
-    comm = joined("pairs")
-    small_messages()
-    for count in (10, 4000, 100, 4000, 10):
-        comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
-    held = comm._pairs._scratch._free
-    sizes = len(held), sum(buffer.numel() for buffer in held)
-    comm.release()
-    assert not held
-    return sizes
-
-
-def test_a_reduction_receives_a_window_however_large_it_is() -> None:
-    for buffers, size in run_ranks(keep_scratch, 2):
-        assert buffers == 2
-        assert size <= pairs.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
-
-
 # Rows to other ranks
 
 
@@ -420,33 +372,6 @@ def test_the_record_is_the_list_of_calls() -> None:
         Recorded("broadcast", DType.FP32, 256, "data", None),
     ]
     assert run_ranks(record_a_step, 4) == [(whole, reduced)] * 4
-
-
-def test_a_world_of_one_copies_sums_and_records() -> None:
-    comm = Collectives(start(MeshShape(), device="cpu"))
-    assert not dist.is_initialized()
-    values = values_of(0, 512, FP32)
-    out, total, both = torch.empty(512, dtype=BF16), torch.ones(512), values.clone()
-    with comm.record() as log:
-        comm.all_gather(out, values, "shard")
-        comm.reduce_scatter(total, out, "data", Sum(FP32, divisor=3.0, add=True))
-        comm.all_reduce(both, both, "replicate", Sum(FP32))
-        norm = comm.all_reduce_sum(values.square().sum(), "world")
-        comm.broadcast(both, 0, "pipeline")
-    comm.barrier()
-    assert same_bits(out, values.to(BF16))
-    assert same_bits(total, expected([out], Sum(FP32, 3.0, add=True), torch.ones(512)))
-    assert same_bits(both, values)
-    assert norm == values.square().sum()
-    assert comm.all_gather_object("alone") == ["alone"]
-    comm.agree("digest", list)
-    assert [(entry.op, entry.axis) for entry in log] == [
-        ("all_gather", "shard"),
-        ("reduce_scatter", "data"),
-        ("all_reduce", "replicate"),
-        ("all_reduce", "world"),
-        ("broadcast", "pipeline"),
-    ]
 
 
 # Ranks that are missing

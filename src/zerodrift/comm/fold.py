@@ -5,8 +5,8 @@ A backend's own reduction adds in an order and a dtype of its choosing. So parts
 power of two may travel by recursive halving instead.
 
 Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
-true division, then one conversion to the dtype of the result. The bits are the same on every rank, at every
-chunk size, by any carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
+conversion to the dtype of the result. The bits are the same on every rank, at every chunk size, by any
+carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
 
 [Note: halving] In the first exchange a rank and its neighbour, which differs in the lowest bit of its number,
 send each other the slices of all ranks that have the other's bit, and both add what arrives to the rest. In
@@ -38,8 +38,6 @@ class Sum:
 
     dtype: torch.dtype
     """The dtype of the additions; holds every value of the parts."""
-    divisor: float = 1.0
-    """The number of ranks, for a mean."""
     add: bool = False
     """Add to the old values of the result instead of overwriting them."""
     order: Literal["rank", "tree", "native"] = "rank"
@@ -107,8 +105,6 @@ def fold(
             _add_by_levels(total, parts)
         else:
             _add_by_tree(total, parts)
-    if how.divisor != 1.0:
-        _divide(total, how.divisor)
     if total is out:
         return
     if how.add:
@@ -158,17 +154,6 @@ def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
             sums[left] = parts[left].to(total.dtype, copy=True).add_(other)
     if len(parts) == 1:
         total.copy_(parts[0])
-
-
-def _divide(total: torch.Tensor, divisor: float) -> None:
-    """Divide truly. A Python number would become a multiplication by its reciprocal on CUDA."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    by = torch.full((), divisor, dtype=wide, device=total.device)
-    if total.dtype is wide:
-        total.div_(by)
-    else:
-        # A 16-bit divisor would itself be rounded: 257 is not a bf16.
-        total.copy_(total.to(wide).div_(by))
 
 
 # --- recursive halving ----------------------------------------------------------------------------------

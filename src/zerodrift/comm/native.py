@@ -95,7 +95,7 @@ class NativeCalls:
         """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
         if how.order == "native" and full.dtype is how.dtype:
             is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-            if is_separate and out.dtype is full.dtype and how.divisor == 1.0 and not how.add:
+            if is_separate and out.dtype is full.dtype and not how.add:
                 return self._start(turn, line, _reduce_scatter_single, out, full)
             parts = torch.empty_like(out, dtype=full.dtype)[None]
             arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full)

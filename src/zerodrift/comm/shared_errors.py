@@ -34,8 +34,10 @@ def raise_on_all_ranks(comm: Collectives, axis: AxisName = "world") -> Iterator[
         raise  # a rank is gone, and would not take part
     except BaseException as error:
         failed = error
-    is_foreign = failed is not None and not isinstance(failed, ZerodriftError)
-    mine = RankError.relayed(f"{type(failed).__name__}: {failed}") if is_foreign else failed
+    mine = failed if isinstance(failed, ZerodriftError) else None
+    is_foreign = failed is not None and mine is None
+    if is_foreign:
+        mine = RankError.relayed(f"{type(failed).__name__}: {failed}")
     by_text: dict[str, ZerodriftError] = {}
     for rank, theirs in enumerate(comm.all_gather_object(mine, axis)):
         if isinstance(theirs, RankError):

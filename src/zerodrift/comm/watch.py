@@ -267,7 +267,7 @@ class DeadlockWatch:
                     continue
                 turn, at = wait.turn, user_line(sys._current_frames().get(wait.thread))
                 place = (f"turn {wait.serial}", turn.what, at, str(turn.trail.ranks), turn.number)
-                ranks = turn.trail.ranks
+                ranks: Sequence[int] = turn.trail.ranks
             else:
                 call = foreign_call()
                 if call is None or seen is None or call.key != seen[0].key:

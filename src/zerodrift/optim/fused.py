@@ -216,32 +216,18 @@ def _kinds(scheme: Scheme, of: SliceTensors, step: UpdateStep) -> dict[str, int]
     return {"master_kind": MASTERS[scheme.master], "state": state, "algorithm": algorithm}
 
 
-def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
-    """Return a row of fp32 coefficients per group. The sign includes the multiplier. Read it only."""
-    if isinstance(step.multiplier, float):
-        return _cached_table(step, device)
-    return _make_table(step, device)
-
-
 @functools.lru_cache(maxsize=2)
-def _cached_table(step: UpdateStep, device: torch.device) -> Tensor:
-    """Return the table, made once per step and not per slice."""
-    return _make_table(step, device)
+def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
+    """Return a row of fp32 coefficients per group, made once per step and not per slice. Read it only.
 
-
-def _make_table(step: UpdateStep, device: torch.device) -> Tensor:
+    The sign includes the multiplier.
+    """
     fields = tuple(Coefficients.__dataclass_fields__)
     groups = [ARITHMETIC[step.algorithm].coefficients(hyper) for hyper in step.hypers]
     rows = [[getattr(group, field) for field in fields] for group in groups]
-    # A multiplier that is on a device stays there: reading it would make the host wait.
-    multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
-    table = _copy_to(torch.tensor(rows, dtype=torch.float32), multiplier.device)
-    table[:, 0] *= multiplier
-    return _copy_to(table, device)
-
-
-def _copy_to(values: Tensor, device: torch.device) -> Tensor:
-    """Copy by way of pinned memory, so that the host does not wait for the device."""
-    if device.type == "cpu" or values.device.type != "cpu":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.float32)
+    table[:, 0] *= torch.tensor(step.multiplier, dtype=torch.float32)
+    if device.type == "cpu":
+        return table
+    # By way of pinned memory, so that the host does not wait for the device.
+    return table.pin_memory().to(device, non_blocking=True)

@@ -94,11 +94,10 @@ def split(values: Tensor, high: Tensor | None = None, low: Tensor | None = None)
     return high, low
 
 
-def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """Join (bf16, int16) to fp32, in the memory of `out` if given."""
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Join (bf16, int16) to fp32."""
     bits = high.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
-    values = bits.view(torch.float32)
-    return values if out is None else out.copy_(values)
+    return bits.view(torch.float32)
 
 
 def round_away(values: Tensor) -> Tensor:

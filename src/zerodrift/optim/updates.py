@@ -80,8 +80,8 @@ class UpdateStep:
     """Per group, as `SliceTensors.groups` numbers them."""
     number: int
     """The run's own count of optimizer steps: part of the key of stochastic rounding."""
-    multiplier: float | Tensor = 1.0
-    """Unscale x clip factor, a number or a tensor of one element: one fp32 product with the gradient."""
+    multiplier: float = 1.0
+    """Unscale x clip factor: one fp32 product with the gradient."""
     root: Root = Root.EXACT
 
 
