@@ -18,7 +18,7 @@ from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
 from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.updates import Statistics, UpdateStep
+from zerodrift.optim.updates import UpdateStep
 
 STAGES = (0, 1, 2, 3)
 STATES = ("fp32", "bf16-stochastic", "8bit")
@@ -45,7 +45,11 @@ def show_away(of: SliceTensors) -> None:
 
 
 def update_away(
-    scheme: Scheme, of: SliceTensors, gradient: torch.Tensor, step: UpdateStep, statistics: Statistics | None
+    scheme: Scheme,
+    of: SliceTensors,
+    gradient: torch.Tensor,
+    step: UpdateStep,
+    statistics: torch.Tensor | None,
 ) -> None:
     update(scheme, of, gradient, step, statistics)
     show_away(of)

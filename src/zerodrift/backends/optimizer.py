@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.backends.group import LiveGroup
 from zerodrift.optim import flat
 from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
 from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
@@ -81,11 +80,8 @@ class TensorUpdater:
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return views of this rank's parts of one parameter's moments."""
-        return self._moments(self._members[name])
-
-    def _moments(self, member: Member) -> dict[str, torch.Tensor]:
-        state = self.groups.state.get(member.sharded, {})
-        shape = member.sharded.shape
+        parameter = self._members[name].sharded
+        state, shape = self.groups.state.get(parameter, {}), parameter.shape
         moments = {k: v for k, v in state.items() if isinstance(v, DTensor) and v.shape == shape}
         return {key: value.to_local().view(-1) for key, value in moments.items()}
 
@@ -99,29 +95,23 @@ class TensorUpdater:
         return {member.row.name: saved_state(state[member.sharded], member.sharded) for member in held}
 
     def set_counters(self, counters: Counters) -> None:
-        if self._algorithm is not None:
-            self._set_steps(int(counters[""]["steps"]))
+        if self._algorithm is None:
+            for member in self._updated:
+                if member.row.name in counters:
+                    mine = loaded_state(counters[member.row.name], member.sharded)
+                    self.groups.state[member.sharded] = mine
             return
+        # The state that torch would have made by now:
+        self._steps = steps = int(counters[""]["steps"])
+        names = self.moment_names("", counters)
         for member in self._updated:
-            if member.row.name in counters:
-                mine = loaded_state(counters[member.row.name], member.sharded)
-                self.groups.state[member.sharded] = mine
-
-    def _set_steps(self, steps: int) -> None:
-        """Make the state that torch would have made by now."""
-        self._steps = steps
-        names = self.moment_names("", {"": {"steps": steps}})
-        for member in self._updated:
-            state: dict[str, Any] = {
-                name: torch.zeros_like(member.sharded, requires_grad=False) for name in names
-            }
+            state = {name: torch.zeros_like(member.sharded, requires_grad=False) for name in names}
             if self._algorithm is not SGD and steps:
                 # Fused updates read it on the device of the parameter.
                 state["step"] = torch.tensor(float(steps), device=member.storage().device)
+            self.groups.state.pop(member.sharded, None)
             if state:
                 self.groups.state[member.sharded] = state
-            else:
-                self.groups.state.pop(member.sharded, None)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         if self._algorithm is None:

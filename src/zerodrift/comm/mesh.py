@@ -117,11 +117,6 @@ class Mesh:
         """Return the process group of an axis; None if this rank is alone on it."""
         return self.axis(name).group
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups that this mesh has created and not yet destroyed."""
-        return self._created
-
     def size(self, name: AxisName) -> int:
         return self.axis(name).size
 

@@ -65,48 +65,34 @@ def obstacle(device: torch.device) -> str | None:
 
 def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **choices: int) -> None:
     """Run one optimizer step of a slice in one pass. The arguments are those of `programs.update`."""
-    from zerodrift.kernels import programs
-
     bits = [None if tensor is None else as_bits(tensor) for tensor in (storage, *others)]
-    with torch.cuda.device_of(storage):
-        programs.update[(_programs(storage.numel()),)](
-            *bits, storage.numel(), stochastic, tile=TILE, **choices, **_options(storage.device)
-        )
+    _launch("update", storage, TILE * BLOCK, *bits, storage.numel(), stochastic, tile=TILE, **choices)
 
 
 def squares(flat: Tensor, out: Tensor) -> Tensor:
     """Write the sum of squares of each block of a flat contiguous tensor to fp64 `out`."""
-    from zerodrift.kernels import programs
-
-    with torch.cuda.device_of(flat):
-        grid = (_programs(flat.numel()),)
-        programs.squares[grid](as_bits(flat), out, flat.numel(), tile=TILE, **_options(flat.device))
+    _launch("squares", flat, TILE * BLOCK, as_bits(flat), out, flat.numel(), tile=TILE)
     return out
 
 
 def sums(parts: Tensor, out: Tensor) -> None:
     """Add the rows of contiguous `parts` in their order, and write the sum to flat `out`."""
+    counts, narrow = (out.numel(), len(parts)), native.TYPES[out.dtype]
+    _launch("sums", out, _SPAN, as_bits(parts), as_bits(out), *counts, narrow=narrow, tile=_SPAN)
+
+
+def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:
+    """Launch a program for every so many elements of a flat tensor, on its device."""
     from zerodrift.kernels import programs
 
-    with torch.cuda.device_of(out):
-        programs.sums[(-(-out.numel() // _SPAN),)](
-            as_bits(parts),
-            as_bits(out),
-            out.numel(),
-            len(parts),
-            narrow=native.TYPES[out.dtype],
-            tile=_SPAN,
-            **_options(out.device),
-        )
+    grid = (-(-flat.numel() // elements),)
+    with torch.cuda.device_of(flat):
+        getattr(programs, name)[grid](*arguments, **choices, **_options(flat.device))
 
 
 def as_bits(tensor: Tensor) -> Tensor:
     """View bf16 as int16, as the programs take it; return any other tensor unchanged."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-
-
-def _programs(numel: int) -> int:
-    return -(-numel // (BLOCK * TILE))
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
-from zerodrift.optim.updates import Hyper, Root, Statistics, UpdateStep
+from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import ANY, check_arguments
@@ -82,7 +82,7 @@ class FlatUpdater:
         self._root = root
         self._steps = 0
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
-        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
         self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
         self._matrix_rows = {row.name for number in self._matrices for row in self._owned[number].rows}
@@ -129,12 +129,6 @@ class FlatUpdater:
         """Return (group, steps missed) of rows that have missed some, each pair once."""
         return sorted({(self.group_of[name], missed) for name, missed in self._steps_missed.items()})
 
-    def _hypers(self) -> tuple[Hyper, ...]:
-        """Return the numbers of each group, as tables count: torch's, `NO_UPDATE`, then `_late_groups`."""
-        groups = self.groups.param_groups
-        late = (_hyper(groups[group], self._steps + 1 - missed) for group, missed in self._late_groups())
-        return (*(_hyper(group, self._steps + 1) for group in groups), NO_UPDATE, *late)
-
     def _group_table(self, piece: Owned, group_of: Mapping[str, int]) -> torch.Tensor | None:
         """Return the group of every block; None if all are in group 0."""
         if piece.number in self._matrices:
@@ -165,7 +159,11 @@ class FlatUpdater:
             must = f"must be above 0 when the engine is made, where it is set later in {name}"
             do = "Make the optimizer with it, or the schedule without (`cycle_momentum=False`)."
             raise UnsupportedError(self._algorithm.moments_with, must, got="0 then", do=do)
-        step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
+        groups, count = self.groups.param_groups, self._steps + 1
+        late_hypers = (_hyper(groups[group], count - missed) for group, missed in self._late_groups())
+        # As tables count: torch's groups, `NO_UPDATE`, then `_late_groups`.
+        hypers = (*(_hyper(group, count) for group in groups), NO_UPDATE, *late_hypers)
+        step = UpdateStep(self._algorithm, hypers, count, multiplier, self._root)
         for number in sorted(gradients, key=self._matrices.__contains__):
             if number in self._matrices:
                 self._update_matrices(number, gradients[number], step)

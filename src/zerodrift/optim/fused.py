@@ -33,7 +33,6 @@ from zerodrift.optim.updates import (
     ARITHMETIC,
     Coefficients,
     Root,
-    Statistics,
     UpdateStep,
     account,
     check_step,
@@ -41,7 +40,7 @@ from zerodrift.optim.updates import (
 )
 from zerodrift.policy.nouns import Master, State
 
-UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
+UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Tensor | None], None]
 """A way to step a slice: `update`, or the reference."""
 
 # `native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
@@ -57,7 +56,7 @@ _log = logging.getLogger("zerodrift")
 
 
 def update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     gradient, where = gradient.contiguous(), of.storage.device
@@ -116,7 +115,7 @@ def _update_compiled(
     of: SliceTensors,
     gradient: Tensor,
     step: UpdateStep,
-    statistics: Statistics | None,
+    statistics: Tensor | None,
 ) -> None:
     check_step(scheme, of, gradient, step)
     if of.groups is not None:
@@ -124,15 +123,14 @@ def _update_compiled(
         if least < 0 or most >= len(step.hypers):
             raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {least} to {most}")
     table, root = coefficient_table(step), vector_root() if _needs_torch_root(step) else None
-    counted = None if statistics is None else statistics.blocks
     tensors = (gradient, of.storage, *_others(of), of.groups, of.keys, table)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     call = _Update(
         of.numel,
         step_key(step.number),
         *addresses,
-        None if root is None else root.address,
-        None if counted is None else counted.data_ptr(),
+        root,
+        None if statistics is None else statistics.data_ptr(),
         native.TYPES[gradient.dtype],
         native.TYPES[of.storage.dtype],
         *_kinds(scheme, of, step).values(),
@@ -145,7 +143,7 @@ def _update_compiled(
 
 
 def update_on_device(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
@@ -161,7 +159,7 @@ def update_on_device(
         before = (read(scheme, part), part.storage.clone(), grad)
         _launch(scheme, part, grad, step, table, wanted)
         moment = read_moment(scheme, part, len(part.moments) - 1) if part.moments else None
-        account(statistics.blocks[first:last], wanted, before, (read(scheme, part), part.storage, moment))
+        account(statistics[first:last], wanted, before, (read(scheme, part), part.storage, moment))
 
 
 def _launch(

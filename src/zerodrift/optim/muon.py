@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.updates import Moments, Statistics, UpdateStep, update_blocks
+from zerodrift.optim.updates import Moments, UpdateStep, update_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def update_matrices(
     gradient: Tensor,
     numbers: MuonHyper,
     step: UpdateStep,
-    statistics: Statistics | None = None,
+    statistics: Tensor | None = None,
 ) -> None:
     """Update the matrices of one parameter, which are `span` of a slice; `shape` is the parameter's."""
     count = span.stop - span.start

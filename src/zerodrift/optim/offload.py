@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from zerodrift.optim.updater import Owned, Updater, Written, no_callback
-from zerodrift.optim.updates import Statistics
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
@@ -118,10 +117,9 @@ class OffloadedUpdater:
         self._inner.set_state(number, key, values.to("cpu"))
 
     @property
-    def statistics(self) -> Mapping[int, Statistics]:
+    def statistics(self) -> Mapping[int, Tensor]:
         return {
-            number: Statistics(room.blocks.to(self._on_device[number].device))
-            for number, room in self._inner.statistics.items()
+            number: room.to(self._on_device[number].device) for number, room in self._inner.statistics.items()
         }
 
 

@@ -26,7 +26,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
-from zerodrift.optim.updates import Statistics, account
+from zerodrift.optim.updates import account
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
@@ -99,7 +99,7 @@ class TorchOptimizerUpdater:
         self._views = [view for name, view in views.items() if name in group_of]
         self._free_joined()
         self._skipped: frozenset[str] = frozenset()
-        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         """A class does not tell its wanted change, so this takes that of the fp32 master."""
 
     def _make_views(self) -> Iterator[_View]:
@@ -188,7 +188,7 @@ class TorchOptimizerUpdater:
         master, (weight, visible) = self._values[view.number][span], (values[span] for values in before)
         moments = [moment.reshape(-1) for moment in view.moments(self._state(view.parameter)).values()]
         account(
-            self.statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            self.statistics[view.number][span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, visible, gradient[span]),
             (master, storage[span], moments[-1] if moments else None),

@@ -17,7 +17,7 @@ import torch
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.updates import Statistics
+from zerodrift.optim.updates import room_for_statistics
 from zerodrift.plan.table import Plan, Row, Segment
 from zerodrift.policy.nouns import Update
 
@@ -57,12 +57,12 @@ def scheme_of(piece: Owned) -> Scheme:
     return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
-def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
+def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
     """Return statistics by segment number; none unless the plan asks for them."""
     if not plan.policy.statistics:
         return {}
     return {
-        piece.number: Statistics.empty(-(-piece.storage.numel() // BLOCK), piece.storage.device)
+        piece.number: room_for_statistics(-(-piece.storage.numel() // BLOCK), piece.storage.device)
         for piece in owned
     }
 
@@ -110,7 +110,7 @@ class Updater(OptimizerState, Protocol):
     """An optimizer as the native engine runs it, with its values per segment, in flat pieces."""
 
     @property
-    def statistics(self) -> Mapping[int, Statistics]:
+    def statistics(self) -> Mapping[int, torch.Tensor]:
         """The statistics of the last update by segment number; empty unless the plan asks for them."""
 
     def leave_alone(self, names: Collection[str]) -> None:

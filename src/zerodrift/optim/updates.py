@@ -290,16 +290,9 @@ After = tuple[Tensor, Tensor, Tensor | None]
 """Master in fp32, visible weight and the last moment, as they are kept after it; None for no moment."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Room for one step's numbers of one slice."""
-
-    blocks: Tensor
-    """fp64, one row per block and a column for each of COLUMNS."""
-
-    @staticmethod
-    def empty(blocks: int, device: torch.device | str = "cpu") -> Statistics:
-        return Statistics(torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device))
+def room_for_statistics(blocks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return room for one step's numbers of one slice. Shape [blocks, columns], fp64."""
+    return torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device)
 
 
 def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
@@ -326,7 +319,7 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
 
 
 def reference_update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
@@ -392,7 +385,7 @@ def update_blocks(
     blocks: tuple[int, int],
     advance: Callable[[Tensor, Moments, Tensor, bool], Tensor | None],
     sign: float = 1.0,
-    statistics: Statistics | None = None,
+    statistics: Tensor | None = None,
 ) -> None:
     """Update blocks [first, last) of a slice by `advance`, which gets fp32 values to change in place.
 
@@ -416,4 +409,4 @@ def update_blocks(
     if statistics is not None and before is not None and change is not None:
         stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
         after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
-        account(statistics.blocks[first:last], change, before, after)
+        account(statistics[first:last], change, before, after)

@@ -124,7 +124,7 @@ def collect_statistics(
         raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
     held = updater.statistics
     rows = [(segment, row) for segment in trained for row in segment.rows]
-    sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
+    sums = [_sums(segment, row, held[segment.number]) for segment, row in rows]
     table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
     sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
     divided = torch.tensor([row.parts > 1 for _, row in rows])
