@@ -87,13 +87,6 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carrier) -> None:
-    assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
-
-
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Neighbours first; a right half that is missing is skipped."""
     sums = [part.to(dtype) for part in parts]
@@ -176,13 +169,6 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier: Carrier) -> None:
-    assert run_ranks(reduce_all_every_way, world, carrier) == [[]] * world
-
-
 def let_the_backend_sum() -> bool:
     comm = joined("native")
     every = [values_of(peer, 2 * 64, FP32) for peer in range(2)]
@@ -221,13 +207,6 @@ def gather_every_way(carrier: Carrier) -> list[str]:
         if not same_bits(out, want):
             wrong.append(f"{dtype} in_place={in_place} {count}")
     return wrong
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_gather_moves_every_dtype(world: int, carrier: Carrier) -> None:
-    assert run_ranks(gather_every_way, world, carrier) == [[]] * world
 
 
 def broadcast_from_each() -> list[list[float]]:
@@ -330,11 +309,21 @@ def rows_between(carrier: Carrier) -> list[str]:
     return wrong
 
 
+BODIES = [
+    *((reduce_every_way, world) for world in (2, 3, 4)),
+    *((reduce_all_every_way, world) for world in (2, 4)),
+    *((gather_every_way, world) for world in (2, 4)),
+    *((rows_between, world) for world in (2, 3)),
+]
+
+
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_rows_travel_to_where_they_are_sent(carrier: Carrier, world: int) -> None:
-    assert run_ranks(rows_between, world, carrier) == [[]] * world
+@pytest.mark.parametrize(("body", "world"), BODIES)
+def test_every_carrier_brings_every_bit(
+    body: Callable[[Carrier], list[str]], world: int, carrier: Carrier
+) -> None:
+    assert run_ranks(body, world, carrier) == [[]] * world
 
 
 # What is recorded

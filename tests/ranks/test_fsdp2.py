@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def step(engine: Any, number: int = 0) -> float:
 
 
 def parameters() -> None:
+    """DTensors, with the bits that were given."""
     model = GPT()
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine = make(fsdp2(3, "bf16"), model)
@@ -49,10 +51,6 @@ def parameters() -> None:
     assert {str(value.dtype) for value in engine.parameter("norm.weight").state.values()} == {"torch.float32"}
     assert model.embed.weight.grad is None
     engine.destroy()
-
-
-def test_parameters_are_dtensors_with_the_bits_that_were_given() -> None:
-    run_ranks(parameters, 2)
 
 
 class Wide(GPT):
@@ -194,10 +192,6 @@ def written() -> None:
     assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
 
-def test_values_in_and_out() -> None:
-    run_ranks(written, 2)
-
-
 def loaded(assign: bool) -> None:
     engine = make(fsdp2(3, "fp32"), GPT(layers=1))
     other = GPT(layers=1, seed=9)
@@ -220,6 +214,7 @@ def test_loading_a_state_dict(assign: bool) -> None:
 
 
 def left() -> None:
+    """A parameter that left its place is named."""
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
     kept = engine.module.norm.weight
@@ -237,10 +232,6 @@ def left() -> None:
     engine.destroy()
     with pytest.raises(UnsupportedError, match="destroy"):
         engine(batch(0))
-
-
-def test_a_parameter_that_left_its_place_is_named() -> None:
-    run_ranks(left, 2)
 
 
 def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
@@ -379,10 +370,6 @@ def held() -> None:
         assert {parameter.untyped_storage().nbytes() for parameter in full} == {0}
         assert all(m.sharded.grad is None and m.full.grad is None for m in engine.executor.members.values())
         engine.destroy()
-
-
-def test_nothing_stays_gathered_between_steps() -> None:
-    run_ranks(held, 2)
 
 
 # --- traps --------------------------------------------------------------------------------------------
@@ -546,6 +533,7 @@ def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> None
 
 
 def unscaled() -> None:
+    """A plain backward needs the scale."""
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
     with pytest.raises(UnsupportedError, match="must be scaled"):
         engine(batch(0)).backward()
@@ -554,5 +542,6 @@ def unscaled() -> None:
     engine.destroy()
 
 
-def test_a_plain_backward_needs_the_scale() -> None:
-    run_ranks(unscaled, 2)
+@pytest.mark.parametrize("body", [parameters, written, left, held, unscaled])
+def test_two_ranks_see(body: Callable[[], None]) -> None:
+    run_ranks(body, 2)

@@ -27,9 +27,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from zerodrift.kernels.sums import FEW, add_up
+from zerodrift.kernels import device, native
+
+FEW = 2
+"""Most parts that torch adds in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def fold(
     else:
         total = spare[: out.numel()]
     tree = how.order == "tree"
-    if not add_up(total, parts, tree=tree):
+    if not _add_up(total, parts, tree=tree):
         if not tree:
             _add_in_turn(total, parts)
         elif isinstance(parts, torch.Tensor) and len(parts) > FEW:
@@ -111,6 +115,33 @@ def fold(
         out.add_(total)
     else:
         out.copy_(total)
+
+
+def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *, tree: bool) -> bool:
+    """Add up all parts in one call, with the same bits; return False if this case is not compiled."""
+    kind, count = parts[0].dtype, len(parts)
+    if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
+        return False
+    if total.device.type != "cpu":
+        if tree or not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
+            return False
+        if not device.works(total.device):
+            return False
+        device.sums(parts, total)
+        return True
+    built = native.library()
+    if built is None:
+        return False
+    if isinstance(parts, torch.Tensor):
+        addresses = np.arange(count, dtype=np.int64) * (parts.stride(0) * parts.itemsize) + parts.data_ptr()
+    else:
+        addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+    source, target = (
+        (addresses.ctypes.data, native.TYPES[kind]),
+        (total.data_ptr(), native.TYPES[total.dtype]),
+    )
+    built.sums(total.numel(), count, *source, *target, int(tree), torch.get_num_threads())
+    return True
 
 
 def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
