@@ -48,11 +48,6 @@ class Groups(torch.optim.Optimizer):
     # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]], defaults: dict[str, Any]
-    ) -> None:
-        super().__init__(parameters, defaults)
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Replaced on every object by `_refuse_step`."""
 

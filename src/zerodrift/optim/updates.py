@@ -154,16 +154,19 @@ def _decoupled(hyper: Hyper) -> float:
     return 1 - hyper.lr * hyper.weight_decay
 
 
+def _of_betas(hyper: Hyper) -> dict[str, float]:
+    """Return the numbers that Adam and Lion have in common."""
+    beta1, beta2 = hyper.betas
+    blends = {"blend1": 1 - beta1, "keep1": beta1, "blend2": 1 - beta2, "keep2": beta2}
+    return {"sign": _sign(hyper), **blends}
+
+
 def _adam_numbers(hyper: Hyper, decay: float, l2: float) -> Coefficients:
     beta1, beta2 = hyper.betas
     return Coefficients(
-        sign=_sign(hyper),
+        **_of_betas(hyper),
         decay=decay,
         l2=l2,
-        blend1=1 - beta1,
-        keep1=beta1,
-        blend2=1 - beta2,
-        keep2=beta2,
         correction=(1 - beta2 ** float(hyper.step)) ** 0.5,
         eps=hyper.eps,
         step=-(hyper.lr / (1 - beta1 ** float(hyper.step))),
@@ -227,16 +230,7 @@ def _sgd_wanted(
 
 
 def _lion_numbers(hyper: Hyper) -> Coefficients:
-    beta1, beta2 = hyper.betas
-    return Coefficients(
-        sign=_sign(hyper),
-        decay=_decoupled(hyper),
-        blend1=1 - beta1,
-        keep1=beta1,
-        blend2=1 - beta2,
-        keep2=beta2,
-        step=-hyper.lr,
-    )
+    return Coefficients(**_of_betas(hyper), decay=_decoupled(hyper), step=-hyper.lr)
 
 
 def _lion(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
