@@ -169,19 +169,6 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
-def let_the_backend_sum() -> bool:
-    comm = joined("native")
-    every = [values_of(peer, 2 * 64, FP32) for peer in range(2)]
-    got = torch.empty(64)
-    comm.reduce_scatter(got, every[comm.mesh.rank()], "shard", Sum(FP32, order="native"))
-    mine = slice(comm.mesh.rank() * 64, (comm.mesh.rank() + 1) * 64)
-    return same_bits(got, expected([part[mine] for part in every], Sum(FP32), got))
-
-
-def test_a_backend_may_sum_where_it_is_asked_to() -> None:
-    assert run_ranks(let_the_backend_sum, 2) == [True, True]  # two parts have but one order
-
-
 def test_a_sum_narrower_than_the_wire_is_refused() -> None:
     comm = Collectives(start(MeshShape(), device="cpu"))
     with pytest.raises(AssertionError, match="would round"):
