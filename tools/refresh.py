@@ -61,9 +61,15 @@ def generated() -> dict[str, str]:
         "api.md": render_api(),
         "config.md": render_config(),
         "job.md": render_job(),
-        "deepspeed.md": render_page(),
+        "deepspeed.md": render_page() + written_part("deepspeed.md", "\n## Where DeepSpeed"),
         "support.md": support_markdown(table(), states()),
     }
+
+
+def written_part(name: str, heading: str) -> str:
+    """The end of a generated page that a person wrote, from its heading on."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return text[text.index(heading) :]
 
 
 def fresh(text: str) -> str:

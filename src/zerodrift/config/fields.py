@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -46,13 +47,11 @@ class ColumnDType:
         return table.ADMITTED[self.column] if self.only is None else (self.only,)
 
     def read(self, value: Any) -> DType:
-        found: DType | None = None
-        if isinstance(value, DType):
-            found = value
-        elif isinstance(value, str):
+        found = value if isinstance(value, DType) else None
+        if isinstance(value, str):
             with contextlib.suppress(ConfigError):
                 found = table.parse(value)
-        if found is None or found not in self.admitted:
+        if found not in self.admitted:
             raise ValueError(f"must be one of {', '.join(table.spellings(self.admitted))}")
         return found
 
@@ -206,9 +205,10 @@ def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tup
 def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
     origin = typing.get_origin(option)
     if origin is Literal:
-        return [_literal(value) for value in typing.get_args(option)]
+        # The text of a flag as JSON spells it, and of a dtype without quotes.
+        return [str(v) if isinstance(v, DType) else json.dumps(v) for v in typing.get_args(option)]
     if origin is tuple:
-        return [f"a list of {_plural(typing.get_args(option)[0])}"]
+        return [f"a list of {_PLURALS[admits(typing.get_args(option)[0])]}"]
     if origin is dict:
         return ["a block of arguments"]
     if isinstance(option, type):
@@ -225,6 +225,14 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
     raise AssertionError(f"no words for {option!r}")
 
 
+_PLURALS = {
+    "a block of keys": "blocks of keys",
+    "a string or a block of keys": "strings or blocks of keys",
+    "a string": "strings",
+    "a whole number above 0": "whole numbers above 0",
+}
+
+
 def dtypes(kind: Any) -> tuple[DType, ...]:
     """Return the dtypes that a key admits."""
     return tuple(dtype for _, extras in _options(kind) for dtype in _admitted(extras))
@@ -232,22 +240,6 @@ def dtypes(kind: Any) -> tuple[DType, ...]:
 
 def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
     return tuple(dtype for extra in extras if isinstance(extra, ColumnDType) for dtype in extra.admitted)
-
-
-def _plural(item: Any) -> str:
-    if block_of(item) is not None:
-        return "blocks of keys" if admits(item) == "a block of keys" else "strings or blocks of keys"
-    if item is str:
-        return "strings"
-    if admits(item) == "a whole number above 0":
-        return "whole numbers above 0"
-    raise AssertionError(f"no words for a list of {item!r}")
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, DType) else f'"{value}"'
 
 
 def _number(option: type, extras: tuple[Any, ...]) -> list[str]:

@@ -9,16 +9,16 @@ Invariant: one ConfigError lists every mistake, and no key of the file is missin
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from zerodrift.config import deepspeed, suggestions
-from zerodrift.config.plain_tree import Tree, collect_written, override
+from zerodrift.config.plain_tree import collect_written, override
 from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import ConfigError
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -48,36 +48,24 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     """
     if isinstance(source, Config) and source.was_loaded:
         if overrides:
-            raise ConfigError(
-                "overrides",
-                "must come with the file or dict",
-                got="a Config that was loaded already",
-                do="Pass them to `load`.",
-            )
+            must, got = "must come with the file or dict", "a Config that was loaded already"
+            raise ConfigError("overrides", must, got=got, do="Pass them to `load`.")
         return source
     if source is None:
         do = "Pass the path of a YAML or JSON file, a dict, or a `zerodrift.Config`."
         raise ConfigError("config", "must be given", got="none", do=do)
-    heading, tree, problems = tree_of(
-        collect_written(source) if isinstance(source, Config) else source, "config"
-    )
-    if isinstance(overrides, str):
-        overrides = [overrides]
-    override(tree, overrides, problems)
+    written = collect_written(source) if isinstance(source, Config) else source
+    heading, tree, problems = tree_of(written, "config")
+    override(tree, [overrides] if isinstance(overrides, str) else overrides, problems)
     walk = TreeReader(KEYS, problems)
     used = walk.select_used(tree)
-    _check_rules(used, walk.doubtful, problems)
-    config = walk.validate(used)
-    problems.raise_as(ConfigError, heading)
-    assert config is not None, "a config that is not valid has a problem"
-    return config.with_keys(walk.uses)
-
-
-def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> None:
-    """Check every rule whose keys are all known."""
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):
         where = f"precision.rules[{number}]"
-        if isinstance(rule, dict) and where not in doubtful:
+        if isinstance(rule, dict) and where not in walk.doubtful:
             check_rule(rule, where, problems)
+    config = walk.validate(used)
+    problems.raise_as(ConfigError, heading)
+    assert config is not None, "a config that is not valid has a problem"
+    return config.with_keys(walk.uses)

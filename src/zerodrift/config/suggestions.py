@@ -24,20 +24,16 @@ def suggest_key(key: str, block: type[BaseModel] | None, name: str) -> str:
         return f"Nest it: `{key.replace('.', '` > `')}`."
     here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
     lower = {word.lower(): word for word in sorted(here)}
-    paths = [lower[key.lower()]] if key.lower() in lower else []
-    paths += [path for path in _elsewhere().get(key.lower(), ()) if path != join(name, key)]
-    close = difflib.get_close_matches(key.lower(), lower, MAX_WORDS, cutoff=0.7)
-    if not paths and not close:
-        close = nearest(key.lower(), lower)
-    paths += [lower[word] for word in close if lower[word] not in paths]
+    word = key.lower()
+    paths = [lower[word]] if word in lower else []
+    paths += [path for path in _elsewhere().get(word, ()) if path != join(name, key)]
+    close = difflib.get_close_matches(word, lower, MAX_WORDS, cutoff=0.7)
+    paths += [lower[near] for near in close or (() if paths else nearest(word, lower))]
     if not paths:
-        close = nearest(key.lower(), _elsewhere())
-        paths = [path for word in close for path in _elsewhere()[word]]
+        paths = [path for near in nearest(word, _elsewhere()) for path in _elsewhere()[near]]
     if not paths:
         return ""
-    shown = [
-        f"`{word}`{'' if '.' in word or word in here else ' at top level'}" for word in dict.fromkeys(paths)
-    ]
+    shown = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
     return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
 
 

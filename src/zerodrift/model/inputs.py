@@ -43,7 +43,13 @@ def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
         return _given(given)
     known = _of_transformers(model) or _of_tokens(model)
     if known is None:
-        raise _refused(model)
+        got = f"`forward({', '.join(map(str, _parameters(model).values()))})`"
+        do = (
+            "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
+            "tuple of them, or a tensor."
+        )
+        must = "must have example inputs to be traced"
+        raise ModelError(type(model).__name__, must, got=got, do=do)
     return Inputs((), known, _words(known))
 
 
@@ -70,16 +76,6 @@ def _words(arguments: Mapping[Any, Any]) -> str:
         for key, value in arguments.items()
     )
     return ", ".join(words) or "nothing"
-
-
-def _refused(model: nn.Module) -> ModelError:
-    wanted = [str(parameter) for parameter in _parameters(model).values()]
-    must, got = "must have example inputs to be traced", f"`forward({', '.join(wanted)})`"
-    do = (
-        "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
-        "tuple of them, or a tensor."
-    )
-    return ModelError(type(model).__name__, must, got=got, do=do)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -134,18 +130,18 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
     main = getattr(model, "main_input_name", None)
     if config is None or main is None:
         return None
-    inputs: dict[str, Any] = {}
+    value: Any = None
     if main == "input_ids":
-        inputs[main] = _tokens(config)
+        value = _tokens(config)
     elif main == "pixel_values":
-        inputs[main] = _picture(config)
+        value = _picture(config)
     elif main == "input_features" and hasattr(config, "num_mel_bins"):
-        length = 2 * getattr(config, "max_source_positions", 1500)
-        inputs[main] = torch.zeros(1, config.num_mel_bins, length)
+        value = torch.zeros(1, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
     elif main == "input_values":
-        inputs[main] = torch.zeros(1, SOUND)
-    else:
+        value = torch.zeros(1, SOUND)
+    if value is None:
         return None
+    inputs: dict[str, Any] = {main: value}
     wanted = _parameters(model)
     if "return_loss" in wanted and "pixel_values" in wanted:  # pairs of texts and pictures
         inputs |= {"pixel_values": _picture(config), "return_loss": True}

@@ -8,7 +8,7 @@ Invariant: the order is that of `named_parameters`, and each Parameter object is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     problems.raise_as(ModelError)
 
     modules = dict(module.named_modules(remove_duplicate=False))
-    classes = {path: class_name(type(part)) for path, part in modules.items()}
+    classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()}
+    first = {id(part): path for path, part in reversed(modules.items())}
     passing = non_persistent_buffers(module)
     used = _ExpertCounts(module)
     return ModelSpec(
@@ -55,15 +56,8 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
             for name, buffer in buffers
         ),
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
-        shared=_shared_modules(modules),
+        shared=tuple((path, first[id(part)]) for path, part in modules.items() if path != first[id(part)]),
     )
-
-
-def _shared_modules(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Return (path, first path) of modules with several paths."""
-    first: dict[int, str] = {}
-    pairs = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
-    return tuple((path, before) for path, before in pairs if path != before)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -71,11 +65,6 @@ def has_forward(module: nn.Module) -> bool:
     from torch import nn
 
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def class_name(klass: type) -> str:
-    """Return the dotted name of a class, as rules write it: `torch.nn.modules.linear.Linear`."""
-    return f"{klass.__module__}.{klass.__qualname__}"
 
 
 class _ExpertCounts:
@@ -156,7 +145,13 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
     """
     owner = {name: group for group in groups for name in group.names}
     position = {name: number for number, name in enumerate(owner)}
-    for target, origin in _declared_ties(module):
+    ties: list[tuple[str, str]] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        declared = getattr(part, "all_tied_weights_keys", None)  # of models of `transformers` 5
+        if isinstance(declared, Mapping):
+            prefix = f"{path}." if path else ""
+            ties += ((prefix + target, prefix + origin) for target, origin in declared.items())
+    for target, origin in ties:
         one, other = owner.get(target), owner.get(origin)
         if one is None or other is None or one is other:
             continue
@@ -174,15 +169,6 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
         groups.remove(gone)
 
 
-def _declared_ties(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, name of its tie), as models of `transformers` 5 declare, at any depth."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        declared = getattr(part, "all_tied_weights_keys", None)
-        if isinstance(declared, Mapping):
-            prefix = f"{path}." if path else ""
-            yield from ((prefix + target, prefix + origin) for target, origin in declared.items())
-
-
 def _check_initialized(
     groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
 ) -> None:
@@ -198,15 +184,14 @@ def _check_initialized(
 def _check_dtypes(
     groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
 ) -> None:
-    tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
     unknown: dict[str, list[str]] = {}
-    for name, tensor in tensors + buffers:
+    for name, tensor in [*((group.names[0], group.parameters[0]) for group in groups), *buffers]:
         if from_torch(tensor.dtype) is None:
             unknown.setdefault(str(tensor.dtype), []).append(name)
-    must = "must have a dtype that zerodrift knows"
     for dtype, names in unknown.items():
-        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(names[0], must, got=f"{dtype} in {listed(names)}", do=todo)
+        must, got = "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}"
+        do = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], must, got=got, do=do)
 
 
 def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:

@@ -68,18 +68,10 @@ class ComputedTensor:
                 ordered[call] = None
                 continue
             waiting.append((call, True))
-            waiting += [(need, False) for need in reversed(call._needs())]
+            needs: list[Any] = []
+            replace_items((call.args, dict(call.kwargs)), needs.append)
+            waiting += [(need, False) for need in reversed(needs) if isinstance(need, ComputedTensor)]
         return list(ordered)
-
-    def _needs(self) -> list[ComputedTensor]:
-        needs: list[ComputedTensor] = []
-
-        def collect(item: Any) -> None:
-            if isinstance(item, ComputedTensor):
-                needs.append(item)
-
-        replace_items((self.args, dict(self.kwargs)), collect)
-        return needs
 
 
 _RANDOM = frozenset(
@@ -208,17 +200,14 @@ class RecipeValues:
         """Copy the elements of a parameter from `start` on into flat memory."""
         if self._name != name or self._values is None:
             self._name, self._values = name, None  # before the next one is made
-            self._values = self._compute(name)
+            recipe = self._recipes[name]
+            assert recipe is not None, f"{name} has no recipe"
+            # Rounded if the model was cast after construction, as real values would have been.
+            values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
+            if values.is_floating_point() and bool(values.isnan().any()):
+                raise UnwrittenError(name)
+            self._values = values
         out.copy_(self._values[start : start + out.numel()])
-
-    def _compute(self, name: str) -> torch.Tensor:
-        recipe = self._recipes[name]
-        assert recipe is not None, f"{name} has no recipe"
-        # Rounded if the model was cast after construction, as real values would have been.
-        values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
-        if values.is_floating_point() and bool(values.isnan().any()):
-            raise UnwrittenError(name)
-        return values
 
 
 class UnwrittenError(Exception):
