@@ -208,11 +208,6 @@ def test_the_digest_holds_them_and_their_json_is_read() -> None:
     assert replace(made, boundaries=()).digest != made.digest
 
 
-def test_a_plan_that_was_written_without_them_is_read() -> None:
-    written = {key: value for key, value in pinned().to_json().items() if not key.startswith("boundar")}
-    assert Plan.from_json(written) == replace(pinned(), boundaries=())
-
-
 def test_what_a_rule_does_not_say_is_decided_in_the_plan() -> None:
     assert not any(columns.get("output") == "auto" for columns in pinned().to_json()["columns"])
     assert {each.output for each in pinned().boundaries} == {"keep"}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 from zerodrift.dtypes import DType, lost
-from zerodrift.errors import ConfigError, ModelError, Problems
+from zerodrift.errors import ConfigError, ModelError, Problems, several
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
@@ -35,8 +35,8 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
     columns = _columns(policy, model)
+    problems = Problems()
     if policy.tree:
-        problems = Problems()
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
         refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
         problems.raise_as(ConfigError)
@@ -49,9 +49,16 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     found = gathered = find_units(model, policy.sharding.units, pieces, split)
     if pieces == 1 and policy.backend == "native" and not policy.sharding.units:
         gathered = move_small_segments(found, columns, model, mesh.shard)
+    moved = len(gathered[0].parameters) - len(found[0].parameters)
+    # The first and the last piece of a V-shaped schedule are on one rank, with all uses.
+    v_shaped = policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED
     for members in gathered:
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
-        _require_tied_on_one_rank(policy, model, columns, members)
+        for index in members.copies if policy.tree and not v_shaped else ():
+            if columns[index].update is not None:
+                got = f"tree, and {' tied to '.join(model.parameters[index].names)}"
+                refuse_order(TIED, KEY, problems, got=got)
+        problems.raise_as(ConfigError)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,
@@ -65,7 +72,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
             *boundaries.note_missing_classes(policy, model, columns),
-            *_note_moved(found, gathered),
+            *((_MOVED.format(moved),) if moved else ()),
         ),
     )
     check.require(plan)
@@ -84,23 +91,6 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
         require_one_compute(model, columns, columns_of.problems)
         columns_of.problems.raise_as(ConfigError)
     return columns
-
-
-def _require_tied_on_one_rank(
-    policy: Policy, model: ModelSpec, columns: list[Columns], members: Members
-) -> None:
-    """Refuse `order: tree` for a trained parameter that is tied across ranks of a pipeline.
-
-    The first and the last piece of a V-shaped schedule are on one rank.
-    """
-    problems = Problems()
-    if not policy.tree or (policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED):
-        return
-    for index in members.copies:
-        if columns[index].update is not None:
-            names = " tied to ".join(model.parameters[index].names)
-            refuse_order(TIED, KEY, problems, got=f"tree, and {names}")
-    problems.raise_as(ConfigError)
 
 
 def _add_unit(
@@ -136,9 +126,9 @@ def _add_unit(
 
 
 def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
-    cast = policy.buffers is not None and buffer.dtype.is_floating
-    storage = policy.buffers if cast and policy.buffers is not None else buffer.dtype
-    why = policy.buffers_why if cast or policy.buffers is None else "not a floating dtype: kept"
+    storage, why = policy.buffers or buffer.dtype, policy.buffers_why
+    if policy.buffers is not None and not buffer.dtype.is_floating:
+        storage, why = buffer.dtype, "not a floating dtype: kept"
     return BufferRow(buffer.name, buffer.shape, buffer.dtype, storage, why)
 
 
@@ -158,15 +148,16 @@ def _notes(
         if update.master is Master.SAME and row.columns.storage.dtype is not DType.FP32
     ]
     if rounded:
+        count, dtype = several(len(rounded), "parameter"), rounded[0].columns.storage.dtype
         yield (
-            f"{_count(rounded)} updated in {rounded[0].columns.storage.dtype} without an fp32 master: "
-            f"updates below half an ulp of the weight are lost"
+            f"{count} updated in {dtype} without an fp32 master: updates below half an ulp of the weight are "
+            f"lost"
         )
     narrow = [(row, update) for row, update in trained if lost(update.accumulate.dtype, update.reduce.wire)]
     if narrow:
         first = narrow[0][1]
         yield (
-            f"gradients of {_count([row for row, _ in narrow])} are rounded once on the wire "
+            f"gradients of {several(len(narrow), 'parameter')} are rounded once on the wire "
             f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
         )
     if policy.optimizer is None and trained:
@@ -176,20 +167,21 @@ def _notes(
             "this source has no module classes, so no parameter counts as a safe module of autocast: plan "
             "from the module or an HF config to see them"
         )
-    across = [rows[index] for segment in segments if segment.copies for index in segment.rows]
+    across = [index for segment in segments if segment.copies for index in segment.rows]
     if across and policy.pipeline is not None and policy.pipeline.schedule not in V_SHAPED:
+        count = several(len(across), "parameter")
         yield (
-            f"{_count(across)} tied across the pipeline: first and last stage hold a copy, whose gradients "
-            f"are added once per step"
+            f"{count} tied across the pipeline: first and last stage hold a copy, whose gradients are added "
+            f"once per step"
         )
     yield from _large_units(policy, rows, units, shard)
     yield from _padding(segments, shard)
     divided = [row for row in rows if row.parts > 1]
     if divided:
+        count = several(len(divided), "parameter")
         yield (
-            f"{_count(divided)} stack experts that are spread over {divided[0].parts} ranks: tokens travel "
-            f"to their experts and back, forward and backward, which depends on the data and is not in the "
-            f"bill"
+            f"{count} stack experts that are spread over {divided[0].parts} ranks: tokens travel to their "
+            f"experts and back, forward and backward, which depends on the data and is not in the bill"
         )
 
 
@@ -226,21 +218,13 @@ def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int)
     )
 
 
-def _note_moved(before: list[Members], after: list[Members]) -> Iterable[str]:
-    count = len(after[0].parameters) - len(before[0].parameters)
-    if count:
-        yield (
-            f"{count:,} small parameters of blocks are gathered with the root, once: on so many ranks each "
-            f"block's would be more padding than values"
-        )
-
+_MOVED = (
+    "{:,} small parameters of blocks are gathered with the root, once: on so many ranks each block's would "
+    "be more padding than values"
+)
 
 LARGE_UNIT = 100_000_000
 """Least size of a unit that gets a note, in elements."""
 
 LARGE_RATIO = 16
 """Least ratio of a unit to a rank's share of the model for a note."""
-
-
-def _count(rows: list[Row]) -> str:
-    return "1 parameter" if len(rows) == 1 else f"{len(rows):,} parameters"

@@ -128,27 +128,19 @@ def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
 def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
     """Count the bytes of one rank at a place on the pipeline axis."""
     plan = part(whole_plan, stage)
-    segments = plan.segments
+    # A segment of experts has other experts on each of its copies in a shard group.
+    sized = [(segment, plan.mesh.shard // plan.slices(segment)) for segment in plan.segments]
     rest = _rest(plan, micro_batches)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
-        parameters=sum(segment.numel * _parts(plan, segment) for segment in segments),
-        padding=sum(_padding(plan, segment) for segment in segments),
-        whole_padding=sum(_padding(plan, segment) for segment in segments if segment.whole),
+        parameters=sum(segment.numel * parts for segment, parts in sized),
+        padding=sum((segment.padded - segment.numel) * parts for segment, parts in sized),
+        whole_padding=sum((s.padded - s.numel) * parts for s, parts in sized if s.whole),
         rest=rest,
         peak=_peak(plan, rest, micro_batches),
         traffic=_traffic(whole_plan, stage, micro_batches),
     )
-
-
-def _parts(plan: Plan, segment: Segment) -> int:
-    """Count the copies of a segment in a shard group, each with other experts."""
-    return plan.mesh.shard // plan.slices(segment)
-
-
-def _padding(plan: Plan, segment: Segment) -> int:
-    return (segment.padded - segment.numel) * _parts(plan, segment)
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
@@ -178,16 +170,14 @@ def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
     roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
     if plan.policy.sharding.keep_gathered == "never":
         budget = prefetch_budget(plan)
-        both = (most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
-        gathered = roots + max(both)
+        gathered = roots + max(most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
     else:
         gathered = roots + sum(blocks)
     sums = sum(sums_bytes(plan, segment, micro_batches) for segment in plan.segments)
     sums += max(_arriving(plan, micro_batches), default=0)
     accumulate = max(0, sums - rest.accumulate)
-    blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
-    roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
-    gradient = roots_gradient + max(blocks, default=0)
+    gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
+    gradient += max((_gradient(plan, unit, micro_batches) for unit in units if unit.name), default=0)
     wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
     return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 

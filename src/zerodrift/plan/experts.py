@@ -30,12 +30,31 @@ def require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) ->
         return
     problems = Problems()
     stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
-    counts: dict[str, tuple[int, str]] = {}
+    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
     for parameter in stacks:
-        _require_stack(parameter, ranks, counts, problems)
+        name, shape = parameter.name, list(parameter.shape)
+        owner = name.rpartition(".")[0]
+        parts = owner.split(".")
+        after = parts[parts.index("experts") :] if "experts" in parts else parts[-1:]
+        must, got, do = "", f"shape {shape}", _LESS
+        if len(parameter.names) > 1:
+            must, got = "must not be tied, as a stack of experts", ", ".join(parameter.names)
+        elif any(part.isdecimal() for part in after):
+            must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
+            got = "one expert of a list of modules"
+            do = "Stack them, as the models of transformers 5 do, or leave `experts` out."
+        elif not shape or shape[0] == 0 or shape[0] % ranks:
+            must = f"must have a first dimension of experts that {ranks} ranks divide evenly"
+            do = f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}"
+        else:
+            count, first = first_of.setdefault(owner, (shape[0], name))
+            if count != shape[0]:
+                must = f"must have the {count} experts of `{first}` beside it"
+        if must:
+            problems.add(name, must, got=got, do=do)
     for parameter, of in zip(model.parameters, columns, strict=True):
         # A whole parameter beside divided stacks would be indexed by a rank's own expert numbers.
-        count, first = counts.get(parameter.name.rpartition(".")[0], (0, ""))
+        count, first = first_of.get(parameter.name.rpartition(".")[0], (0, ""))
         if count and not of.parallel and parameter.shape[:1] == (count,):
             must = f"must be named in `experts.parameters`: it has the {count} experts of `{first}` beside it"
             problems.add(parameter.name, must, got="no match", do="Name all stacks of a module, or none.")
@@ -45,36 +64,4 @@ def require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) ->
     problems.raise_as(ConfigError)
 
 
-def _require_stack(
-    parameter: ParameterSpec, ranks: int, counts: dict[str, tuple[int, str]], problems: Problems
-) -> None:
-    """Check one stack; `counts` maps modules to the number of experts of their first stack and its name."""
-    name, shape = parameter.name, list(parameter.shape)
-    owner = name.rpartition(".")[0]
-    if len(parameter.names) > 1:
-        must = "must not be tied, as a stack of experts"
-        problems.add(name, must, got=", ".join(parameter.names), do=_LESS)
-        return
-    if owner.rpartition(".")[2].isdecimal() or any(part.isdecimal() for part in _after(owner, "experts")):
-        must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
-        do = "Stack them, as the models of transformers 5 do, or leave `experts` out."
-        problems.add(name, must, got="one expert of a list of modules", do=do)
-        return
-    if not shape or shape[0] == 0 or shape[0] % ranks:
-        must = f"must have a first dimension of experts that {ranks} ranks divide evenly"
-        do = f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}"
-        problems.add(name, must, got=f"shape {shape}", do=do)
-        return
-    count, first = counts.setdefault(owner, (shape[0], name))
-    if count != shape[0]:
-        must = f"must have the {count} experts of `{first}` beside it"
-        problems.add(name, must, got=f"shape {shape}", do=_LESS)
-
-
 _LESS = "Name only stacks of experts in `experts.parameters`."
-
-
-def _after(path: str, word: str) -> list[str]:
-    """Return the components of a module path behind `word`; none if the path has no such component."""
-    parts = path.split(".")
-    return parts[parts.index(word) + 1 :] if word in parts else []

@@ -24,6 +24,7 @@ from typing import Literal
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import even_by_cost, products
 from zerodrift.policy.nouns import Columns, Placement
 
@@ -68,7 +69,11 @@ def find_units(
         else:
             rest.append(index)
     first_block = min((members[0] for members in blocks.values()), default=0)
-    stage_of = _stages(list(blocks), stages)
+    if stages > max(1, len(blocks)):
+        must = f"must not exceed the number of blocks, {len(blocks)}"
+        do = "Use fewer stages, or name finer units in `sharding.units`."
+        raise ConfigError("pipeline.stages", must, got=stages, do=do)
+    stage_of = {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
     costs = {name: sum(products(model.parameters[i]) for i in block) for name, block in blocks.items()}
     ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
     after = sum(products(model.parameters[i]) for i in ends)
@@ -79,9 +84,13 @@ def find_units(
     for stage in range(stages):
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
-            copies = {i: _copies(model.parameters[i], stage, stages, block_of, stage_of) for i in root}
-            copied = {i: blocks_of for i, blocks_of in copies.items() if blocks_of}
-            units.append(Members("", tuple(root), stage, copied))
+            copies = {}
+            for i in root:
+                # A later name outside of the blocks belongs to the last piece: the head of a tied embedding.
+                later = model.parameters[i].names[1:]
+                others = {stage_of.get(block_of(name), stages - 1) for name in later} - {stage}
+                copies |= {i: tuple(sorted(others))} if others else {}
+            units.append(Members("", tuple(root), stage, copies))
         here = [name for name in blocks if stage_of[name] == stage]
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
     if stages == 1:
@@ -90,30 +99,10 @@ def find_units(
     return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 
 
-def _copies(
-    parameter: ParameterSpec, home: int, stages: int, block_of: BlockOf, stage_of: Mapping[str, int]
-) -> tuple[int, ...]:
-    """Return the other pieces that use a parameter by another of its names.
-
-    A later name outside of the blocks belongs to the last piece: the head that is tied to an embedding.
-    """
-    others = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
-    return tuple(sorted(others - {home}))
-
-
 def _root_stage(index: int, first_block: int, stages: int) -> int:
     """Return the stage of a parameter outside of the blocks: the first for embeddings, the last for norm and
     head."""
     return 0 if index < first_block else stages - 1
-
-
-def _stages(blocks: list[str], stages: int) -> dict[str, int]:
-    """Distribute blocks over pipeline stages, contiguous and even by count."""
-    if stages > max(1, len(blocks)):
-        must = f"must not exceed the number of blocks, {len(blocks)}"
-        do = "Use fewer stages, or name finer units in `sharding.units`."
-        raise ConfigError("pipeline.stages", must, got=stages, do=do)
-    return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
 
 
 def _by_number(model: ModelSpec) -> BlockOf:
@@ -131,7 +120,7 @@ def _by_number(model: ModelSpec) -> BlockOf:
         block = next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
         if not block:
             return ""
-        inside = [path for path in reversed(_ancestors(name)) if path.startswith(block)]
+        inside = [path for path in reversed(list(enclosing_modules(name))) if path.startswith(block)]
         return next((path for path in inside if path not in model.containers), "")
 
     return block_of
@@ -150,7 +139,7 @@ def _numbered(name: str) -> list[tuple[str, int]]:
 def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     """Find blocks by the config's patterns; the innermost module that matches wins."""
     compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
-    paths = {path for p in model.parameters for name in p.names for path in _ancestors(name)}
+    paths = {path for p in model.parameters for name in p.names for path in enclosing_modules(name)}
     chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
     problems = Problems()
     for number, (pattern, regex) in enumerate(zip(patterns, compiled, strict=True)):
@@ -162,15 +151,9 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     problems.raise_as(ConfigError)
 
     def block_of(name: str) -> str:
-        return next((path for path in _ancestors(name) if path in chosen), "")
+        return next((path for path in enclosing_modules(name) if path in chosen), "")
 
     return block_of
-
-
-def _ancestors(name: str) -> list[str]:
-    """List the paths of the modules around a parameter, innermost first."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _module_glob(pattern: str) -> str:

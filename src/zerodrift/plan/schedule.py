@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
@@ -113,9 +114,9 @@ def count_collectives(plan: Plan, stage: int, micro_batches: int) -> Iterator[tu
 
 def _repetitions(count: int) -> tuple[tuple[int, bool, bool], ...]:
     """Group the micro-batches of a step that issue the same list: (times, is the first, is the last)."""
-    return (
-        ((1, True, True),) if count == 1 else ((1, True, False), (count - 2, False, False), (1, False, True))
-    )
+    if count == 1:
+        return ((1, True, True),)
+    return ((1, True, False), (count - 2, False, False), (1, False, True))
 
 
 def step_end(plan: Plan) -> Iterator[Event]:
@@ -135,10 +136,9 @@ def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Ev
     numbers = {unit.name: number for number, unit in enumerate(units)}
     if plan.policy.pipeline is not None and keep != "step":
         purposes: tuple[Purpose, ...] = ("forward", "backward")
-        for purpose in purposes:
-            for piece in pieces_of(plan, stage):
-                for unit in units_of_piece(plan, piece):
-                    yield from _gather(plan, unit, purpose)
+        for purpose, piece in itertools.product(purposes, pieces_of(plan, stage)):
+            for unit in units_of_piece(plan, piece):
+                yield from _gather(plan, unit, purpose)
     else:
         yield from _forward(plan, gathers=first or keep != "step")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
@@ -224,7 +224,8 @@ def backward_order(units: list[Unit]) -> list[Unit]:
     """
     inside: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
-        holder = next((path for path in _enclosing_modules(unit.name) if path in inside), None)
+        around = [*enclosing_modules(unit.name), ""] if unit.name else []
+        holder = next((path for path in around if path in inside), None)
         inside[holder].append(unit)
         inside[unit.name] = []
     order: list[Unit] = []
@@ -233,13 +234,6 @@ def backward_order(units: list[Unit]) -> list[Unit]:
         order.append(left.pop())
         left += inside[order[-1].name]
     return order
-
-
-def _enclosing_modules(name: str) -> Iterator[str]:
-    """List the modules around a module, innermost first; the root is last."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def reduce_order(units: list[Unit]) -> list[Unit]:
@@ -253,7 +247,8 @@ def contains(outer: Unit, inner: Unit) -> bool:
 
 
 def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
+    for number in unit.segments:
+        segment = plan.segments[number]
         if segment.columns.storage.axis and plan.slices(segment) > 1:
             dtype = segment.columns.gather
             yield Collective("all_gather", purpose, dtype, segment.padded, segment.axis, None, number)
@@ -302,13 +297,10 @@ def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
             yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
-def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:
-    return ((number, plan.segments[number]) for number in unit.segments)
-
-
 def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
     """List the trained segments of a unit, each with its number and its update columns."""
-    for number, segment in _segments(plan, unit):
+    for number in unit.segments:
+        segment = plan.segments[number]
         if segment.columns.update is not None:
             yield number, segment, segment.columns.update
 
@@ -320,7 +312,7 @@ def gathered_bytes(plan: Plan, unit: Unit) -> int:
     """Count the bytes of a unit's unsharded copy: the gathered buffers and their casts to the compute
     dtype."""
     total = 0
-    for _, segment in _segments(plan, unit):
+    for segment in (plan.segments[number] for number in unit.segments):
         columns = segment.columns
         if columns.storage.axis and plan.slices(segment) > 1:
             total += segment.padded * columns.gather.size

@@ -56,15 +56,12 @@ def can_interleave(plan: Plan, one: int, other: int) -> bool:
     """
     if plan.policy.sharding.keep_gathered != "step":
         return False
-    return all(
-        any(_has_experts(plan, unit) for unit in units_of_piece(plan, piece)) for piece in (one, other)
-    )
 
+    def has_experts(unit: Unit) -> bool:
+        segments = (plan.segments[number] for number in unit.segments)
+        return any(plan.rows[number].parts > 1 for segment in segments for number in segment.rows)
 
-def _has_experts(plan: Plan, unit: Unit) -> bool:
-    """Return True if a unit has experts that are divided over ranks."""
-    numbers = (number for segment in unit.segments for number in plan.segments[segment].rows)
-    return any(plan.rows[number].parts > 1 for number in numbers)
+    return all(any(map(has_experts, units_of_piece(plan, piece))) for piece in (one, other))
 
 
 def crossings(plan: Plan) -> int:
@@ -117,31 +114,22 @@ def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:
     `after` is the cost behind the last block. No piece is empty. Of equal divisions, the one with more blocks
     in front wins.
     """
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    total = len(costs)
-    # Per number of pieces: number of blocks -> (cost of the most expensive piece, start of the last piece).
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    sums = [0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    """Number of blocks -> cost of the most expensive piece, and the sizes of all pieces."""
     for piece in range(1, count + 1):
-        row: dict[int, tuple[int, int]] = {}
-        for end in range(piece, total - (count - piece) + 1):
-            extra = after if piece == count else 0
+        extra = after if piece == count else 0
+        longer = {}
+        for end in range(piece, len(costs) - (count - piece) + 1):
             ways = [
                 (max(dearest, sums[end] - sums[start] + extra), -start)
-                for start, (dearest, _) in best[-1].items()
+                for start, (dearest, _) in best.items()
                 if start < end
             ]
             dearest, start = min(ways)
-            row[end] = (dearest, -start)
-        best.append(row)
-    sizes: list[int] = []
-    end = total
-    for row in reversed(best[1:]):
-        start = row[end][1]
-        sizes.append(end - start)
-        end = start
-    return sizes[::-1]
+            longer[end] = dearest, [*best[-start][1], end + start]
+        best = longer
+    return best[len(costs)][1]
 
 
 def split_off_copies(
@@ -238,8 +226,7 @@ def part(plan: Plan, rank: int) -> Plan:
 def whole_row(plan: Plan, row: Row) -> Row:
     """Return the row of the whole plan, with all its names, for a row of a part."""
     whole = plan.row(row.name)
-    if whole is None:
-        raise AssertionError(f"{row.name} is in a part of a plan and not in the plan")
+    assert whole is not None, f"{row.name} is in a part of a plan and not in the plan"
     return whole
 
 

@@ -199,21 +199,19 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON value. Columns are written once, and rows refer to them by number."""
         shared: dict[Columns, int] = {}
-
-        def number(columns: Columns) -> int:
-            return shared.setdefault(columns, len(shared))
-
         divided = any(row.parts > 1 for row in self.rows)
         rows = []
         for row in self.rows:
             place = [row.unit, row.segment, row.offset, *([row.parts] if divided else [])]
             names, shape = list(row.names), list(row.shape)
-            rows.append([names, shape, row.source.value, row.klass, number(row.columns), *place])
+            number = shared.setdefault(row.columns, len(shared))
+            rows.append([names, shape, row.source.value, row.klass, number, *place])
         tied = any(segment.copies for segment in self.segments)
         segments = []
         for segment in self.segments:
             extent = [segment.numel, segment.padded, *([list(segment.copies)] if tied else [])]
-            segments.append([segment.unit, number(segment.columns), list(segment.rows), *extent])
+            number = shared.setdefault(segment.columns, len(shared))
+            segments.append([segment.unit, number, list(segment.rows), *extent])
         return {
             "source": self.source,
             "policy": encode(self.policy),
@@ -252,7 +250,7 @@ class Plan:
             ),
             boundaries=tuple(
                 decode(Boundary, dict(zip(BOUNDARY_FIELDS, values, strict=True)))
-                for values in data.get("boundaries", ())
+                for values in data["boundaries"]
             ),
             notes=tuple(data["notes"]),
         )

@@ -59,22 +59,20 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
     """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
     win."""
     key = "zero_optimization.fp32_pinned_parameters"
-    pins = (
+    resolved = [
         ResolvedRule("substring", text, "", PIN, True, None, f"{key}[{number}]: '{text}'")
         for number, text in enumerate(substrings)
-    )
-    return (*pins, *(_from_block(number, rule) for number, rule in enumerate(rules)))
-
-
-def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
-    sets = dict(PIN) if block.pin is not None else {}
-    sets |= dict(column_values(block))
-    pattern, klass = block.match or "", block.class_ or ""
-    kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
-    shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
-    pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-    why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
-    return ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
+    ]
+    for number, block in enumerate(rules):
+        sets = (dict(PIN) if block.pin is not None else {}) | dict(column_values(block))
+        pattern, klass = block.match or "", block.class_ or ""
+        kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
+        shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
+        pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
+        why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+        rule = ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
+        resolved.append(rule)
+    return tuple(resolved)
 
 
 def is_class(klass: str, wanted: str) -> bool:
@@ -131,18 +129,15 @@ def _wider(left: Demands, right: Demands) -> Demands:
     for column in left.keys() & right.keys():
         (one, one_why), (other, other_why) = left[column], right[column]
         if one != other:
-            wide = _widest_value(one, other)
+            if {one, other} <= DType._value2member_map_.keys():
+                wide = str(dtypes.widest((DType(one), DType(other))))
+            elif "fp32" in (one, other):
+                wide = "fp32"
+            else:
+                wide = max(one, other, key=lambda value: _WIDTH.get(value, 0))
             why = other_why if wide == other else one_why if wide == one else f"{one_why}; {other_why}"
             out[column] = (wide, f"{why} (widest of tied names)")
     return out
-
-
-def _widest_value(left: str, right: str) -> str:
-    if left in DType._value2member_map_ and right in DType._value2member_map_:
-        return str(dtypes.widest((DType(left), DType(right))))
-    if "fp32" in (left, right):
-        return "fp32"
-    return max(left, right, key=lambda value: _WIDTH.get(value, 0))
 
 
 def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: Problems) -> None:

@@ -98,25 +98,18 @@ def states() -> tuple[StateCell, ...]:
     """List every state on every backend, with a beta2 that bf16 can represent and one that it cannot."""
     cells = []
     for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
-        verdict = state_verdict(state, backend, beta2)
-        cells.append(StateCell(str(state), backend, beta2, verdict.status, verdict.reason))
+        found = state_verdict(state, backend, beta2)
+        cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
     return tuple(cells)
 
 
 def table() -> tuple[SupportCell, ...]:
     """List every (mode, accumulate, pipeline, stage, backend), in that order."""
-    choices: tuple[tuple[str, DType], ...] = (
-        ("default", DEFAULT_ACCUMULATE),
-        ("fp32", DType.FP32),
-        ("bf16", DType.BF16),
-        ("fp16", DType.FP16),
-    )
+    choices = {"default": DEFAULT_ACCUMULATE, "fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
     cells = []
-    for mode, (label, dtype), pipeline, stage, backend in product(
-        Mode, choices, (False, True), range(4), BACKENDS
-    ):
-        cell = verdict(mode, dtype, pipeline, stage, backend)
-        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, cell.status, cell.reason))
+    for mode, label, pipeline, stage, backend in product(Mode, choices, (False, True), range(4), BACKENDS):
+        found = verdict(mode, choices[label], pipeline, stage, backend)
+        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))
     return tuple(cells)
 
 
