@@ -85,6 +85,7 @@ def test_autocast_without_a_dtype_is_bf16_and_says_so() -> None:
     assert decision.value == "autocast-bf16" and "not given" in decision.why
 
 
+LOW = {"mode": "autocast-bf16"}
 AUTOCAST = {"enabled": True, "dtype": "bf16"}
 
 
@@ -99,11 +100,11 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
         ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
         (
-            config(precision={"mode": "autocast-bf16"}, torch_autocast={"enabled": False}),
+            config(precision=LOW, torch_autocast={"enabled": False}),
             "torch_autocast.enabled",
         ),
         (
-            config(precision={"mode": "autocast-bf16"}, torch_autocast={"dtype": "fp16"}),
+            config(precision=LOW, torch_autocast={"dtype": "fp16"}),
             "torch_autocast.dtype",
         ),
     ],
@@ -119,6 +120,4 @@ def test_two_keys_that_disagree_are_an_error(written: dict[str, object], key: st
 def test_a_written_mode_is_the_mode(name: str) -> None:
     assert mode({"precision": {"mode": name}}) == name
     if name.startswith("autocast"):
-        assert (
-            mode({"torch_autocast": {"enabled": True, "dtype": name[9:]}, "bf16": {"enabled": False}}) == name
-        )
+        assert mode(config("false", torch_autocast={"enabled": True, "dtype": name[9:]})) == name

@@ -107,7 +107,6 @@ class Additions:
 
 
 def _paths(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Return the path of every key that holds no block."""
     paths: list[str] = []
     for key, value in tree.items():
         here = join(path, key)

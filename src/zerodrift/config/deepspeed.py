@@ -424,7 +424,6 @@ OBSERVATION = _section(
 SECTIONS = (BATCH, PRECISION, ZERO, OFFLOAD, OPTIMIZER, PARALLEL, CHECKPOINT, CHANGES_TRAINING, OBSERVATION)
 
 ENTRIES: dict[str, Entry] = {entry.key: entry for section in SECTIONS for entry in section.entries}
-"""Every entry by its key."""
 
 
 def find(key: str, table: Mapping[str, Entry] = ENTRIES) -> Entry | None:

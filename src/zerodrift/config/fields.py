@@ -61,14 +61,11 @@ class ColumnDType:
 
 @dataclass(frozen=True, slots=True)
 class _AsTuple:
-    """Annotation of a key that takes a tuple or a list, and keeps a tuple."""
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler(typing.get_args(source)[0])
 
 
 Items = Annotated[tuple[Item, ...] | list[Item], _AsTuple()]
-"""A tuple or list of items, kept as a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +75,7 @@ class Key:
     path: str
     """Dotted; the items of a list are written `rules[]`."""
     kind: Any
-    """Annotation of the field."""
     doc: str
-    """Docstring of the field, on one line."""
 
 
 @functools.cache
@@ -152,8 +147,7 @@ def admits(kind: Any) -> str:
 
 
 def must(kind: Any, value: object) -> str:
-    """Return the requirement that a value violates, as a clause: the values that the key admits, or the upper
-    bound of a number that is too large."""
+    """Return the requirement that a value violates: the values that the key admits, or its upper bound."""
     most = [
         bound.le
         for option, extras in _options(kind)
@@ -168,7 +162,6 @@ def must(kind: Any, value: object) -> str:
 
 
 def choices(kind: Any) -> list[str]:
-    """Return the literal strings that a key admits."""
     return [
         value
         for option, _ in _options(kind)
@@ -234,7 +227,6 @@ _PLURALS = {
 
 
 def dtypes(kind: Any) -> tuple[DType, ...]:
-    """Return the dtypes that a key admits."""
     return tuple(dtype for _, extras in _options(kind) for dtype in _admitted(extras))
 
 

@@ -36,7 +36,6 @@ class SourceBlock(dict[Any, Any]):
     """A dict that remembers how its source spelled it."""
 
     repeated: tuple[Any, ...] = ()
-    """Keys that occur more than once in the source."""
     kind: type | None = None
     """Class of a typed block; None for a dict or a file."""
 
@@ -84,7 +83,6 @@ def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
 
 
 def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the name of a file, for messages, and its text."""
     name = os.fsdecode(path)
     if name.lstrip().startswith("{"):
         _refuse("config", "must be a path or a dict", "a text that looks like JSON", "Parse it first.")
@@ -110,7 +108,6 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _neighbour(name: str) -> str:
-    """Ask about a file with nearly that name in the same folder."""
     folder = Path(name).parent
     try:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -135,7 +132,6 @@ def _json(text: str, name: str) -> Any:
 
 
 def _json_hint(before: str, rest: str) -> str:
-    """Return advice about a usual slip, or an empty string."""
     rest = rest.lstrip()
     if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments: remove it, or write YAML, where # starts one."

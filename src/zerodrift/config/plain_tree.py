@@ -26,7 +26,6 @@ MAX_DEPTH = 24
 """Most blocks and lists inside one another; configs have five."""
 
 MAX_VALUES = 10_000
-"""Most values in a config."""
 
 Tree = dict[str, Any]
 
@@ -69,7 +68,6 @@ def collect_written(block: BaseModel) -> Tree:
 
 
 def plain(value: object, problems: Problems) -> Tree:
-    """Return a plain copy of a block of keys."""
     copied = _Copier(problems).copy(value, "", 0)
     return copied if isinstance(copied, dict) else {}
 

@@ -73,7 +73,6 @@ def render_page() -> str:
 
 
 def render_config() -> str:
-    """Render `docs/config.md`."""
     parts = [_GENERATED.format(end=""), "# Config keys", _CONFIG_INTRO, "## Our keys"]
     blocks = list(_blocks())
     parts += _sections([(name, keys) for name, keys in blocks if _root(name, keys) in OURS])

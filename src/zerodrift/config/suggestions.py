@@ -44,7 +44,6 @@ def is_path(key: str) -> bool:
 
 @functools.cache
 def _paths() -> tuple[str, ...]:
-    """Return every full path that may be written, used keys before ignored ones."""
     ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
     paths = [key.path for key in fields.every_key(Config)]
     return (*paths, *(key for key in ignored if not key.endswith(".*")))

@@ -35,7 +35,6 @@ class Keys:
     """The keys that a tree may have."""
 
     name: str
-    """Kind of tree, such as `config`."""
     root: type[BaseModel]
     owner: str
     """Owner of the keys, for the message about an unknown key."""
@@ -46,7 +45,6 @@ class Keys:
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Path of a key -> advice about a value that is not accepted."""
     empty_is_absent: bool = False
-    """True if an empty block is the same as no block."""
     free: str = "a block of arguments"
     """Words for a block of names that the schema does not know."""
 
@@ -114,7 +112,6 @@ class TreeReader:
         return used
 
     def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
-        """Read a key of the schema into `used`."""
         inner, item = fields.block_of(kind), fields.item_of(kind)
         self._paths[name] = path
         if value is None or (value == {} and inner is not None and self._keys.empty_is_absent):
@@ -165,7 +162,6 @@ class TreeReader:
         return used
 
     def _table(self, entry: deepspeed.Entry | None, value: Any, path: str, name: str) -> None:
-        """Read a key that only the table has, or a block of such keys."""
         if isinstance(value, dict) and value and (entry is None or entry.key != name):
             self._block(value, None, path, name)
         elif entry is not None:
@@ -187,7 +183,6 @@ class TreeReader:
             self._problems.add(path, must, got=shown(value), do=entry.instead)
 
     def _record(self, path: str, value: Any, because: str = "") -> None:
-        """Record a key as ignored for a reason, or else as used."""
         self.uses.append(KeyUse(path, value, "ignored" if because else "used", because))
 
     def validate(self, used: Tree) -> Any:
@@ -201,7 +196,6 @@ class TreeReader:
         return None
 
     def _path_of(self, steps: Steps) -> str:
-        """Return a path as it was written."""
         path = ""
         for index, step in enumerate(steps):
             path = self._paths.get(name_of(steps[: index + 1]), join(path, step))

@@ -20,7 +20,6 @@ from zerodrift.config.plain_tree import join, shown
 from zerodrift.errors import Problems, did_you_mean
 
 Steps = tuple[str | int, ...]
-"""A path as its keys and list indices."""
 
 _MISSING = object()
 
@@ -99,7 +98,6 @@ def _value_at(given: Mapping[str, Any], steps: Steps) -> Any:
 
 
 def _remedy(kind: Any, value: Any) -> str:
-    """Return advice about a value that is not accepted."""
     admitted, block = fields.admits(kind), fields.block_of(kind)
     if not isinstance(value, str):
         if admitted.startswith("a list") and not isinstance(value, (list, dict)):
@@ -122,4 +120,3 @@ def _remedy(kind: Any, value: Any) -> str:
 
 
 _FLAGS = {"true": ("yes", "on", "1", "true"), "false": ("no", "off", "0", "false")}
-"""Flag -> the texts that mean it."""

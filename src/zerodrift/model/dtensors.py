@@ -24,7 +24,6 @@ LAYOUT = (
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return True if the object is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

@@ -76,8 +76,7 @@ def empty(widen: torch.dtype | None = None) -> Iterator[None]:
 
 
 LARGE = 1 << 30
-"""Elements of a tensor that `NoLargeMemory` puts on the meta device: a system may refuse to allocate a stack
-of experts."""
+"""Elements of a tensor that `NoLargeMemory` allocates no memory for."""
 
 
 class NoLargeMemory(TorchFunctionMode):
@@ -101,7 +100,6 @@ class _Recorder(TorchFunctionMode):
         self._recipes: dict[int, tuple[StorageWeakRef, InitRecipe]] = {}
         """Recipes by storage. The weak reference keeps the address from being reused, and no memory alive."""
         self._parameters: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
-        """Parameters without memory, by id."""
         self._computed: dict[int, tuple[torch.Tensor, int, ComputedTensor]] = {}
         """Other tensors without memory, by id: (tensor, kept so that its id is not reused; version; call)."""
         self._random_owners: dict[ComputedTensor, InitRecipe] = {}
@@ -187,13 +185,11 @@ class _Recorder(TorchFunctionMode):
         return replacement
 
     def add_parameter(self, parameter: nn.Parameter) -> None:
-        """Add a parameter without memory."""
         recipe = self._find(parameter)
         if recipe is not None:
             self._parameters[id(parameter)] = (parameter, recipe)
 
     def end(self) -> None:
-        """Give every parameter its recipe."""
         for parameter, recipe in self._parameters.values():
             recipe.version = parameter._version
             setattr(parameter, ATTRIBUTE, recipe)
@@ -248,7 +244,6 @@ class _Recorder(TorchFunctionMode):
         self._set_recipe(out, recipe)
 
     def _write(self, func: Any, target: Any, args: Any, kwargs: Any) -> None:
-        """Record a call that wrote to memory with a recipe."""
         recipe = self._find(target)
         if recipe is None:
             return
@@ -340,7 +335,6 @@ def _skip_normal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 
 def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a call of this name writes to, or None."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     writes = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))

@@ -37,7 +37,6 @@ class StoredTensor:
     start: int
     """Offset of the first byte in the file."""
     stop: int
-    """One past the last byte."""
 
 
 def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LENGTH = 16
 """Tokens of a text."""
 PICTURE = 224
-"""Pixels of a side, if the config has no size."""
 SOUND = 16_000
 """Samples of a sound: one second."""
 
@@ -34,7 +33,6 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     words: str = ""
-    """Description of the arguments for a reader."""
 
 
 def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
@@ -68,7 +66,6 @@ def _given(text: str) -> Inputs:
 
 
 def _words(arguments: Mapping[Any, Any]) -> str:
-    """Describe arguments, such as `input_ids 1 x 16 int64`."""
     words = (
         f"{key} {' x '.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
         if hasattr(value, "shape") and hasattr(value, "dtype")

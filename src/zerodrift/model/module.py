@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _TiedParameters:
-    """Tied parameters with all their names, in the order of `named_parameters`."""
-
     parameters: list[nn.Parameter]
     names: list[str]
 
@@ -73,13 +71,11 @@ class _ExpertCounts:
     The counts are attributes of the modules around the parameter, the nearest first, or of configs."""
 
     CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
-    """Attributes of modules and configs of `transformers` with the count."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._experts: dict[str, tuple[int, int]] = {}
-        """Path of experts -> (experts that a token uses, child modules). A cache, since thousands of
-        parameters may have one path."""
+        """Path of experts -> (experts that a token uses, child modules), for thousands of parameters."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         before, marker, after = name.rpartition("experts.")

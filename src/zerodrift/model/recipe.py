@@ -81,7 +81,6 @@ _RANDOM = frozenset(
         *("log_normal_", "random_", "multinomial", "poisson", "dropout", "trunc_normal_"),
     )
 )
-"""Functions that draw random numbers."""
 
 
 def _on_cpu(value: Any, done: dict[ComputedTensor, Any]) -> Any:
@@ -105,8 +104,6 @@ def replace_items(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call that wrote a parameter."""
-
     call: Callable[..., Any]
     args: tuple[Any, ...]
     """Arguments of the call, with a `Window` for each view of the parameter's memory."""
@@ -128,7 +125,6 @@ class InitRecipe:
     numel: int
     dtype: torch.dtype
     window: Window
-    """View that is the parameter."""
     operations: list[Operation] = field(default_factory=list)
     obstacle: str = ""
     """Reason why the recipe cannot be replayed, as a clause; empty if it can."""
@@ -173,7 +169,6 @@ def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
 
 
 def derive_seed(name: str, seed: int) -> int:
-    """Return the random seed of one parameter."""
     text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -211,8 +206,6 @@ class RecipeValues:
 
 
 class UnwrittenError(Exception):
-    """An error about a parameter with elements that no operation wrote."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name

@@ -79,7 +79,6 @@ def _component(text: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def _choose(path: Path, problems: Problems) -> Path | None:
-    """Choose the file or index to read; a folder means all of its files."""
     do = ""
     if path.is_file():
         if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
@@ -104,7 +103,6 @@ def _choose(path: Path, problems: Problems) -> Path | None:
 
 
 def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
-    """Read all tensors of the shards of an index, and check them against the index."""
     promised = _promised(index, problems)
     tensors: list[StoredTensor] = []
     for shard, names in promised.items():

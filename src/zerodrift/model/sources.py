@@ -35,7 +35,6 @@ ACCEPTED = (
     "a function that returns a model, `package.module:callable`",
     "in Python, a torch.nn.Module or a ModelSpec",
 )
-"""The accepted forms of a model."""
 
 
 def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec:

@@ -16,8 +16,6 @@ from zerodrift.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class OwningModule:
-    """A module that holds the parameter directly."""
-
     path: str
     """Path in the model, `""` for the root."""
     klass: str
@@ -32,11 +30,8 @@ class ParameterSpec:
     """Full names, the first met first; more than one for tied parameters."""
     shape: tuple[int, ...]
     dtype: DType
-    """Dtype in the source."""
     owners: tuple[OwningModule, ...]
-    """One per name, in the same order."""
     trained: bool = True
-    """`requires_grad`."""
     used: tuple[int, int] = (1, 1)
     """(experts that a token uses, all experts) of an expert parameter. Needed for the cost of a forward."""
 
@@ -51,13 +46,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One buffer of a model."""
-
     name: str
     shape: tuple[int, ...]
     dtype: DType
     persistent: bool = True
-    """True for a buffer in the state dict."""
 
     @property
     def numel(self) -> int:
@@ -69,14 +61,12 @@ class ModelSpec:
     """A model as a plan sees it: names, shapes, dtypes and module classes, and no tensor."""
 
     source: str
-    """Name of the source, for titles and messages."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...] = ()
     checkpoint: tuple[tuple[str, DType], ...] = ()
     """(name, dtype) of the tensors in the checkpoint of the weights, if there is one. Decides `export`."""
     containers: frozenset[str] = frozenset()
-    """Paths of modules without a forward (`ModuleList`, `ModuleDict`), which are never called. Empty if the
-    source has no modules."""
+    """Paths of modules without a forward, such as `ModuleList`. Empty if the source has no modules."""
     shared: tuple[tuple[str, str], ...] = ()
     """(path, first path) of modules with several paths. Empty if the source has no modules."""
 

@@ -92,8 +92,6 @@ def has_own_dtype(cells: Columns, mode: Mode) -> bool:
 
 
 class _BoundaryFinder:
-    """Finds the boundary of a module in which no parameter computes in the mode's dtype."""
-
     def __init__(self, policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> None:
         self._policy = policy
         self._model = model
@@ -146,7 +144,6 @@ class _BoundaryFinder:
 
 
 def note_missing_classes(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:
-    """Note that boundaries were found by names alone."""
     if model.has_classes or not any(has_own_dtype(cells, policy.mode) for cells in columns):
         return
     yield (

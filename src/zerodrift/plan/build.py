@@ -82,7 +82,6 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
 
 
 def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    """Return the columns of every parameter, or raise one error with all problems."""
     columns_of = ColumnsOf(policy, model)
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
@@ -186,7 +185,6 @@ def _notes(
 
 
 def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
-    """Note the padding if it is large."""
     total = sum(s.numel for s in segments)
     padding = sum(s.padded - s.numel for s in segments if not s.whole)
     if padding > 0.01 * total and padding > 1 << 20:

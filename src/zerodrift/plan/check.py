@@ -204,7 +204,6 @@ CHECKS: tuple[Callable[[Plan], Iterator[str]], ...] = (
     units_are_in_order,
     boundaries_hold_their_dtype,
 )
-"""Every invariant of a plan."""
 
 
 def find_violations(plan: Plan) -> list[str]:
@@ -213,7 +212,6 @@ def find_violations(plan: Plan) -> list[str]:
 
 
 def require(plan: Plan) -> None:
-    """Raise AssertionError unless every invariant holds."""
     violations = find_violations(plan)
     if violations:
         raise AssertionError(

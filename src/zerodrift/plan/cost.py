@@ -31,8 +31,6 @@ from zerodrift.policy.pipelining import most_unfinished
 
 @dataclass(frozen=True, slots=True)
 class RestingBytes:
-    """Bytes between steps, by column."""
-
     storage: int
     buffers: int
     accumulate: int
@@ -50,7 +48,6 @@ class Peak:
     """Bytes at the worst moment of a step, without activations."""
 
     rest: int
-    """Bytes between steps."""
     gathered: int
     """Unsharded copies alive at once: the root, the unit that runs and the units gathered ahead."""
     accumulate: int
@@ -58,7 +55,6 @@ class Peak:
     gradient: int
     """Gradients of the root and of one unit before their reduction, with its send buffers."""
     wire: int
-    """Buffers of the reductions under way."""
 
     @property
     def total(self) -> int:
@@ -70,16 +66,13 @@ class Traffic:
     """One line of the wire bill: all collectives of a step that agree in op, dtype, axis and purpose."""
 
     op: str
-    """`all_gather`, `reduce_scatter` or `all_reduce`."""
     purpose: str
-    """`forward`, `backward`, `reduce`, `replicate`, `norm` or `update`."""
     dtype: str
     axis: str
     count: int
     """Collectives per optimizer step."""
     bytes: int
-    """Bytes sent by one rank per optimizer step over a ring: (N - 1) / N of the buffer, twice for
-    all_reduce."""
+    """Bytes sent by one rank per step over a ring: (N - 1) / N of the buffer, twice for all_reduce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +249,11 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
 
 
 def _waits(update: Update, micro_batches: int) -> bool:
-    """Return True if whole gradients wait for later micro-batches before they are reduced."""
     return not update.accumulate.axis and micro_batches > 1
 
 
 def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
-    """Count the bytes of a unit's gradient: cast to the accumulate dtype, and in the send buffers of a
-    reduction."""
+    """Count the bytes of a unit's gradient in the accumulate dtype, and of the send buffers."""
     total = 0
     for segment in (plan.segments[number] for number in unit.segments):
         update = segment.columns.update
@@ -329,7 +320,6 @@ def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
 
 
 MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
-"""Bytes per element beyond storage."""
 
 
 def block_bytes(state: State) -> int:

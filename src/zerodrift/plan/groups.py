@@ -44,12 +44,10 @@ class Group:
     """One call of `fully_shard`."""
 
     unit: int
-    """Index into `Plan.units`."""
     paths: tuple[str, ...]
     """Module path; several for a tied parameter whose modules differ from their unit."""
     kind: Kind
     rows: tuple[int, ...]
-    """Indices into `Plan.rows`."""
 
 
 def kind_of(row: Row) -> Kind:
@@ -92,8 +90,6 @@ class _Node:
 
 
 class _UnitGroups:
-    """Builder of the groups of one unit."""
-
     def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
         self._unit, self._rows = plan.units[number], plan.rows
         self._number = number
@@ -119,7 +115,6 @@ class _UnitGroups:
         ]
 
     def _tree(self, rows: Iterable[int]) -> _Node:
-        """Build the tree of modules below the unit's own."""
         name = self._unit.name
         root = _Node(name)
         for row in rows:
@@ -179,7 +174,6 @@ class _UnitGroups:
             self._visit(child, path, kind)
 
     def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
-        """Refuse parameters of two kinds in one module."""
         names = ", ".join(self._rows[row].name.rpartition(".")[2] for row in node.rows)
         below = f"{node.path}.*" if node.path else "*"
         must = "must hold parameters of one kind: fully_shard has one policy per module"

@@ -45,7 +45,6 @@ class Members:
 
     name: str
     parameters: tuple[int, ...]
-    """Indices into `ModelSpec.parameters`."""
     stage: int
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> the other pieces of a pipeline that use it."""
@@ -56,8 +55,7 @@ class Members:
 def find_units(
     model: ModelSpec, patterns: Sequence[str], stages: int, split: Literal["layers", "cost"] = "layers"
 ) -> list[Members]:
-    """Divide a model into units in order of execution: for each piece of a pipeline its root, then its
-    blocks."""
+    """Divide a model into units in order of execution: for each piece its root, then its blocks."""
     block_of = _by_pattern(model, patterns) if patterns else _by_number(model)
     blocks: dict[str, list[int]] = {}
     rest: list[int] = []
@@ -100,8 +98,7 @@ def find_units(
 
 
 def _root_stage(index: int, first_block: int, stages: int) -> int:
-    """Return the stage of a parameter outside of the blocks: the first for embeddings, the last for norm and
-    head."""
+    """Return the stage of a parameter outside of the blocks: first for embeddings, last for the head."""
     return 0 if index < first_block else stages - 1
 
 
@@ -157,8 +154,7 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
 
 
 def _module_glob(pattern: str) -> str:
-    """Translate a glob on module paths to a regex; `*` stays within one component (`layers.*`: the
-    layers)."""
+    """Translate a glob on module paths to a regex; `*` stays within one component."""
     out = []
     for part in pattern.split("."):
         piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
@@ -171,8 +167,6 @@ def _module_glob(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The offsets and lengths of one segment, in elements."""
-
     offsets: tuple[int, ...]
     numel: int
     padded: int
@@ -193,7 +187,6 @@ def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[in
 
 
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
-    """Pack the parameters of a segment into equal slices of whole blocks."""
     if placement == "whole" and slices > 1:
         return _pack_whole(parameters, slices)
     if placement == "matrices" and slices > 1:

@@ -58,7 +58,6 @@ class Collective:
     """Elements of the whole buffer, all slices together."""
     axis: Literal["shard", "replicate", "expert_shard", "pipeline", "ends"]
     sum: DType | None
-    """Dtype of the sum; None for a gather."""
     segment: int
     """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
 
@@ -73,15 +72,13 @@ class Computation:
     unit: int
     """Index into `Plan.units`, of the rank's part in a pipeline; -1 for the update."""
     back: bool = False
-    """Whether the work belongs to a backward."""
 
 
 Event = Collective | Computation
 
 
 def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
-    """List the collectives of one optimizer step in order, for the ranks of one place on the pipeline
-    axis."""
+    """List the collectives of one optimizer step in order, for the ranks of a pipeline stage."""
     return (event for event in events(plan, stage, micro_batches) if isinstance(event, Collective))
 
 
@@ -298,7 +295,6 @@ def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
 
 
 def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
-    """List the trained segments of a unit, each with its number and its update columns."""
     for number in unit.segments:
         segment = plan.segments[number]
         if segment.columns.update is not None:
@@ -309,8 +305,7 @@ def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
 
 
 def gathered_bytes(plan: Plan, unit: Unit) -> int:
-    """Count the bytes of a unit's unsharded copy: the gathered buffers and their casts to the compute
-    dtype."""
+    """Count the bytes of a unit's unsharded copy, with its casts to the compute dtype."""
     total = 0
     for segment in (plan.segments[number] for number in unit.segments):
         columns = segment.columns

@@ -101,8 +101,7 @@ def _embedding(plan: Plan) -> Row | None:
 
 
 def products(parameter: ParameterSpec) -> int:
-    """Count the multiplications of a parameter per token: the elements of a matrix, or of the experts in
-    use."""
+    """Count the multiplications per token: the elements of a matrix, or of the experts in use."""
     chosen, experts = parameter.used
     return parameter.numel * chosen // experts if len(parameter.shape) > 1 else 0
 
@@ -173,7 +172,6 @@ def names_of(plan: Plan, piece: int) -> frozenset[str]:
 
 
 def _piece_of(plan: Plan, row: Row, name: str) -> int:
-    """Return the piece that uses a parameter by one of its names."""
     home, others = plan.units[row.unit].stage, plan.segments[row.segment].copies
     if name == row.name or not others:
         return home
@@ -231,8 +229,7 @@ def whole_row(plan: Plan, row: Row) -> Row:
 
 
 def units_of_piece(plan: Plan, piece: int) -> list[Unit]:
-    """Return the units of a rank's part that one piece runs; only the first and the last piece use the
-    root."""
+    """Return the units of a rank's part that one piece runs; the first and the last use the root."""
     ends = (0, pieces(plan.policy.pipeline, plan.mesh) - 1)
     return [unit for unit in plan.units if (unit.stage == piece if unit.name else piece in ends)]
 

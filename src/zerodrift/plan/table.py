@@ -25,21 +25,15 @@ from zerodrift.record import decode, encode
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter."""
-
     names: tuple[str, ...]
-    """Every name of the parameter; several if it is tied."""
     shape: tuple[int, ...]
     """Shape on one rank. A parameter that is divided over the expert axis has the rank's own experts."""
     source: DType
-    """Dtype in the model or checkpoint."""
     klass: str
     """Dotted class of the module that owns the parameter, `""` if unknown."""
     columns: Columns
     unit: int
-    """Index into `Plan.units`."""
     segment: int
-    """Index into `Plan.segments`."""
     offset: int
     """First element in the segment; a multiple of BLOCK."""
     parts: int = 1
@@ -55,7 +49,6 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements on one rank."""
         return math.prod(self.shape)
 
     @property
@@ -94,7 +87,6 @@ class Segment:
     rows: tuple[int, ...]
     """Indices into `Plan.rows`, in order of offset."""
     numel: int
-    """Elements that belong to parameters."""
     padded: int
     """Elements allocated: a multiple of BLOCK times the ranks of its axis."""
     copies: tuple[int, ...] = ()
@@ -142,8 +134,7 @@ class Boundary:
     output: Output
     """`keep` returns results as computed; `input` casts them to the dtype of the first floating input."""
     lookup: DType | None
-    """Output dtype of a module without floating inputs, such as an embedding; None returns results as
-    computed."""
+    """Output dtype of a module without floating inputs, an embedding; None returns results as computed."""
     why: tuple[tuple[str, str], ...]
     """(`dtype`, reason) and (`output`, reason)."""
 
@@ -156,21 +147,17 @@ class Plan:
     """
 
     source: str
-    """The model's name."""
     policy: Policy
     mesh: MeshShape
     rows: tuple[Row, ...]
-    """Every parameter, with its columns and its place."""
     buffers: tuple[BufferRow, ...]
     units: tuple[Unit, ...]
     """Units in order of execution; the root comes first."""
     segments: tuple[Segment, ...]
     """The flat buffers; rows of a unit that agree in every column share one."""
     boundaries: tuple[Boundary, ...]
-    """The dtype changes of a forward. Without autocast the model's floating inputs are also cast to the
-    mode's dtype."""
+    """The dtype changes of a forward. Without autocast floating inputs get the mode's dtype too."""
     notes: tuple[str, ...]
-    """Warnings and choices with a cost, for the reader."""
 
     @cached_property
     def digest(self) -> str:
@@ -180,7 +167,6 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def noted(self, more: Iterable[str]) -> Plan:
-        """Return the same plan with more notes."""
         return replace(self, notes=(*self.notes, *more))
 
     def slices(self, segment: Segment) -> int:
@@ -232,7 +218,6 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """Read a plan that `to_json` wrote."""
         columns = [decode(Columns, item) for item in data["columns"]]
         return Plan(
             source=data["source"],

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Units of time of each kind of action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a pipeline."""
-
     ranks: tuple[tuple[Action, ...], ...]
-    """Actions of each rank, in order."""
     paired: frozenset[Action] = frozenset()
     """Forwards that are interleaved with the backward behind them."""
 

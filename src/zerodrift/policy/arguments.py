@@ -24,15 +24,11 @@ MOST = 3.4e38
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The accepted values of one argument."""
-
     words: str
-    """The accepted values in words: "must be ..."."""
     fits: Callable[[Any], bool]
     integer: bool = False
     """Whether the argument is a whole number, which configs also write as `2e3`."""
     do: str = ""
-    """Advice for any other value."""
 
 
 def _number(value: Any, least: float = 0.0) -> bool:
@@ -98,8 +94,7 @@ ANY: Table = {
     "bias_correction": _only(True),
     "amsgrad": _only(False),
 }
-"""Arguments that every elementwise optimizer accepts: the choice of an Adam, and flags at the only value that
-is supported."""
+"""Arguments that every elementwise optimizer accepts, some at one value only."""
 
 _OF_OPTIMIZERS: Table = {
     **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),
@@ -114,7 +109,6 @@ _OF_OPTIMIZERS: Table = {
     "ns_method": _word("gram", "standard"),  # two ways to the same polynomial, which is computed as it is
     "adjust_lr_fn": _word("original", "match_rms_adamw"),
 }
-"""Every argument of the optimizers in `optimizers.py`; each has one meaning."""
 
 OPTIMIZERS: Mapping[str, Table] = {
     name: {key: _OF_OPTIMIZERS[key] for key in of_type(name).arguments} for name in TYPES.values()

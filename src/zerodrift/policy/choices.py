@@ -147,7 +147,6 @@ def decide_schedule(
 
 
 EXPERTS = ("*.experts.*",)
-"""Default globs: the stacks of experts in models of `transformers`."""
 
 
 def decide_experts(

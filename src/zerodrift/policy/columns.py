@@ -36,8 +36,6 @@ from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_v
 
 @dataclass(frozen=True, slots=True)
 class ColumnContext:
-    """The settings that columns of all parameters depend on."""
-
     mode: Mode
     backend: Backend
     stage: int
@@ -50,14 +48,11 @@ class ColumnContext:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTraits:
-    """The properties of a parameter that its columns depend on."""
-
     source: DType
     trained: bool
     safe: bool
     """Autocast only: every module that owns the parameter is in the safe list."""
     checkpoint: DType | None
-    """Dtype in the checkpoint that the weights come from."""
     dimensions: int
     not_hidden: str
     """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
@@ -96,8 +91,6 @@ def complete(
 
 
 class _ColumnFiller:
-    """Fills the columns of one parameter in order and stores each reason in `why`."""
-
     def __init__(
         self, demands: Demands, context: ColumnContext, traits: ParameterTraits, problems: Problems
     ) -> None:
@@ -109,7 +102,6 @@ class _ColumnFiller:
         self.storage_axis: Axis = "shard" if context.stage == 3 or context.backend.storage_sharded else ""
 
     def _text(self, column: str, default: str, reason: str) -> str:
-        """Return the demanded value of a column or the default, and store the reason."""
         value, self.why[column] = self.demands.get(column, (default, reason))
         return value
 

@@ -26,8 +26,7 @@ def flag(value: bool | str | None) -> Flag:
 
 
 def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
-    """Return the mode and its reason; None if both flags are true. `asks` is True for `precision.mode:
-    auto`."""
+    """Return the mode and its reason; None if both are true. `asks`: `precision.mode` is `auto`."""
     if bf16 == fp16 == "true":
         return None, "both `bf16.enabled` and `fp16.enabled` are true"
     if bf16 == "true":
@@ -65,7 +64,6 @@ def decide_mode(config: Config, problems: Problems) -> Decision:
 
 
 def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
-    """Refuse DeepSpeed's flags that contradict `precision.mode`."""
     must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
         if state == ("false" if mode is own else "true"):
@@ -79,7 +77,6 @@ def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems
 
 
 def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
-    """Decide the mode under `torch_autocast.enabled: true`."""
     dtype = block.dtype or DType.BF16
     why = "`torch_autocast.enabled` is true"
     if block.dtype is None:

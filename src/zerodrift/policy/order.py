@@ -32,8 +32,7 @@ KEY = "precision.reduce.order"
 
 
 def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank: int) -> tuple[int, ...]:
-    """Return the micro-batch numbers of a data rank in increasing order; `micro_batches` is their count per
-    rank."""
+    """Return a data rank's micro-batch numbers in increasing order; each rank has `micro_batches`."""
     replica, shard = divmod(rank, mesh.shard)
     first = replica * mesh.shard * micro_batches
     if when == "every":
@@ -162,7 +161,6 @@ CARRIED = OrderRefusal(
     "a carrier adds in the dtype that travels",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-"""The refusal of `order: native`."""
 RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
 RANKS = OrderRefusal(
@@ -172,10 +170,8 @@ RANKS = OrderRefusal(
 )
 
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
-"""The refusals that `zerodrift support` prints."""
 
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
-"""The price of `order: native`."""
 
 
 def decide_order(
@@ -212,7 +208,6 @@ def decide_order(
 
 
 def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
-    """Add a refusal to the problems of a key."""
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")

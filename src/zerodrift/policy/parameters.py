@@ -122,7 +122,6 @@ class ColumnsOf:
                 self.problems.add(path, must, got=columns.compute, do=do)
 
     def _checkpoint_dtype(self, parameter: ParameterSpec) -> DType | None:
-        """Return the dtype of a parameter in the checkpoint that the weights come from."""
         for name in parameter.names:
             if name in self._checkpoint:
                 return self._checkpoint[name]
@@ -150,8 +149,7 @@ def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
 
 
 def _beta2(optimizer: ComponentSpec | None) -> float | None:
-    """Return the decay of the second moment, or None if the config's optimizer has none; Muon's AdamW has
-    one."""
+    """Return the decay of the optimizer's second moment, or None without one; Muon's AdamW has one."""
     if optimizer is None:
         return None
     algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)

@@ -20,10 +20,8 @@ V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules with two pieces on each rank, the last one beside the first."""
 
 MOST_MICRO_BATCHES = 1 << 16
-"""Most micro-batches per step of a pipeline."""
 
 SPLIT: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv", "dualpipev")
-"""Schedules that delay weight gradients."""
 
 
 def decide_pipeline(
@@ -74,7 +72,6 @@ def decide_pipeline(
 
 
 def queues(pipeline: Pipelining | None) -> bool:
-    """Return True if weight gradients wait in a queue."""
     return pipeline is not None and pipeline.schedule in SPLIT and pipeline.weight_grads == "queue"
 
 

@@ -37,7 +37,6 @@ _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state
 _OF_RULES = ("placement", "optimizer")
 
 Demands = dict[str, tuple[str, str]]
-"""column -> (value, why)."""
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
@@ -56,8 +55,7 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
-    """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
-    win."""
+    """Return the rules in order: DeepSpeed's pinned substrings, then `precision.rules`, which win."""
     key = "zero_optimization.fp32_pinned_parameters"
     resolved = [
         ResolvedRule("substring", text, "", PIN, True, None, f"{key}[{number}]: '{text}'")

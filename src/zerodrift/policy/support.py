@@ -22,17 +22,12 @@ Status = Literal["yes", "narrow", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The support status of a combination, with the reason."""
-
     status: Status
     reason: str = ""
-    """Empty for `yes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupportCell:
-    """One cell of the table."""
-
     mode: str
     accumulate: str
     """`default`, `fp32`, `bf16` or `fp16`."""
@@ -45,8 +40,6 @@ class SupportCell:
 
 @dataclass(frozen=True, slots=True)
 class StateCell:
-    """One cell of the table of optimizer states."""
-
     state: str
     backend: BackendName
     beta2: float
@@ -117,8 +110,6 @@ DEFAULT_ACCUMULATE = DType.FP32
 """Default of every mode; a sum over micro-batches loses bits in anything narrower."""
 
 MAX_NEAREST_BETA2 = 0.98
-"""Largest beta2 of a bf16 second moment that is rounded to nearest; above it (1 - beta2) is under half an
-ulp."""
+"""Largest beta2 of a second moment in bf16; above it (1 - beta2) is under half an ulp."""
 
 USUAL_BETA2 = 0.999
-"""The default of every Adam."""
