@@ -123,14 +123,21 @@ class _Recorder(TorchFunctionMode):
         elif name == "clone" and type(out) is torch.Tensor:
             source = self._find(args[0])
             if source is not None:
-                self._set_recipe(
-                    out, replace(source, operations=list(source.operations), window=_window(out))
-                )
+                copy = replace(source, operations=list(source.operations), window=_window(out))
+                self._set_recipe(out, copy)
         else:
             self._write(func, _write_target(name, args, kwargs), args, kwargs)
         if type(out) is torch.Tensor and out.device.type == "meta":
             self._compute(func, out, args, kwargs)
         return out
+
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self._is_internal = True
+        try:
+            yield
+        finally:
+            self._is_internal = False
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Return the parameter without memory that is registered for one with memory."""
@@ -142,11 +149,8 @@ class _Recorder(TorchFunctionMode):
         recipe = self._find(parameter)
         if (recipe is None or recipe.obstacle) and parameter.numel() <= SMALL:
             return None
-        self._is_internal = True
-        try:
+        with self._unrecorded():
             replacement = self._without_memory(parameter)
-        finally:
-            self._is_internal = False
         window = _window(parameter)
         if recipe is None:
             recipe = InitRecipe(0, parameter.dtype, window, obstacle=_NOT_WRITTEN)
@@ -158,19 +162,16 @@ class _Recorder(TorchFunctionMode):
     def _assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Assign `parameter.data = value`, which torch refuses between devices."""
         recipe = self._find(value)
-        self._is_internal = True
-        try:
-            if recipe is None and value.numel() <= SMALL and not value.is_meta:
+        with self._unrecorded():
+            if recipe is None and value.is_meta:
+                recipe = self._parameters[id(parameter)][1]
+            elif recipe is None and value.numel() <= SMALL:
                 values = value.detach().clone().contiguous()
                 recipe = InitRecipe(value.numel(), value.dtype, _window(values))
                 recipe.operations.append(Operation(torch.Tensor.copy_, (recipe.window, values), {}))
-            if value.is_meta:
-                recipe = self._parameters[id(parameter)][1] if recipe is None else recipe
             elif recipe is None:
                 recipe = InitRecipe(0, value.dtype, _window(value), obstacle=_NOT_WRITTEN)
             parameter.data = value if value.is_meta else torch.empty_like(value, device="meta")
-        finally:
-            self._is_internal = False
         self._set_recipe(parameter, recipe)
         self._parameters[id(parameter)] = (parameter, recipe)
 
@@ -196,15 +197,12 @@ class _Recorder(TorchFunctionMode):
 
     def _compute(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Record the call that computed a tensor without memory, if the call can be repeated."""
-        self._is_internal = True
-        try:
-            call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
-        except _NotReplayableError:
-            self._computed.pop(id(out), None)
-        else:
-            self._computed[id(out)] = (out, out._version, call)
-        finally:
-            self._is_internal = False
+        with self._unrecorded():
+            try:
+                call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
+                self._computed[id(out)] = (out, out._version, call)
+            except _NotReplayableError:
+                self._computed.pop(id(out), None)
 
     def _keep_argument(self, value: Any) -> Any:
         """Return an argument for the record: its computation, or a copy of its values."""
@@ -247,18 +245,13 @@ class _Recorder(TorchFunctionMode):
         recipe = self._find(target)
         if recipe is None:
             return
-        self._is_internal = True
-        try:
-            call = Operation(
-                func,
-                tuple(self._record_argument(value, recipe) for value in args),
-                {key: self._record_argument(value, recipe) for key, value in kwargs.items()},
-            )
-            recipe.operations.append(call)
-        except _NotReplayableError as error:
-            recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
-        finally:
-            self._is_internal = False
+        with self._unrecorded():
+            try:
+                values = tuple(self._record_argument(value, recipe) for value in args)
+                named = {key: self._record_argument(value, recipe) for key, value in kwargs.items()}
+                recipe.operations.append(Operation(func, values, named))
+            except _NotReplayableError as error:
+                recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
 
     def _record_argument(self, value: Any, recipe: InitRecipe) -> Any:
         """Return an argument for the record: a view of the recipe's memory as a window, others as values."""
@@ -292,11 +285,8 @@ class _Recorder(TorchFunctionMode):
                 names = inspect.signature(function).parameters
                 values = {name: asker.f_locals[name] for name in names if name in asker.f_locals}
                 self._write(function, tensor, (), values)
-        self._is_internal = True
-        try:
+        with self._unrecorded():
             return tensor.is_meta
-        finally:
-            self._is_internal = False
 
 
 class _NotReplayableError(Exception):

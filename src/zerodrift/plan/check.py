@@ -113,10 +113,7 @@ def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
         storage, narrowed = row.columns.storage.dtype, not update.accumulate.dtype.holds(update.grad)
         for fault, found in (
             ("grad is not the compute dtype", update.grad is not row.columns.compute),
-            (
-                "accumulate is narrower than grad without allow_narrow",
-                narrowed and not allowed,
-            ),
+            ("accumulate is narrower than grad without allow_narrow", narrowed and not allowed),
             ("sum cannot hold the wire", not update.reduce.sum.holds(update.reduce.wire)),
             (f"a split master over {storage}", update.master is Master.SPLIT and storage is not DType.BF16),
             ("two fp32 copies of one value", update.master is Master.FP32 and storage is DType.FP32),

@@ -117,14 +117,39 @@ def _repetitions(count: int) -> tuple[tuple[int, bool, bool], ...]:
 
 
 def step_end(plan: Plan) -> Iterator[Event]:
-    """List the events behind the last micro-batch. In a pipeline, `plan` is a rank's part."""
-    units = list(plan.units)
-    if plan.mesh.replicate > 1:
-        for unit in reduce_order(units):
-            yield from _over_replicas(plan, unit)
-    for unit in units:
-        yield from _over_ends(plan, unit)
-    yield from _update(plan, units)
+    """List the events behind the last micro-batch. In a pipeline, `plan` is a rank's part.
+
+    These are the sums over replicas and over parameters that are tied across the pipeline, the messages of
+    the norm, the update, and the messages that the update sends.
+    """
+    units, mesh = list(plan.units), plan.mesh
+    trained = [item for unit in units for item in _updates(plan, unit)]
+    for number, segment, update in (
+        item for unit in reduce_order(units) if mesh.replicate > 1 for item in _updates(plan, unit)
+    ):
+        numel = segment.padded // plan.slices(segment)
+        wire, total = update.reduce.wire, update.reduce.sum
+        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+    for number, segment, update in trained:
+        if is_tied_across_ranks(plan, segment):
+            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
+            yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
+    if trained and mesh.shard > 1:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
+    if mesh.pipeline > 1:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
+    sliced = [item for item in trained if plan.slices(item[1]) > 1]
+    for number, segment, update in sliced:
+        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
+            dtype = update.accumulate.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
+    if trained:
+        yield Computation("update", -1)
+    for number, segment, update in sliced:
+        storage = segment.columns.storage
+        if update.axis and not storage.axis:
+            dtype = storage.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
 def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Event]:
@@ -256,42 +281,6 @@ def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
         if (last or update.reduce.when == "every") and plan.slices(segment) > 1:
             wire, total = update.reduce.wire, update.reduce.sum
             yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
-
-
-def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    for number, segment, update in _updates(plan, unit):
-        numel = segment.padded // plan.slices(segment)
-        wire, total = update.reduce.wire, update.reduce.sum
-        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
-
-
-def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    """Sum the gradients of parameters that are tied across the pipeline."""
-    for number, segment, update in _updates(plan, unit):
-        if is_tied_across_ranks(plan, segment):
-            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
-            yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
-
-
-def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
-    """List the messages of the norm, the update, and the messages that the update sends."""
-    trained = [item for unit in units for item in _updates(plan, unit)]
-    if trained and plan.mesh.shard > 1:
-        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
-    if plan.mesh.pipeline > 1:
-        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
-    sliced = [item for item in trained if plan.slices(item[1]) > 1]
-    for number, segment, update in sliced:
-        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
-            dtype = update.accumulate.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
-    if trained:
-        yield Computation("update", -1)
-    for number, segment, update in sliced:
-        storage = segment.columns.storage
-        if update.axis and not storage.axis:
-            dtype = storage.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
 def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:

@@ -186,19 +186,11 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
         return f"Classes here: {', '.join(near or classes[:4])}."
     names = [name for parameter in model.parameters for name in parameter.names]
     shapes = {re.sub(r"\d+", "*", name): None for name in names}
-    core = rule.pattern.strip("*")
-    words = [word for word in re.split(r"[.*]+", core) if word]
+    words = [word for word in re.split(r"[.*]+", rule.pattern) if word]
     inside = [name for name in shapes if words and all(word in name for word in words)]
-    close = inside or nearest(core, shapes, count=3) or _by_word(words, shapes) or list(shapes)
-    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."
-
-
-def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names with a component close to a word of the pattern that is no component itself."""
-    names = list(names)
     parts = {part for name in names for part in name.split(".")}
-    for word in (word for word in reversed(words) if word not in parts):
-        near = nearest(word, parts, count=3)
-        if near:
-            return [name for name in names if any(part in name.split(".") for part in near)]
-    return []
+    # A component of the pattern that no name has may be misspelt.
+    odd = next((near for word in reversed(words) if word not in parts if (near := nearest(word, parts))), [])
+    by_word = [name for name in shapes if any(part in name.split(".") for part in odd)]
+    close = inside or nearest(rule.pattern.strip("*"), shapes, count=3) or by_word or list(shapes)
+    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."
