@@ -60,7 +60,17 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     if given.is_dir() and safetensors.holds(given):
         checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.list_tensors(given))
     with quiet():
-        _check_model_type(document or {}, file)
+        from transformers import CONFIG_MAPPING
+
+        model_type, known = (document or {}).get("model_type"), list(CONFIG_MAPPING.keys())
+        if model_type not in known:
+            must = "`model_type` must be one that the installed `transformers` knows"
+            got = "no such key" if model_type is None else repr(model_type)
+            do = "Is it the config of a model?"
+            if isinstance(model_type, str):
+                upgrade = "Upgrade `transformers`; code beside a config is not run."
+                do = did_you_mean(model_type, known) or upgrade
+            raise ModelError(str(file), must, got=got, do=do)
         model = build(file, next((dtype for _, dtype in checkpoint if dtype.is_floating), None))
         spec = from_module(model, f"{path} ({type(model).__name__})")
     return replace(spec, checkpoint=checkpoint)
@@ -74,23 +84,6 @@ def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
     model = instantiate(config, file, on_meta)
     keep_in_fp32(model)
     return model
-
-
-def _check_model_type(document: dict[str, Any], file: Path) -> None:
-    from transformers import CONFIG_MAPPING
-
-    known = list(CONFIG_MAPPING.keys())
-    model_type = document.get("model_type")
-    if model_type in known:
-        return
-    must = "`model_type` must be one that the installed `transformers` knows"
-    if not isinstance(model_type, str):
-        got = "no such key" if model_type is None else repr(model_type)
-        todo = "Is it the config of a model?"
-    else:
-        got = repr(model_type)
-        todo = did_you_mean(model_type, known) or "Upgrade `transformers`; code beside a config is not run."
-    raise ModelError(str(file), must, got=got, do=todo)
 
 
 def read_config(file: Path, dtype: DType | None = None) -> PretrainedConfig:

@@ -37,8 +37,18 @@ class Inputs:
 
 def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
     """Return example inputs; `given` names a function that returns a dict, a tuple or a tensor."""
+    import torch
+
     if given is not None:
-        return _given(given)
+        made = call(given, "example inputs")
+        if isinstance(made, Mapping):
+            return Inputs((), dict(made), f"{given}: {_words(made)}")
+        if isinstance(made, torch.Tensor):
+            made = (made,)
+        if isinstance(made, (tuple, list)):
+            return Inputs(tuple(made), {}, f"{given}: {_words(dict(enumerate(made)))}")
+        must = "must return a dict of arguments, a tuple of them, or a tensor"
+        raise ModelError(given, must, got=type(made).__qualname__)
     known = _of_transformers(model) or _of_tokens(model)
     if known is None:
         got = f"`forward({', '.join(map(str, _parameters(model).values()))})`"
@@ -49,20 +59,6 @@ def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
         must = "must have example inputs to be traced"
         raise ModelError(type(model).__name__, must, got=got, do=do)
     return Inputs((), known, _words(known))
-
-
-def _given(text: str) -> Inputs:
-    import torch
-
-    made = call(text, "example inputs")
-    if isinstance(made, Mapping):
-        return Inputs((), dict(made), f"{text}: {_words(made)}")
-    if isinstance(made, torch.Tensor):
-        made = (made,)
-    if isinstance(made, (tuple, list)):
-        return Inputs(tuple(made), {}, f"{text}: {_words(dict(enumerate(made)))}")
-    must = "must return a dict of arguments, a tuple of them, or a tensor"
-    raise ModelError(text, must, got=type(made).__qualname__)
 
 
 def _words(arguments: Mapping[Any, Any]) -> str:

@@ -31,14 +31,27 @@ class _TiedParameters:
 
 def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     """Describe a module; titles call the model `source`, or by its class if there is no source."""
+    from torch.nn.parameter import is_lazy
+
     problems = Problems()
     groups = _groups(module)
     buffers = list(module.named_buffers())
-    _check_initialized(groups, buffers, problems)
+    tensors = [*((group.names[0], group.parameters[0]) for group in groups), *buffers]
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            do = "Run one batch through the lazy module first, or write its sizes."
+            problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=do)
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)
     _check_memory(groups, problems)
-    _check_dtypes(groups, buffers, problems)
+    unknown: dict[str, list[str]] = {}
+    for name, tensor in tensors:
+        if from_torch(tensor.dtype) is None:
+            unknown.setdefault(str(tensor.dtype), []).append(name)
+    for dtype, names in unknown.items():
+        must, got = "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}"
+        do = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], must, got=got, do=do)
     problems.raise_as(ModelError)
 
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -46,9 +59,17 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     first = {id(part): path for path, part in reversed(modules.items())}
     passing = non_persistent_buffers(module)
     used = _ExpertCounts(module)
+    parameters = []
+    for group in groups:
+        paths = [name.rpartition(".")[0] for name in group.names]
+        owners = tuple(OwningModule(path, classes[path]) for path in paths)
+        shape, dtype = local_shape(group.parameters[0]), _known(group.parameters[0].dtype)
+        trained = any(parameter.requires_grad for parameter in group.parameters)
+        counts = used.of(group.names[0], shape)
+        parameters.append(ParameterSpec(tuple(group.names), shape, dtype, owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
-        parameters=tuple(_parameter(group, classes, used) for group in groups),
+        parameters=tuple(parameters),
         buffers=tuple(
             BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
@@ -106,22 +127,9 @@ class _ExpertCounts:
             path = path.rpartition(".")[0]
 
 
-def _parameter(group: _TiedParameters, classes: dict[str, str], used: _ExpertCounts) -> ParameterSpec:
-    first = group.parameters[0]
-    paths = [name.rpartition(".")[0] for name in group.names]
-    return ParameterSpec(
-        names=tuple(group.names),
-        shape=local_shape(first),
-        dtype=_known(first.dtype),
-        owners=tuple(OwningModule(path, classes[path]) for path in paths),
-        trained=any(parameter.requires_grad for parameter in group.parameters),
-        used=used.of(group.names[0], local_shape(first)),
-    )
-
-
 def _known(dtype: torch.dtype) -> DType:
     known = from_torch(dtype)
-    assert known is not None, "`_check_dtypes` refuses other dtypes"
+    assert known is not None, "`from_module` refuses other dtypes"
     return known
 
 
@@ -163,31 +171,6 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
         kept.names = sorted(kept.names + gone.names, key=position.__getitem__)
         owner |= dict.fromkeys(gone.names, kept)
         groups.remove(gone)
-
-
-def _check_initialized(
-    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
-) -> None:
-    from torch.nn.parameter import is_lazy
-
-    lazy = [group.names[0] for group in groups if is_lazy(group.parameters[0])]
-    lazy += [name for name, buffer in buffers if is_lazy(buffer)]
-    for name in lazy:
-        todo = "Run one batch through the lazy module first, or write its sizes."
-        problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=todo)
-
-
-def _check_dtypes(
-    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
-) -> None:
-    unknown: dict[str, list[str]] = {}
-    for name, tensor in [*((group.names[0], group.parameters[0]) for group in groups), *buffers]:
-        if from_torch(tensor.dtype) is None:
-            unknown.setdefault(str(tensor.dtype), []).append(name)
-    for dtype, names in unknown.items():
-        must, got = "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}"
-        do = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(names[0], must, got=got, do=do)
 
 
 def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:

@@ -34,7 +34,13 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
-    columns = _columns(policy, model)
+    columns_of = ColumnsOf(policy, model)
+    require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        require_one_compute(model, columns, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
     problems = Problems()
     if policy.tree:
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
@@ -81,17 +87,6 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     return plan
 
 
-def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    columns_of = ColumnsOf(policy, model)
-    require_matches(policy.rules, model, columns_of.problems)
-    columns = [columns_of(parameter) for parameter in model.parameters]
-    columns_of.problems.raise_as(ConfigError)
-    if not policy.mode.autocast:
-        require_one_compute(model, columns, columns_of.problems)
-        columns_of.problems.raise_as(ConfigError)
-    return columns
-
-
 def _add_unit(
     members: Members,
     model: ModelSpec,
@@ -104,7 +99,7 @@ def _add_unit(
     """Append a unit with its rows and segments: parameters that agree in every column are one segment."""
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
-    for indices in stages.split_off_copies(group(members.parameters, columns), members.copies):
+    for indices in group(members.parameters, columns, members.copies):
         shared = columns[indices[0]]
         parts = mesh.expert if shared.parallel else 1
         parameters = [own_experts(model.parameters[index], parts) for index in indices]

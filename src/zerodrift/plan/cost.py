@@ -124,6 +124,11 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
     # A segment of experts has other experts on each of its copies in a shard group.
     sized = [(segment, plan.mesh.shard // plan.slices(segment)) for segment in plan.segments]
     rest = _rest(plan, micro_batches)
+    lines: dict[tuple[str, str, str, str], list[int]] = {}
+    for call, times in count_collectives(whole_plan, stage, micro_batches):
+        line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
+        line[0] += times
+        line[1] += times * sent_bytes(call, plan.mesh)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
@@ -132,7 +137,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
         whole_padding=sum((s.padded - s.numel) * parts for s, parts in sized if s.whole),
         rest=rest,
         peak=_peak(plan, rest, micro_batches),
-        traffic=_traffic(whole_plan, stage, micro_batches),
+        traffic=tuple(Traffic(*key, count, size) for key, (count, size) in lines.items()),
     )
 
 
@@ -284,15 +289,6 @@ HALVING = 8
 
 REDUCTIONS = 2
 """Reductions under way at once; `IN_FLIGHT` in the engine."""
-
-
-def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
-    lines: dict[tuple[str, str, str, str], list[int]] = {}
-    for call, times in count_collectives(plan, stage, micro_batches):
-        line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
-        line[0] += times
-        line[1] += times * sent_bytes(call, plan.mesh)
-    return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
 
 
 def sent_bytes(call: Collective, mesh: MeshShape) -> int:

@@ -17,7 +17,7 @@ import fnmatch
 import heapq
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -172,18 +172,24 @@ class Packed:
     padded: int
 
 
-def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[int]]:
+def group(
+    parameters: Sequence[int], columns: Sequence[Columns], copies: Container[int] = ()
+) -> list[list[int]]:
     """Group the parameters of a unit into segments by their columns.
 
     Except that a stack which is cut between its matrices is a segment alone, because its matrices set the
-    length of a slice.
+    length of a slice, and so is a parameter that is tied across the pipeline: one of `copies`.
     """
     groups: dict[object, list[int]] = {}
     for index in parameters:
         update = columns[index].update
         alone = index if update is not None and update.placement == "matrices" else None
         groups.setdefault((columns[index].layout, alone), []).append(index)
-    return list(groups.values())
+    parts: list[list[int]] = []
+    for indices in groups.values():
+        rest = [index for index in indices if index not in copies]
+        parts += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
+    return parts
 
 
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
@@ -191,17 +197,11 @@ def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement 
         return _pack_whole(parameters, slices)
     if placement == "matrices" and slices > 1:
         return _pack_stack(parameters[0], slices)
-    return _pack_in_order(parameters, slices)
-
-
-def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
-    """Pack parameters one after the other, each start aligned, and pad the whole to `slices` equal slices."""
-    offsets, end, numel = [], 0, 0
+    offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
-        numel += parameter.numel
         end = round_up(end + parameter.numel, BLOCK)
-    return Packed(tuple(offsets), numel, round_up(end, BLOCK * slices))
+    return Packed(tuple(offsets), sum(p.numel for p in parameters), round_up(end, BLOCK * slices))
 
 
 def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
@@ -258,7 +258,9 @@ def move_small_segments(
     for parameters in (held for unit in units if unit.name for held in group(unit.parameters, columns)):
         size = sum(round_up(model.parameters[index].numel, BLOCK) for index in parameters)
         largest, shared = max(largest, size), columns[parameters[0]]
-        if 2 * size <= least and _is_cut_anywhere(shared):
+        update = shared.update
+        is_sliced = shared.storage.axis != "" if update is None else update.placement == "sliced"
+        if 2 * size <= least and is_sliced and not shared.parallel:
             kinds.setdefault(shared.layout, []).append((parameters, size))
     budget = max(4 * least, largest // 8)  # four such segments, or blocks, are alive at once in any case
     moved = {
@@ -275,10 +277,3 @@ def move_small_segments(
         elif rest := tuple(index for index in unit.parameters if index not in moved):  # none left: no unit
             kept.append(replace(unit, parameters=rest))
     return kept
-
-
-def _is_cut_anywhere(columns: Columns) -> bool:
-    if columns.parallel:
-        return False
-    update = columns.update
-    return columns.storage.axis != "" if update is None else update.placement == "sliced"

@@ -131,17 +131,6 @@ def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:
     return best[len(costs)][1]
 
 
-def split_off_copies(
-    groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]
-) -> list[list[int]]:
-    """Split groups of parameters so that each parameter tied across the pipeline is a segment of its own."""
-    parts: list[list[int]] = []
-    for indices in groups:
-        rest = [index for index in indices if index not in copies]
-        parts += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
-    return parts
-
-
 def require_ends(
     pipeline: Pipelining | None,
     mesh: MeshShape,

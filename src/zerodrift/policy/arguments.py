@@ -217,11 +217,11 @@ def _check_together(where: str, kind: str, given: Mapping[str, Any], problems: P
     """Check arguments of a schedule that depend on each other; None is a number that is not known yet."""
 
     def one_of(first: str, second: str) -> bool:
-        if (first in given) != (second in given):
-            return True
-        got = "both" if first in given else "neither"
-        problems.add(join(where, first), f"must be given, or `{second}`, and not both", got=got)
-        return False
+        is_one = (first in given) != (second in given)
+        if not is_one:
+            got = "both" if first in given else "neither"
+            problems.add(join(where, first), f"must be given, or `{second}`, and not both", got=got)
+        return is_one
 
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         one_of("min_lr", "min_lr_rate")

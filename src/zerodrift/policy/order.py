@@ -44,7 +44,8 @@ def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> b
     """Return True if the sums of every turn but the last are whole nodes of the tree."""
     turns = (shard, micro_batches) if when == "every" else (micro_batches, shard)
     first, both = turns[0], micro_batches * shard
-    return (_is_power(first) or turns[1] * replicate == 1) and (_is_power(both) or replicate == 1)
+    is_node = first & (first - 1) == 0 or turns[1] * replicate == 1
+    return is_node and (both & (both - 1) == 0 or replicate == 1)
 
 
 def assignment(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> When | None:
@@ -62,9 +63,10 @@ def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) ->
 
     Without replicas 1 is one of the numbers.
     """
+    low = [number for number in range(1, int(total**0.5) + 1) if total % number == 0]
     return tuple(
         ranks
-        for ranks in _divisors(total)
+        for ranks in sorted({*low, *(total // number for number in low)})
         if ranks % replicate == 0
         and assignment(whens, total // ranks, MeshShape(ranks // replicate, replicate)) is not None
     )
@@ -214,12 +216,3 @@ def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str
         return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
     problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _divisors(number: int) -> list[int]:
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
