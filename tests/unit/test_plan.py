@@ -148,13 +148,6 @@ def test_frozen_and_trained_rows_do_not_share_a_segment() -> None:
     assert len(plan(at(3), model).segments) == 2
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_slices_are_whole_blocks(world: int) -> None:
-    for segment in plan(at(3), world=world).segments:
-        assert segment.padded % (world * BLOCK) == 0
-        assert segment.padded - segment.numel < world * BLOCK + len(segment.rows) * BLOCK
-
-
 def test_empty_and_scalar_parameters() -> None:
     model = ModelSpec("m", (parameter("none", (0, 4)), parameter("one", ()), parameter("w", (3,))))
     made = plan(at(3), model)
@@ -227,9 +220,6 @@ PLANTED = {
     "rows_are_in_one_place": lambda p: with_row(p, 0, unit=1),
     "segments_hold_their_rows": lambda p: with_row(p, 1, offset=0),
     "no_slice_cuts_what_is_whole": lambda p: shifted(muon_plan()),
-    "matrix_updates_get_matrices": lambda p: with_update(
-        muon_plan(), matrix(muon_plan()), placement="sliced"
-    ),
     "pins_hold_everywhere": lambda p: with_columns(p, gate(p), compute=DType.BF16),
     "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
     "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
@@ -269,9 +259,24 @@ def nested(made: Plan) -> Plan:
     return replace(made, boundaries=(outer, *made.boundaries))
 
 
+def without_reason(made: Plan) -> Plan:
+    why = made.rows[matrix(made)].columns.why
+    return with_columns(made, matrix(made), why=tuple(pair for pair in why if pair[0] != "placement"))
+
+
+def flattened(made: Plan) -> Plan:
+    return with_row(made, matrix(made), shape=(made.rows[matrix(made)].numel,))
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
+        (lambda p: without_reason(muon_plan()), "every_cell_says_why: no reason for placement"),
+        (lambda p: flattened(muon_plan()), "is no whole matrix for Muon"),
+        (
+            lambda p: with_update(muon_plan(), matrix(muon_plan()), placement="sliced"),
+            "is no whole matrix for Muon",
+        ),
         (lambda p: with_boundary(p, path="model.gone"), "the boundary model.gone holds no parameter"),
         (lambda p: with_boundary(p, why=(("dtype", "a rule"), ("output", ""))), "no reason for the boundary"),
         (lambda p: replace(p, boundaries=p.boundaries * 2), "a path has two boundaries"),
@@ -293,23 +298,6 @@ def test_a_cut_through_what_is_whole_is_caught(planted: Any) -> None:
     assert made.rows[-1].columns.options()["placement"] == "matrices"
     found = check.find_violations(planted(made))
     assert any(text.startswith("no_slice_cuts_what_is_whole") for text in found), found
-
-
-def test_muon_without_whole_matrices_is_caught() -> None:
-    made = muon_plan()
-    for changed in (
-        with_update(made, matrix(made), placement="sliced"),
-        with_row(made, matrix(made), shape=(made.rows[matrix(made)].numel,)),
-    ):
-        assert any(text.startswith("matrix_updates_get_matrices") for text in check.find_violations(changed))
-
-
-def test_an_option_needs_a_reason() -> None:
-    made = muon_plan()
-    columns = made.rows[matrix(made)].columns
-    why = tuple(pair for pair in columns.why if pair[0] != "placement")
-    found = check.find_violations(with_columns(made, matrix(made), why=why))
-    assert found == ["every_cell_says_why: no reason for placement"]
 
 
 # --- collectives and cost ---------------------------------------------------------------------------

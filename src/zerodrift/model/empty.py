@@ -1,19 +1,18 @@
 """A context in which models are built without memory for their parameters.
 
-Modules run their own constructors. Buffers are computed as usual, since they could not be computed later. A
-parameter moves to the meta device when it is registered. The operations by which constructors and reset
-functions write parameters are recorded (see `model/recipe.py`), so that a parameter outside of the checkpoint
-can get its initial values once it has memory.
+Modules run their own constructors, and buffers are computed as usual. A parameter moves to the meta device
+when it is registered. The operations that write parameters are recorded (see `model/recipe.py`), so that a
+parameter outside of the checkpoint can get its initial values once it has memory.
 
 Invariant: nothing changes outside of the context. Inside the context, parameters keep their shapes, dtypes,
 strides, ties and attributes.
 
 [Note: recording] A torch function mode receives every call on tensors. An in-place write is recorded with the
 views of its target, which are identified by their storage. Functions of `torch.nn.init` skip meta tensors, so
-the recorder notices their question for `is_meta` and records the function with its arguments. A tensor that
-was computed and not written in place (`torch.randn(3) * 0.1`) has no record: a small tensor keeps its memory
-and values, a large one has no values unless a checkpoint has them. For a tensor computed on the meta device,
-the computation is recorded, and runs when the parameter that it was written to is filled.
+the recorder notices their question for `is_meta` and records the function with its arguments. A small tensor
+that was computed and not written in place (`torch.randn(3) * 0.1`) keeps its memory and values, a large one
+has no values unless a checkpoint has them. For a tensor computed on the meta device, the computation is
+recorded, and runs when the parameter that it was written to is filled.
 """
 
 from __future__ import annotations

@@ -62,30 +62,22 @@ def segments_hold_their_rows(plan: Plan) -> Iterator[str]:
 
 
 def no_slice_cuts_what_is_whole(plan: Plan) -> Iterator[str]:
-    """A slice ends inside a row only if the row's placement allows that."""
+    """A slice ends inside a row only if the row's placement allows that; Muon gets whole matrices."""
     for number, segment in enumerate(plan.segments):
-        if not segment.whole:
-            continue
         size = segment.padded // plan.slices(segment)
-        for row in (plan.rows[index] for index in segment.rows if plan.rows[index].numel):
+        for row in (plan.rows[index] for index in segment.rows):
             update = row.columns.update
-            matrices = update is not None and update.placement == "matrices"
-            unit = math.prod(row.shape[-2:]) if matrices else row.numel
+            if update is None:
+                continue
+            has_matrices = len(row.shape) > 1 and update.placement != "sliced"
+            if update.optimizer and of_type(update.optimizer).matrices and not has_matrices:
+                yield f"{row.name} {list(row.shape)}, {update.placement}, is no whole matrix for Muon"
+            if not segment.whole or not row.numel:
+                continue
+            unit = math.prod(row.shape[-2:]) if update.placement == "matrices" else row.numel
             cuts = range(row.offset // size + 1, (row.offset + row.numel - 1) // size + 1)
             if any((cut * size - row.offset) % unit for cut in cuts):
-                what = "a matrix of it" if matrices else "it"
-                yield f"{row.name} is placed whole, but a slice of segment {number} cuts {what}"
-
-
-def matrix_updates_get_matrices(plan: Plan) -> Iterator[str]:
-    """Parameters that Muon updates have two dimensions or more and are not cut inside a matrix."""
-    for row in plan.rows:
-        update = row.columns.update
-        if update is None or not update.optimizer or not of_type(update.optimizer).matrices:
-            continue
-        if len(row.shape) < 2 or update.placement == "sliced":
-            shape = f"{list(row.shape)}, {update.placement}"
-            yield f"{row.name} {shape}, is no whole matrix for {update.optimizer}"
+                yield f"{row.name} is placed {update.placement}, but a slice of segment {number} cuts it"
 
 
 def pins_hold_everywhere(plan: Plan) -> Iterator[str]:
@@ -192,7 +184,6 @@ CHECKS: tuple[Callable[[Plan], Iterator[str]], ...] = (
     rows_are_in_one_place,
     segments_hold_their_rows,
     no_slice_cuts_what_is_whole,
-    matrix_updates_get_matrices,
     pins_hold_everywhere,
     nothing_narrows_silently,
     axes_follow_the_stage,

@@ -1,12 +1,11 @@
 """The groups of `fully_shard`: the modules that it is called on, and the policy of each.
 
-`fully_shard` has one compute dtype, one gradient dtype and one storage dtype per group. A group is a module
-with everything below it that is in no other group. So a unit is a group, and modules that differ from the
-rest of their unit (a pinned router, a norm under autocast) are groups of their own, as large as possible. A
-plan with parameters of two kinds in one module is refused.
+`fully_shard` has one compute dtype, one gradient dtype and one storage dtype per group: a module with
+everything below it that is in no other group. So a unit is a group, and modules that differ from the rest of
+their unit are groups of their own, as large as possible. Two kinds of parameters in one module are refused.
 
-Groups follow from names alone. A container without a forward (`ModuleList`) cannot be recognized by its name,
-so `backends/placement.py` replaces it with its children.
+Groups follow from names alone; `backends/placement.py` replaces containers without a forward with their
+children.
 
 Invariant: pure. Every row is in exactly one group, and all rows of a group fit its policy.
 """

@@ -4,9 +4,9 @@ A *unit* is gathered together. Unless the config names units, they are the trans
 the outermost numbered children that hold modules of their own (`model.layers.7`), or the children of such a
 module without a forward. The root takes the rest, and parameters that are tied across units.
 
-A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall. So an optimizer
-that needs whole parameters or whole matrices gets them by the offsets in its segment, and gathers, reductions
-and updates see a flat buffer like any other. The price is padding: every slice is as long as the fullest.
+A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall, so an optimizer
+gets whole parameters or whole matrices by the offsets in its segment. The price is padding: every slice is as
+long as the fullest.
 
 Invariant: pure arithmetic. Every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """

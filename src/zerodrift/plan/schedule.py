@@ -3,20 +3,15 @@
 The engine issues collectives in this order and a test compares the two lists; `cost` adds up the bytes. An
 operation is named by its meaning: a `reduce_scatter` may be carried by an exchange and a local sum.
 
-One step of m micro-batches:
-
-1. For each micro-batch: gather each unit in order for the forward, gather each unit in reverse order for the
-   backward unless it was kept, and reduce each unit's gradient behind its backward.
-2. After the last micro-batch: sum over replicas, sum the norm, update, and send what was updated.
+Each micro-batch gathers every unit in order for its forward and in reverse order for its backward, unless it
+was kept, and reduces a unit's gradient behind its backward. `step_end` follows the last micro-batch.
 
 Units are gathered ahead by bytes, so that many small units hide a wait as well as one large unit. The unit
-that runs and the units gathered ahead share a budget. The default budget is the size of the largest two
-neighbours, so gathering further ahead costs no memory at the peak. At least one unit is gathered ahead,
-whatever its size.
+that runs and those gathered ahead share a budget: by default the size of the largest two neighbours, which
+costs no memory at the peak. At least one unit is gathered ahead, whatever its size.
 
 A pipeline mixes the forwards and backwards of several micro-batches. Then `collectives` is exact in number,
-and `pipeline_events` has the order for the actions of a schedule. Tokens that travel to their experts are not
-listed, because they depend on data.
+and `pipeline_events` has the order. Tokens that travel to their experts are not listed.
 
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """

@@ -4,15 +4,12 @@ A model is cut into as many pieces as the pipeline axis has ranks, or `pipeline.
 are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all pieces, and
 `part` is the plan that one rank of the axis executes.
 
-Invariant: every row of a plan is in the part of exactly one rank as `lead`. A parameter that is tied across
-the pipeline is in the parts of two ranks, each in a segment of its own; the two segments differ only in
-`lead`.
+Invariant: every row of a plan is in the part of exactly one rank as `lead`.
 
 [Note: tied across the pipeline] An embedding and a head that are one parameter are used by the first piece
 and by the last. If these pieces are on two ranks, each rank holds the parameter in a segment of its own. The
-two segments have the same layout, so after each was reduced over its data ranks, one sum over the two ranks
-gives both the whole gradient, in the same bits. Equal gradients, masters and moments then stay equal without
-another message.
+two segments differ only in `lead`, so after each was reduced over its data ranks, one sum over the two ranks
+gives both the whole gradient, in the same bits, and masters and moments stay equal.
 """
 
 from __future__ import annotations

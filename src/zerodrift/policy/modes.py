@@ -59,21 +59,17 @@ def decide_mode(config: Config, problems: Problems) -> Decision:
             mode = Mode.BF16
         return Decision("precision.mode", str(mode), why)
     mode = Mode(written)
-    _contradictions(config, mode, bf16, fp16, problems)
-    return Decision("precision.mode", str(mode), "`precision.mode`")
-
-
-def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
     must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
         if state == ("false" if mode is own else "true"):
             problems.add(key, must, got=state, do=f"Remove `{key}` or `precision.mode`.")
-    autocast, do = config.torch_autocast, "Remove one of the two keys."
     if mode.autocast and autocast is not None:
+        do = "Remove one of the two keys."
         if autocast.enabled is False:
             problems.add("torch_autocast.enabled", must, got="false", do=do)
         if autocast.dtype not in (None, mode.dtype):
             problems.add("torch_autocast.dtype", must, got=autocast.dtype, do=do)
+    return Decision("precision.mode", str(mode), "`precision.mode`")
 
 
 def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:

@@ -1,15 +1,12 @@
-"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the same
-tree.
+"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the tree.
 
-The micro-batches of a step are numbered over all ranks, g = 0 ... M - 1, and their gradients are summed by
-one binary tree over g. A node of level k is the sum of 2^k neighbours, left + right; a missing right half is
-skipped. Gradients are summed in three turns: over the micro-batches of a rank, over the ranks of a shard
-group, over replicas. With `when: every` the second turn comes first. So the tree is the same on any number of
-ranks if every turn sums whole nodes: aligned blocks of a power of two.
+The micro-batches of a step are numbered over all ranks, and their gradients are summed by one binary tree: a
+node of level k is the sum of 2^k neighbours, left + right. Gradients are summed in three turns: over the
+micro-batches of a rank, over the ranks of a shard group, over replicas; with `when: every` the second turn
+comes first. So the tree is the same on any number of ranks if every turn sums aligned blocks of a power of
+two. `comm/fold.py` has the tree and the exchange of halves.
 
-`comm/fold.py` has the tree and the exchange of halves.
-
-Invariant: pure; every number from 0 to M - 1 belongs to one rank, and the numbers of a rank increase.
+Invariant: pure; every number belongs to one rank, and the numbers of a rank increase.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Rules are matched by name. Columns are completed once per distinct input and equal results are one object, so
 46,000 parameters cost a few dozen completions.
 
-Muon updates hidden matrices by default. It makes every direction of a matrix's update equally long, which is
-meant for matrices between hidden activations. A row of an embedding or of the head belongs to one token, a
-row of a router to one expert, and most of these rows see few gradients. The rule is DeepSpeed's (two
-dimensions or more, and no name with `embed` or `lm_head`) with a few more cases; every row of a plan says
-which case applied.
+Muon updates hidden matrices by default, since it makes every direction of an update equally long: rows of an
+embedding, a head or a router see few gradients. The rule is DeepSpeed's (two dimensions or more, and no name
+with `embed` or `lm_head`) with a few more cases; every row of a plan says which case applied.
 
 Invariant: the result depends on the policy, the parameter and its checkpoint dtype alone.
 """

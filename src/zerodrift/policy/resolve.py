@@ -81,7 +81,15 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     clip_why = "`gradient_clipping`" if config.gradient_clipping is not None else _CLIP_DEFAULT
     averaging, averaging_decision = choices.decide_averaging(config, mesh, problems)
     scale, scale_decision = choices.decide_loss_scale(config, mode, numbers)
-    buffers, buffers_why = _buffers(config, problems)
+    buffers, theirs = precision.buffers, config.data_types.buffer_dtype if config.data_types else None
+    buffers_why = "default: buffers are kept as the model made them"
+    if buffers is not None:
+        buffers_why = "precision.buffers"
+        if theirs is not None and theirs != buffers:
+            must = f"must agree with `precision.buffers`, which says {buffers}"
+            problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
+    elif isinstance(theirs, DType):
+        buffers, buffers_why = theirs, "data_types.buffer_dtype"
     sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
     order_of_sums = demands.get("reduce.order", ("rank", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
@@ -120,7 +128,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         demands=tuple((column, value, why) for column, (value, why) in demands.items()),
         rules=rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ()),
         safe=safe,
-        buffers=buffers,
+        buffers=buffers if isinstance(buffers, DType) else None,
         buffers_why=buffers_why,
         allow_narrow=bool(precision.allow_narrow),
         sharding=sharding,
@@ -189,19 +197,6 @@ def _check_dtypes(
     if supported.status == "no" or (supported.status == "narrow" and not allowed):
         must = f"must be a supported `accumulate` in mode {mode} at stage {stage}, backend {backend}"
         problems.add(key, must, got=f"{value}: {supported.reason}")
-
-
-def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
-    ours = config.precision.buffers
-    theirs = config.data_types.buffer_dtype if config.data_types else None
-    if ours is not None and theirs is not None and ours != theirs:
-        must = f"must agree with `precision.buffers`, which says {ours}"
-        problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
-    if isinstance(ours, DType):
-        return ours, "precision.buffers"
-    if ours is None and isinstance(theirs, DType):
-        return theirs, "data_types.buffer_dtype"
-    return None, "precision.buffers" if ours == "keep" else "default: buffers are kept as the model made them"
 
 
 def _safe_modules(config: Config, mode: Mode) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
