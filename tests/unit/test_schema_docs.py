@@ -20,7 +20,7 @@ PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_fresh(name: str) -> None:
-    assert (DOCS / name).read_text().startswith(PAGES[name]()), "run `make docs`"
+    assert PAGES[name]() in (DOCS / name).read_text(), "run `make docs`"
 
 
 def test_the_config_page_shows_every_key_once() -> None:
@@ -44,7 +44,7 @@ def test_the_tables_are_whole(name: str) -> None:
 
 
 def test_the_yaml_on_the_page_loads(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", reference.render_config(), flags=re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "config.md").read_text(), flags=re.DOTALL)
     (tmp_path / "a.yaml").write_text(text)
     config = load(tmp_path / "a.yaml")
     assert len(config.precision.rules) == 2 and config.zero_optimization.stage == 3

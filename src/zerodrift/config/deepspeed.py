@@ -119,7 +119,6 @@ ignored overlap_comm: the engine overlaps wherever the backend can
 ignored round_robin_gradients: ranks own equal contiguous slices of a segment
 ignored sub_group_size: the optimizer updates segment by segment
 refused legacy_stage1: there is one implementation of every stage
-    instead: Remove it.
 ignored elastic_checkpoint: every checkpoint loads at any world size and any stage
 ignored ignore_unused_parameters: an unused parameter never stops a step; the engine counts which gradients
     arrived
@@ -150,7 +149,6 @@ refused zero_quantized_nontrainable_weights: frozen weights are not quantized
 refused zero_quantized_gradients: gradients are not quantized on the wire
     instead: Set `precision.reduce` for a narrower wire.
 refused zeropp_loco_param: gradients are not quantized on the wire
-    instead: Remove it.
     off: {}
 refused zero_hpz_partition_size: there is no second copy of the shards
     instead: To keep gathers inside a node, set `sharding.replicate` to the number of nodes.
@@ -166,7 +164,6 @@ ignored disable_allgather: DeepSpeed reads the key and does nothing with it
 used device: where `master` and `state` rest: none or cpu
 ignored pin_memory: transfer buffers are page-locked, and other memory stays on the host
 refused ratio: master and state rest in host memory wholly or not at all
-    instead: Remove it.
     off: 1.0
 ignored nvme_path buffer_count fast_init pipeline_read pipeline_write: nothing is offloaded to NVMe
 ignored super_offload: the update on the host is zerodrift's own
@@ -222,7 +219,6 @@ refused expert_parallel.enabled: modules are not replaced by expert-parallel one
 ignored expert_parallel.*: the block is off, or refused by its `enabled`
 ignored use_data_before_expert_parallelism: the order of the mesh's axes is fixed
 refused sequence_parallel_size: a sequence is not split over ranks
-    instead: Remove it.
     off: 0, 1
 
 # Checkpoints

@@ -25,7 +25,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_functi
 
 from zerodrift import dtypes as table
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, listed
 
 SANITY_BOUND = 1000
 """Upper bounds from here on only catch mistakes: messages name such a bound, pages leave it out."""
@@ -105,18 +105,14 @@ def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 def block_of(kind: Any) -> type[BaseModel] | None:
     """Return the block that a key may hold, or None."""
-    for option, _ in _options(kind):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+    blocks = (o for o, _ in _options(kind) if isinstance(o, type) and issubclass(o, BaseModel))
+    return next(blocks, None)
 
 
 def item_of(kind: Any) -> Any | None:
     """Return the annotation of the items, for a key that may hold a list; None for any other key."""
-    for option, _ in _options(kind):
-        if typing.get_origin(option) is tuple:
-            return typing.get_args(option)[0]
-    return None
+    items = (typing.get_args(o)[0] for o, _ in _options(kind) if typing.get_origin(o) is tuple)
+    return next(items, None)
 
 
 def is_free(kind: Any) -> bool:
@@ -143,39 +139,22 @@ def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
 def admits(kind: Any) -> str:
     """Describe the values that a key admits, in words that follow "must be"."""
     words = [text for option, extras in _options(kind) for text in _words(option, extras)]
-    return either(words)
+    return listed(words, "or")
 
 
 def must(kind: Any, value: object) -> str:
     """Return the requirement that a value violates: the values that the key admits, or its upper bound."""
-    most = [
-        bound.le
-        for option, extras in _options(kind)
-        for extra in extras
-        for bound in _bounds(extra)
-        if isinstance(bound, Le) and option in (int, float)
-    ]
+    numbers = (extras for option, extras in _options(kind) if option in (int, float))
+    most: list[Any] = [bound.le for extras in numbers for bound in _bounds(extras) if isinstance(bound, Le)]
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if numeric and most and value > min(most) >= SANITY_BOUND:  # type: ignore[operator, type-var]
-        return f"must be at most {min(most):,}"  # type: ignore[type-var]
+    if numeric and most and value > min(most) >= SANITY_BOUND:
+        return f"must be at most {min(most):,}"
     return f"must be {admits(kind)}"
 
 
 def choices(kind: Any) -> list[str]:
-    return [
-        value
-        for option, _ in _options(kind)
-        if typing.get_origin(option) is Literal
-        for value in typing.get_args(option)
-        if isinstance(value, str)
-    ]
-
-
-def either(words: Sequence[str]) -> str:
-    """Join words as `a, b or c`."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+    literals = (option for option, _ in _options(kind) if typing.get_origin(option) is Literal)
+    return [v for literal in literals for v in typing.get_args(literal) if isinstance(v, str)]
 
 
 def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -236,7 +215,7 @@ def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
 
 def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     noun = "a whole number" if option is int else "a number"
-    bounds = [bound for extra in extras for bound in _bounds(extra)]
+    bounds = _bounds(extras)
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
     least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
     upper: list[Any] = [bound.le for bound in bounds if isinstance(bound, Le)]
@@ -250,5 +229,5 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     return [f"{noun} of at least {least}" if least is not None else noun]
 
 
-def _bounds(extra: Any) -> Sequence[Any]:
-    return extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+def _bounds(extras: tuple[Any, ...]) -> list[Any]:
+    return [b for extra in extras for b in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]

@@ -8,17 +8,19 @@ Invariant: one ConfigError lists every mistake, and no key of the file is missin
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config import deepspeed, suggestions
-from zerodrift.config.plain_tree import collect_written, override
+from zerodrift.config import deepspeed, fields
+from zerodrift.config.plain_tree import collect_written, join, override
 from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, nearest
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -29,12 +31,52 @@ _REMEDIES = {
 }
 
 
-def _suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
-    return suggestions.suggest_key(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
+MAX_WORDS = 3
+
+
+def _suggest_key(key: str, block: type[BaseModel] | None, name: str) -> str:
+    """Return a sentence about a key that is unknown in the block called `name`."""
+    if not name and is_path(key) and "." in key:
+        return f"Nest it: `{key.replace('.', '` > `')}`."
+    here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
+    lower = {word.lower(): word for word in sorted(here)}
+    word = key.lower()
+    paths = [lower[word]] if word in lower else []
+    paths += [path for path in _elsewhere().get(word, ()) if path != join(name, key)]
+    close = difflib.get_close_matches(word, lower, MAX_WORDS, cutoff=0.7)
+    paths += [lower[near] for near in close or (() if paths else nearest(word, lower))]
+    if not paths:
+        paths = [path for near in nearest(word, _elsewhere()) for path in _elsewhere()[near]]
+    if not paths:
+        return "docs/config.md and docs/deepspeed.md list every key."
+    shown = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
+    return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
+
+
+def is_path(key: str) -> bool:
+    """Return True if the text is the full path of a known key."""
+    return deepspeed.find(key) is not None or key in _paths()
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
+    paths = [key.path for key in fields.every_key(Config)]
+    return (*paths, *(key for key in ignored if not key.endswith(".*")))
+
+
+@functools.cache
+def _elsewhere() -> dict[str, tuple[str, ...]]:
+    """Map the last part of a path, in lower case, to the paths that end in it."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for path in _paths():
+        last = path.rpartition(".")[2].lower()
+        paths[last] = (*paths.get(last, ()), path)
+    return paths
 
 
 _OWNER = "zerodrift or DeepSpeed"
-KEYS = Keys("config", Config, _OWNER, _suggestion, deepspeed.ENTRIES, _REMEDIES, empty_is_absent=True)
+KEYS = Keys("config", Config, _OWNER, _suggest_key, deepspeed.ENTRIES, _REMEDIES, empty_is_absent=True)
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 """A config as it may be passed: the path of a YAML or JSON file, a dict, or a `Config`."""

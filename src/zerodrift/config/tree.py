@@ -22,7 +22,7 @@ from zerodrift.config.parser import SourceBlock, read
 from zerodrift.config.plain_tree import Tree, join, plain, shown
 from zerodrift.config.schema import KeyUse
 from zerodrift.config.validation import Steps, add_errors, name_of
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import ConfigError, Problems, listed
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
@@ -205,4 +205,4 @@ class TreeReader:
 def off_values(entry: deepspeed.Entry) -> str:
     """List the values at which a refused key is accepted, in words, except blocks."""
     accepted = (*entry.harmless, *entry.without_effect)
-    return fields.either([json.dumps(value) for value in accepted if not isinstance(value, dict)])
+    return listed((json.dumps(value) for value in accepted if not isinstance(value, dict)), "or")

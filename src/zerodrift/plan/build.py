@@ -9,14 +9,14 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError, Problems, several
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
-from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import find_groups
 from zerodrift.plan.layout import Members, find_units, group, move_small_segments, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
@@ -46,7 +46,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
         refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
         problems.raise_as(ConfigError)
-    require_experts(model, columns, mesh.expert)
+    _require_experts(model, columns, mesh.expert)
     rows: list[Row] = []
     units: list[Unit] = []
     segments: list[Segment] = []
@@ -87,6 +87,49 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     return plan
 
 
+def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:
+    """Raise one error with all parameters that cannot be divided over `ranks`."""
+    if ranks == 1:
+        return
+    problems = Problems()
+    stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
+    for parameter in stacks:
+        name, shape = parameter.name, list(parameter.shape)
+        owner = name.rpartition(".")[0]
+        parts = owner.split(".")
+        after = parts[parts.index("experts") :] if "experts" in parts else parts[-1:]
+        must, got, do = "", f"shape {shape}", _LESS
+        if len(parameter.names) > 1:
+            must, got = "must not be tied, as a stack of experts", ", ".join(parameter.names)
+        elif any(part.isdecimal() for part in after):
+            must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
+            got = "one expert of a list of modules"
+            do = "Stack them, as the models of transformers 5 do, or leave `experts` out."
+        elif not shape or shape[0] == 0 or shape[0] % ranks:
+            must = f"must have a first dimension of experts that {ranks} ranks divide evenly"
+            do = f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}"
+        else:
+            count, first = first_of.setdefault(owner, (shape[0], name))
+            if count != shape[0]:
+                must = f"must have the {count} experts of `{first}` beside it"
+        if must:
+            problems.add(name, must, got=got, do=do)
+    for parameter, of in zip(model.parameters, columns, strict=True):
+        # A whole parameter beside divided stacks would be indexed by a rank's own expert numbers.
+        count, first = first_of.get(parameter.name.rpartition(".")[0], (0, ""))
+        if count and not of.parallel and parameter.shape[:1] == (count,):
+            must = f"must be named in `experts.parameters`: it has the {count} experts of `{first}` beside it"
+            problems.add(parameter.name, must, got="no match", do="Name all stacks of a module, or none.")
+    if not stacks:
+        do = "Name the parameters that stack experts in their first dimension, or leave `experts` out."
+        problems.add("experts.parameters", f"must match a parameter of {model.source}", got="no match", do=do)
+    problems.raise_as(ConfigError)
+
+
+_LESS = "Name only stacks of experts in `experts.parameters`."
+
+
 def _add_unit(
     members: Members,
     model: ModelSpec,
@@ -102,7 +145,9 @@ def _add_unit(
     for indices in group(members.parameters, columns, members.copies):
         shared = columns[indices[0]]
         parts = mesh.expert if shared.parallel else 1
-        parameters = [own_experts(model.parameters[index], parts) for index in indices]
+        parameters = [model.parameters[index] for index in indices]
+        if parts > 1:  # a rank holds the experts from `rank * count / parts` on
+            parameters = [replace(p, shape=(p.shape[0] // parts, *p.shape[1:])) for p in parameters]
         sliced = shared.storage.axis != "" or shared.trained
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts

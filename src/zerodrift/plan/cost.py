@@ -241,10 +241,9 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
     more = others * _resting_bytes(segment, update.accumulate, shard)
     if shard == 1:
         return size + more
-    slices = _sums_slices(plan, segment)
-    landing = (
-        size * _most_unfinished(plan, micro_batches) if slices and update.reduce.order == "tree" else size
-    )
+    landing = size
+    if update.reduce.order == "tree" and _sums_slices(plan, segment):
+        landing *= _most_unfinished(plan, micro_batches)
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
         return more + (size if in_place else landing + size // shard)

@@ -9,7 +9,7 @@ Invariant: `complete` is a pure function of its arguments, and its result needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
@@ -90,16 +90,17 @@ def complete(
     return replace(columns, parallel="expert", why=(*columns.why, ("parallel", traits.expert)))
 
 
+@dataclass
 class _ColumnFiller:
-    def __init__(
-        self, demands: Demands, context: ColumnContext, traits: ParameterTraits, problems: Problems
-    ) -> None:
-        self.demands = demands
-        self.context = context
-        self.traits = traits
-        self.problems = problems
-        self.why: dict[str, str] = {}
-        self.storage_axis: Axis = "shard" if context.stage == 3 or context.backend.storage_sharded else ""
+    demands: Demands
+    context: ColumnContext
+    traits: ParameterTraits
+    problems: Problems
+    why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def storage_axis(self) -> Axis:
+        return "shard" if self.context.stage == 3 or self.context.backend.storage_sharded else ""
 
     def _text(self, column: str, default: str, reason: str) -> str:
         value, self.why[column] = self.demands.get(column, (default, reason))
