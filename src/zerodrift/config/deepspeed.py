@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Fate = Literal["used", "alias", "ignored", "refused"]
 
@@ -310,7 +310,8 @@ def _read_table() -> Iterator[Section]:
             for fate, keys, text, instead, off, without in (row.groups() for row in _ROW.finditer(rows)):
                 harmless = json.loads(f"[{'false' if off is None and fate == 'refused' else off or ''}]")
                 values = tuple(harmless), tuple(json.loads(f"[{without or ''}]"))
-                entries += (Entry(prefix + key, fate, text, instead or "", *values) for key in keys.split())
+                kind = cast(Fate, fate)
+                entries += (Entry(prefix + key, kind, text, instead or "", *values) for key in keys.split())
         yield Section(title, tuple(entries))
 
 

@@ -66,8 +66,8 @@ def parse_yaml(text: str, name: str) -> Any:
         _refuse(name, "must be valid YAML", what + _position(mark), do)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {line}, column {column}")
+        row, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {row}, column {column}")
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
     except (ValueError, OverflowError) as error:

@@ -63,10 +63,10 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     for group in groups:
         paths = [name.rpartition(".")[0] for name in group.names]
         owners = tuple(OwningModule(path, classes[path]) for path in paths)
-        shape, dtype = local_shape(group.parameters[0]), _known(group.parameters[0].dtype)
+        shape, known = local_shape(group.parameters[0]), _known(group.parameters[0].dtype)
         trained = any(parameter.requires_grad for parameter in group.parameters)
         counts = used.of(group.names[0], shape)
-        parameters.append(ParameterSpec(tuple(group.names), shape, dtype, owners, trained, counts))
+        parameters.append(ParameterSpec(tuple(group.names), shape, known, owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
         parameters=tuple(parameters),

@@ -28,8 +28,11 @@ def names_are_unique(plan: Plan) -> Iterator[str]:
 
 def rows_are_in_one_place(plan: Plan) -> Iterator[str]:
     """Every row is in one segment and one unit, and names both; every segment is in one unit."""
-    for kind, parts in (("segment", plan.segments), ("unit", plan.units)):
-        places = [(row, number) for number, part in enumerate(parts) for row in part.rows]
+    for kind, lists in (
+        ("segment", [segment.rows for segment in plan.segments]),
+        ("unit", [unit.rows for unit in plan.units]),
+    ):
+        places = [(row, number) for number, rows in enumerate(lists) for row in rows]
         if sorted(places) != [(number, getattr(row, kind)) for number, row in enumerate(plan.rows)]:
             yield f"the rows of all {kind}s are not every row once, in the {kind} that it names"
     places = [(segment, number) for number, unit in enumerate(plan.units) for segment in unit.segments]

@@ -82,7 +82,7 @@ def find_units(
     for stage in range(stages):
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
-            copies = {}
+            copies: dict[int, tuple[int, ...]] = {}
             for i in root:
                 # A later name outside of the blocks belongs to the last piece: the head of a tied embedding.
                 later = model.parameters[i].names[1:]
