@@ -57,27 +57,29 @@ def test_where_all_compute_alike_there_is_none() -> None:
     assert boundaries(moe(), "*.gate.weight", mode="fp32") == {}
 
 
-def test_a_boundary_is_at_the_outermost_module() -> None:
-    assert boundaries(moe(layers=2), "model.layers.1.*") == {"model.layers.1": ("fp32", "input", "bf16")}
-    assert set(boundaries(moe(layers=2), "model.*")) == {"model"}
+LAYERS = of("layers.0.weight", "layers.1.weight", "head.weight", containers=frozenset({"layers"}))
+SCALES = of("scales.0", "scales.1", "head.weight", containers=frozenset({"scales"}))
 
 
-def test_the_model_itself_has_none() -> None:
-    assert set(boundaries(moe(layers=1), "*")) == {"model", "lm_head"}
-    assert boundaries(of("weight", "other"), "*") == {}
-
-
-def test_a_container_is_never_called_so_its_parts_have_them() -> None:
-    model = of("layers.0.weight", "layers.1.weight", "head.weight", containers=frozenset({"layers"}))
-    assert set(boundaries(model, "layers.*")) == {"layers.0", "layers.1"}
-    called = replace(model, containers=frozenset())
-    assert set(boundaries(called, "layers.*")) == {"layers"}
-    bare = of("scales.0", "scales.1", "head.weight", containers=frozenset({"scales"}))
-    assert boundaries(bare, "scales.*") == {}
-
-
-def test_a_module_that_also_holds_what_computes_as_usual_has_none() -> None:
-    assert boundaries(of("mix.gate", "mix.experts", "head.weight"), "mix.gate") == {}
+@pytest.mark.parametrize(
+    ("model", "pattern", "paths"),
+    [
+        (moe(layers=2), "model.layers.1.*", {"model.layers.1"}),
+        (moe(layers=2), "model.*", {"model"}),
+        (moe(layers=1), "*", {"model", "lm_head"}),
+        (of("weight", "other"), "*", set()),
+        (LAYERS, "layers.*", {"layers.0", "layers.1"}),
+        (replace(LAYERS, containers=frozenset()), "layers.*", {"layers"}),
+        (SCALES, "scales.*", set()),
+        (of("mix.gate", "mix.experts", "head.weight"), "mix.gate", set()),
+        (moe(layers=1, tie=True), "lm_head.weight", {"model.embed_tokens", "lm_head"}),
+    ],
+    ids=["outermost", "model", "never the root", "bare root", "list", "called", "bare list", "mixed", "tied"],
+)
+def test_a_boundary_is_at_the_outermost_module_that_is_called(
+    model: ModelSpec, pattern: str, paths: set[str]
+) -> None:
+    assert set(boundaries(model, pattern)) == paths
 
 
 def test_two_dtypes_are_two_boundaries() -> None:
@@ -99,10 +101,6 @@ def test_an_integer_parameter_says_nothing_but_under_autocast() -> None:
     model = replace(model, parameters=(*model.parameters, table))
     assert boundaries(model, "gate.weight") == {"gate": ("fp32", "input", "bf16")}  # two matrices
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
-
-
-def test_a_tied_parameter_has_one_by_each_name() -> None:
-    assert set(boundaries(moe(layers=1, tie=True), "lm_head.weight")) == {"model.embed_tokens", "lm_head"}
 
 
 def test_a_module_in_two_places_is_one_by_its_first_name() -> None:

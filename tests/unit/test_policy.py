@@ -260,14 +260,11 @@ def test_communication_data_type_is_the_wire_in_every_mode(mode: str) -> None:
 
 
 def test_buffers_are_kept_unless_told() -> None:
-    kept = {b.name: b.storage for b in plan(at(3, "bf16")).buffers}
-    assert kept == {"model.rotary.inv_freq": DType.FP32, "model.steps": DType.INT64}
-    for written in (
-        {"data_types": {"buffer_dtype": "bf16"}},
-        {"precision": {"mode": "bf16", "buffers": "bf16"}},
-    ):
-        cast = {b.name: b.storage for b in plan({"bf16": {"enabled": True}, **written}).buffers}
-        assert cast == {"model.rotary.inv_freq": DType.BF16, "model.steps": DType.INT64}
+    expected = {"model.rotary.inv_freq": DType.FP32, "model.steps": DType.INT64}
+    for written in ({}, {"data_types": {"buffer_dtype": "bf16"}}, {"precision": {"buffers": "bf16"}}):
+        made = plan({"bf16": {"enabled": True}, **written})
+        cast = {"model.rotary.inv_freq": DType.BF16} if written else {}
+        assert {b.name: b.storage for b in made.buffers} == expected | cast
 
 
 def test_bf16_masters_and_states_of_deepspeed() -> None:

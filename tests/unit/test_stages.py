@@ -99,8 +99,7 @@ def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], co
     assert found in ways and dearest(found) == min(map(dearest, ways))
 
 
-# --- parts
-# ---------------------------------------------------------------------------------------------------
+# --- parts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -188,8 +187,7 @@ def _more(model: ModelSpec) -> ModelSpec:
     return replace(model, parameters=(*model.parameters[:place], *extra, model.parameters[place]))
 
 
-# --- time
-# ------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------
 
 
 def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
@@ -279,8 +277,7 @@ def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
     return most
 
 
-# --- the block
-# ---------------------------------------------------------------------------------------------------
+# --- the block --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
