@@ -61,12 +61,14 @@ class ModelSpec:
     """A model as a plan sees it: names, shapes, dtypes and module classes, and no tensor."""
 
     source: str
+    """Name of the source, for titles and messages."""
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[BufferSpec, ...] = ()
     checkpoint: tuple[tuple[str, DType], ...] = ()
     """(name, dtype) of the tensors in the checkpoint of the weights, if there is one. Decides `export`."""
     containers: frozenset[str] = frozenset()
-    """Paths of modules without a forward, such as `ModuleList`. Empty if the source has no modules."""
+    """Paths of modules without a forward (`ModuleList`, `ModuleDict`), which are never called. Empty if the
+    source has no modules."""
     shared: tuple[tuple[str, str], ...] = ()
     """(path, first path) of modules with several paths. Empty if the source has no modules."""
 

@@ -147,17 +147,21 @@ class Plan:
     """
 
     source: str
+    """The model's name."""
     policy: Policy
     mesh: MeshShape
     rows: tuple[Row, ...]
+    """Every parameter, with its columns and its place."""
     buffers: tuple[BufferRow, ...]
     units: tuple[Unit, ...]
     """Units in order of execution; the root comes first."""
     segments: tuple[Segment, ...]
     """The flat buffers; rows of a unit that agree in every column share one."""
     boundaries: tuple[Boundary, ...]
-    """The dtype changes of a forward. Without autocast floating inputs get the mode's dtype too."""
+    """The dtype changes of a forward. Without autocast the model's floating inputs are also cast to the
+    mode's dtype."""
     notes: tuple[str, ...]
+    """Warnings and choices with a cost, for the reader."""
 
     @cached_property
     def digest(self) -> str:
@@ -167,6 +171,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def noted(self, more: Iterable[str]) -> Plan:
+        """Return the same plan with more notes."""
         return replace(self, notes=(*self.notes, *more))
 
     def slices(self, segment: Segment) -> int:
@@ -218,6 +223,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
+        """Read a plan that `to_json` wrote."""
         columns = [decode(Columns, item) for item in data["columns"]]
         return Plan(
             source=data["source"],

@@ -309,19 +309,25 @@ class Policy:
     batch: Batch
     averaging: Averaging
     clip: float
+    """Global norm to clip to; 0 is off."""
     loss_scale: LossScale | None
     skip_nonfinite: bool
+    """Skip the step when a gradient is not finite, instead of raising."""
     optimizer: ComponentSpec | None
     schedule: ComponentSpec | None
     statistics: bool
+    """Record statistics of every update."""
     print_every: int
     decisions: tuple[Decision, ...]
+    """Every choice that is not a column, with its reason."""
     ignored: tuple[tuple[str, str], ...]
     """(key, reason): written keys that do nothing here."""
     used: tuple[str, ...]
+    """Written keys that decided something."""
     experts: tuple[str, ...] = field(default=(), metadata={"omitted": True})
     """Globs on parameters that are divided over the expert axis; empty without such an axis."""
     pipeline: Pipelining | None = field(default=None, metadata={"omitted": True})
+    """None without a pipeline."""
 
     @property
     def tree(self) -> bool:
