@@ -21,12 +21,14 @@ from zerodrift.plan.trace import Hidden, Trace, TracedOperation, TracedTensor
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:
     """Return all findings, the worst first."""
     forward = [operation for operation in trace.operations if not operation.backward]
-    return [
-        *_refused(trace),
-        *_pin_casts(plan, trace, forward),
-        *_promotions(forward),
-        *_other_computes(plan, trace),
-    ]
+    found: list[Hidden] = []
+    if trace.refused is not None:
+        refused = trace.refused
+        where = f"the backward of `{refused.name}`" if refused.backward else f"`{refused.name}`"
+        what = f"torch refuses {where} of {' and '.join(refused.inputs)}: {refused.said}"
+        do = "The step ends there, and so does this trace. Cast one of them, or pin the module that makes it."
+        found.append(Hidden("refused", refused.module, what, refused.line, do))
+    return [*found, *_pin_casts(plan, trace, forward), *_promotions(forward), *_other_computes(plan, trace)]
 
 
 def computes(trace: Trace) -> dict[str, dict[str, TracedOperation]]:
@@ -45,21 +47,17 @@ def computes(trace: Trace) -> dict[str, dict[str, TracedOperation]]:
     return seen
 
 
+_KNOWN = {str(dtype): dtype for dtype in DType}
+
+
 def _is_floating(dtype: str) -> bool:
-    known = _known(dtype)
+    known = _KNOWN.get(dtype)
     return dtype.startswith("complex") or (known is not None and known.is_floating)
-
-
-def _known(dtype: str) -> DType | None:
-    try:
-        return DType(dtype)
-    except ValueError:
-        return None
 
 
 def _loses(source: str, target: str) -> bool:
     """Return True if a cast between floating dtypes can change a value."""
-    one, other = _known(source), _known(target)
+    one, other = _KNOWN.get(source), _KNOWN.get(target)
     if one is None or other is None:
         return False
     return one.is_floating and other.is_floating and not other.holds(one)
@@ -71,15 +69,6 @@ def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
 
 
 # --- one kind each ------------------------------------------------------------------------------------
-
-
-def _refused(trace: Trace) -> Iterator[Hidden]:
-    refused = trace.refused
-    if refused is not None:
-        where = f"the backward of `{refused.name}`" if refused.backward else f"`{refused.name}`"
-        what = f"torch refuses {where} of {' and '.join(refused.inputs)}: {refused.said}"
-        do = "The step ends there, and so does this trace. Cast one of them, or pin the module that makes it."
-        yield Hidden("refused", refused.module, what, refused.line, do)
 
 
 def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iterator[Hidden]:
@@ -155,10 +144,8 @@ def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
     else:
         by = cast.cast_by or f"`{cast.name}`"
         what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
-        elsewhere = (
-            cast.line not in ("", origin.line) and by != "autocast"
-        )  # which casts at the next operation
-        what += f" at {cast.line}" if elsewhere else ""
+        if cast.line not in ("", origin.line) and by != "autocast":  # which casts at the next operation
+            what += f" at {cast.line}"
     do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
     if cast.cast_by == "autocast":
         do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."
@@ -175,7 +162,7 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
         if not used and trace.refused is None and row.trained:
             do = "It gets no gradient. Freeze it, if that is meant."
             yield Hidden("unused", row.name, "enters no operation of the forward", "", do)
-        names = frozenset(dtype_name(known.torch) for dtype in used if (known := _known(dtype)))
+        names = frozenset(dtype_name(known.torch) for dtype in used if (known := _KNOWN.get(dtype)))
         if verdict(plan, row.columns, "compute", names) not in ("wider", "DIFFERENT"):
             continue
         for dtype, operation in used.items():

@@ -19,13 +19,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from zerodrift.inspect.trace.gradients import GradientWatch
+from zerodrift.inspect.trace.model import is_compiled
 from zerodrift.inspect.trace.operations import CASTS, anything_compiled, computing, every_operation, floating
 from zerodrift.inspect.trace.places import is_from_script, line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import WatchState, guarded
 
-CallKind = tuple[Any, ...]
-"""See [Note: once is enough]."""
+CallKind = tuple[Any, ...]  # see [Note: once is enough]
 
 
 class ForwardWatch:
@@ -76,12 +76,14 @@ class ForwardWatch:
             if not state.active or any(adapter.claims(module) for adapter in state.adapters):
                 return
             if trains:
-                if state.only is not None and not _is_part(module, state.only):
+                if state.only is not None and not self._is_part(module):
                     return
                 self._root_begins(module)
         kind: CallKind = ()
         if self._is_training and not self._compiles:
-            kind = self._kind(module, args)
+            casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
+            dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
+            kind = (id(module), module.training, *casts, *dtypes)
             if self._entered < 0 and kind not in self._known:
                 state.remember()
                 self._mode.__enter__()
@@ -103,32 +105,32 @@ class ForwardWatch:
             if self._entered == len(calls):
                 self._entered = -1
                 self._mode.__exit__(None, None, None)
-        elif self._is_training and any(model.has_others(module) for model in state.models):
+        elif self._is_training:
             state.safely(lambda: self._look(module, is_watched=False), None)
         if not calls:
             self._is_training = False
+
+    def _is_part(self, module: torch.nn.Module) -> bool:
+        """Return True if the module is in the one that is asked for, or has it."""
+        only = self.state.only
+        modules = only.modules() if isinstance(only, torch.nn.Module) else ()
+        return any(module is part for part in modules) or any(only is part for part in module.modules())
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
         model = state.model_of(module)
         changed = model.look()
         if changed:
-            state.forget()
+            state.optimized.clear()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
-        if model.is_compiled or anything_compiled() or self._compiles:
+        if any(map(is_compiled, model.root.modules())) or anything_compiled() or self._compiles:
             self._compiles = True
             state.note(
                 "Code is compiled by torch.compile, which goes other ways where operations are watched: "
                 "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
             )
         self._is_training = state.rested = True
-
-    def _kind(self, module: torch.nn.Module, args: Any) -> CallKind:
-        """See [Note: once is enough]."""
-        casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
-        dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
-        return (id(module), module.training, *casts, *dtypes)
 
     def _is_first_thread(self) -> bool:
         """Return True if no other thread has run a forward."""
@@ -184,9 +186,3 @@ class ForwardWatch:
                     self._gradients.hook(parameter, tensor)
                     if not is_watched and parameter.compute_dtype is not dtype:
                         self._known.clear()
-
-
-def _is_part(module: torch.nn.Module, whole: Any) -> bool:
-    """Return True if one module is in the other."""
-    modules = whole.modules() if isinstance(whole, torch.nn.Module) else ()
-    return any(module is part for part in modules) or any(whole is part for part in module.modules())

@@ -52,8 +52,12 @@ class GradientWatch:
 
     @guarded
     def _begins(self) -> None:
-        self.state.backward_begins()
-        for model in self.state.models:
+        state = self.state
+        state.passes += 1
+        state.gradient_memory.forget_freed()
+        state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
+        state.see_place()
+        for model in state.models:
             for parameter in model.parameters:
                 tensor = parameter.tensor()
                 if parameter.record.trained and not parameter.is_hooked and tensor is not None:
@@ -86,14 +90,11 @@ class GradientWatch:
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
         """Record a gradient, and the dtype of one that it is added to."""
         parameter.arrives(gradient, self.state.several)
-        held = None if leaf is None else leaf.grad
-        # Zeros are no sum: DeepSpeed's BF16_Optimizer leaves them.
-        if (
-            held is not None
-            and not parameter.record.has("accumulate", dtype_name(held.dtype))
-            and local(held).any()
-        ):
-            parameter.record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
+        held, record = None if leaf is None else leaf.grad, parameter.record
+        if held is None or record.has("accumulate", dtype_name(held.dtype)):
+            return
+        if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
+            record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
 
     @guarded
     def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor) -> None:
@@ -161,8 +162,9 @@ class CollectiveWatch:
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
                 continue  # one without values, of code that is being compiled
             for parameter in self._carried(column, tensor):
-                parameter.reductions += column == "reduce"
-                dtype = dtype_name(tensor.dtype) if column == "reduce" else parameter.gathered(tensor.dtype)
+                dtype = dtype_name(tensor.dtype)
+                if column == "gather" and tensor.dtype is torch.uint8:
+                    dtype = parameter.gather_dtype or dtype
                 parameter.record.add(column, dtype, name, "", line_of_script)
 
     def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
@@ -178,9 +180,11 @@ class CollectiveWatch:
         if tensor.numel() < 2 or not state.models:
             return ()
         if column == "reduce" and state.in_backward:
-            buckets = self._in_buckets(tensor)
-            if buckets:
-                return buckets
+            # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
+            replicated = [m for m in state.models if "DistributedDataParallel" in m.wrappers]
+            trained = [p for model in replicated for p in model.parameters if p.record.trained]
+            if trained:
+                return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:
             carried = adapter.carried(column, tensor)
             if carried:
@@ -189,9 +193,3 @@ class CollectiveWatch:
             name = "reductions" if column == "reduce" else "gathers"
             self.unknown[name] = self.unknown.get(name, 0) + 1
         return ()
-
-    def _in_buckets(self, tensor: torch.Tensor) -> list[LiveParameter]:
-        """Return DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket."""
-        replicated = [m for m in self.state.models if "DistributedDataParallel" in m.wrappers]
-        trained = [p for model in replicated for p in model.parameters if p.record.trained]
-        return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained

@@ -107,10 +107,9 @@ class WatchState:
     def broken(self, error: Exception) -> None:
         """Stop watching, and note that the rest was not seen."""
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self.process.notes.append(
-            f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error} "
-            f"({where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]})."
-        )
+        place = f"{where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]}"
+        defect = f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error}"
+        self.process.notes.append(f"{defect} ({place}).")
         self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
@@ -142,7 +141,7 @@ class WatchState:
         for model in self.models:
             if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
                 model.become(made)
-                self.forget()
+                self.optimized.clear()
                 return model
         self.models.append(made)
         return made
@@ -151,10 +150,6 @@ class WatchState:
         """Return the parameter that this tensor is."""
         found = (model.resting(tensor) for model in self.models)
         return next((parameter for parameter in found if parameter is not None), None)
-
-    def forget(self) -> None:
-        """Drop what depends on names and packs, which have changed."""
-        self.optimized.clear()
 
     def remember(self) -> None:
         """Fill `memory` before it is asked."""
@@ -173,13 +168,6 @@ class WatchState:
         finally:
             self.packed.pop()
 
-    def backward_begins(self) -> None:
-        """Close a step that may be over: its optimizer was given the gradients that had arrived."""
-        self.passes += 1
-        self.gradient_memory.forget_freed()
-        self.settle()
-        self.see_place()
-
     def has_stepped(self, what: Any, micro_batches: int) -> None:
         """Count a step of a parameter or an engine."""
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -195,8 +183,8 @@ class WatchState:
 
     def settle(self) -> None:
         since, self._settled = self.process.steps > self._settled, self.process.steps
-        for model in self.models:
-            model.stepped(since)
+        for parameter in (parameter for model in self.models for parameter in model.parameters):
+            parameter.stepped(since)
 
     def see_place(self) -> None:
         """Record the rank and the world size, before a program leaves its group."""
@@ -214,11 +202,6 @@ def guarded(method: Method) -> Method:
         if torch.compiler.is_compiling():
             return None
         state: WatchState = part.state
-        if state.active:
-            try:
-                return method(part, *args)
-            except Exception as error:
-                state.broken(error)
-        return None
+        return state.safely(lambda: method(part, *args), None)
 
     return cast(Method, call)
