@@ -235,8 +235,7 @@ def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict
 
 def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[str, float]:
     """Parameter -> share of its gradient that the wire takes if every micro-batch is another rank's."""
-    sums: dict[str, Tensor] = {}
-    """Sums over micro-batches of a gradient and of its error. Shape [2, ...]."""
+    sums: dict[str, Tensor] = {}  # sums over micro-batches of a gradient and of its error. Shape [2, ...]
     with running(setup.subject, setup.policy, setup.mesh) as engine:
         for batch in setup.batches:
             signals.backward_signals(engine, [batch])

@@ -165,7 +165,7 @@ def forward_signals(
     *,
     gradients: bool = False,
 ) -> Signals:
-    """Run forwards, with `gradients` as if backwards came, and return the signals of all ranks, in their order.
+    """Run forwards, with `gradients` as if backwards came, and return the signals of all ranks.
 
     `begin` makes the number that each backward begins at. Gradients stay in the engine; no step is taken.
     """

@@ -39,8 +39,7 @@ from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Columns, Master, State
 from zerodrift.policy.resolve import mesh_for, resolve
 
-COLUMNS = records.COLUMNS[:-1]
-"""The columns that a step shows; `export` is seen in files."""
+COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is seen in files
 
 UNSEEN = "not seen"
 
@@ -58,8 +57,7 @@ class Finding:
     column: Column
     declared: str
     seen: tuple[str, ...]
-    why: str
-    """The reason of the cell in the plan."""
+    why: str  # the reason of the cell in the plan
 
     @property
     def problem(self) -> Problem:

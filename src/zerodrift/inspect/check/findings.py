@@ -31,12 +31,9 @@ class RunFinding:
 
     kind: Kind
     column: Column | None
-    names: tuple[str, ...]
-    """Names of parameters, or of buffers; empty for a fault of the whole run."""
-    what: str
-    """The fault, and what it costs."""
-    do: str
-    """How to mend it with the library that runs."""
+    names: tuple[str, ...]  # names of parameters, or of buffers; empty for a fault of the whole run
+    what: str  # the fault, and what it costs
+    do: str  # how to mend it with the library that runs
     line: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -108,8 +105,7 @@ def _finding(
 
 # --- rules of one process -----------------------------------------------------------------------------
 
-_BITS = {"bfloat16": 8, "float16": 11}
-"""Dtypes of 16 bits, and the bits of their significand."""
+_BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand
 
 _WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 

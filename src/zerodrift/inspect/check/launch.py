@@ -42,16 +42,12 @@ _LONGEST_WAIT = 120.0  # seconds that a process waits for the others
 class RunRecord:
     """The records of a command's processes: of those that took a step, by rank, and of the idle ones."""
 
-    code: int
-    """Exit code of the command; negative for a signal, 0 if the check ended it."""
+    code: int  # exit code of the command; negative for a signal, 0 if the check ended it
     processes: list[ProcessRecord]
     idle: list[ProcessRecord]
-    failures: list[str]
-    """Why processes could not be watched."""
-    silent: int
-    """Watched processes that left nothing."""
-    late: bool
-    """Whether the check ended the command because its time was over."""
+    failures: list[str]  # why processes could not be watched
+    silent: int  # watched processes that left nothing
+    late: bool  # whether the check ended the command because its time was over
 
 
 def run(

@@ -142,8 +142,7 @@ def read(path: Path) -> list[ProcessRecord]:
 class CellDifference:
     """One column of some parameters that differs between two tables."""
 
-    column: Any
-    """A column, or `model`, `parameter` or `training`."""
+    column: Any  # A column, or `model`, `parameter` or `training`
     a: str
     b: str
     names: tuple[str, ...]

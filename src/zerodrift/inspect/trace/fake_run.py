@@ -72,8 +72,7 @@ class _FunctionCall:
 
     name: str = ""
     autocast: bool = False
-    computed: bool = False
-    """Whether an operation of it has run that is no cast: autocast casts before."""
+    computed: bool = False  # whether an operation of it has run that is no cast: autocast casts before
 
     def cast_by(self) -> CastBy:
         """Return who asks for a cast inside."""
@@ -119,11 +118,9 @@ class FakeRecorder:
         self.refused: Refusal | None = None
         self.failed: tuple[tuple[str, int], str, CastBy] | None = None
         """The place of an operation that raised."""
-        self._storages: list[Any] = []
-        """Held, so that no number comes again; they have no memory."""
+        self._storages: list[Any] = []  # held, so that no number comes again; they have no memory
         self._numbers: dict[int, int] = {}
-        self._unknown: set[int] = set()
-        """Storages of numbers that were known, and were written to since."""
+        self._unknown: set[int] = set()  # storages of numbers that were known, and were written to since
         self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Id of a tensor -> the tensor and its form without values."""
         self._nodes: list[int] = []

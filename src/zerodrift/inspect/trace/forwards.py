@@ -39,12 +39,10 @@ class ForwardWatch:
         """Number of modules that were under way when the mode was entered; -1 outside of it."""
         self._calls: list[tuple[torch.nn.Module, CallKind]] = []
         self._known: set[CallKind] = set()
-        self._names: dict[Any, str] = {}
-        """Operation -> its name, if it computes."""
+        self._names: dict[Any, str] = {}  # operation -> its name, if it computes
         self._compiles = False
         """Whether torch compiles code here, which takes other ways under a mode and is not watched."""
-        self._is_training = False
-        """Whether the forward under way trains, and no backward inside of it runs."""
+        self._is_training = False  # whether the forward under way trains, and no backward inside of it runs
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         """Devices whose autocast may be on."""

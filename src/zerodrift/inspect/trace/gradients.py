@@ -128,8 +128,7 @@ class CollectiveWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self.unknown: dict[str, int] = {}
-        """Counts of reductions and gathers whose parameters nobody knows."""
+        self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
 
     def begin(self) -> None:
         for namespace in ("c10d", "_c10d_functional"):

@@ -93,10 +93,8 @@ class Samples:
     def __init__(self, numel: int) -> None:
         self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
         self._arrived: list[torch.Tensor] = []
-        self._given: list[tuple[range, torch.Tensor]] = []
-        """Numbers of elements, and their values."""
-        self.missed = False
-        """Whether a gradient was not sampled."""
+        self._given: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
+        self.missed = False  # whether a gradient was not sampled
 
     @property
     def was_given(self) -> bool:
@@ -141,20 +139,16 @@ class LiveParameter:
     def __init__(self, record: ParameterRecord, tensor: torch.Tensor) -> None:
         self.record = record
         self.optimized = False
-        self.has_gradient = False
-        """Whether an optimizer was given a gradient of it that is not zero."""
-        self.is_sliced = False
-        """Whether ranks have slices of it, though its type does not say so."""
+        self.has_gradient = False  # whether an optimizer was given a gradient of it that is not zero
+        self.is_sliced = False  # whether ranks have slices of it, though its type does not say so
         self.gather_dtype = ""
         """The dtype that it is gathered in, if its library packs several dtypes as bytes."""
         self.samples = Samples(record.numel)
-        self.begin = 0
-        """Flat index of this rank's first element; -1 if its elements are no range."""
+        self.begin = 0  # flat index of this rank's first element; -1 if its elements are no range
         self.rests_in(tensor)
         self.computed_with: Callable[[], torch.Tensor | None] = lambda: None
         """Returns the tensor of its module's last forward."""
-        self.compute_dtype: torch.dtype | None = None
-        """Dtype of that tensor; operations may cast it."""
+        self.compute_dtype: torch.dtype | None = None  # dtype of that tensor; operations may cast it
         self.computed_in: set[torch.dtype] = set()
         self._arrived = self._arrived_before = 0
         self._arrived_in: set[torch.dtype] = set()
@@ -165,8 +159,7 @@ class LiveParameter:
     def rests_in(self, tensor: torch.Tensor) -> None:
         """Rest in another tensor between steps, which `tensor` returns while it is there."""
         self._rested_in: torch.dtype | None = None
-        self.is_hooked = False
-        """Whether gradients are seen to arrive at the tensor that rests."""
+        self.is_hooked = False  # whether gradients are seen to arrive at the tensor that rests
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.begin = _begin(tensor, self.record)
 

@@ -43,8 +43,7 @@ class ModulePaths:
         self._modules = [each for each in model.named_modules() if not isinstance(each[1], scripted)]
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
-        self.failed = ""
-        """Path of the innermost module that raised."""
+        self.failed = ""  # path of the innermost module that raised
 
     @property
     def current(self) -> str:

@@ -29,14 +29,10 @@ class OptimizedPart:
     """Some elements of a parameter, in a tensor that an optimizer updates."""
 
     parameter: LiveParameter
-    begin: int = 0
-    """Flat index of the first element in the parameter."""
-    at: int = 0
-    """Flat index of the first element in the tensor."""
-    length: int = -1
-    """Elements; -1 for all of the tensor."""
-    sums: bool = True
-    """Whether micro-batches were added in the tensor's `.grad`, and not in another tensor."""
+    begin: int = 0  # flat index of the first element in the parameter
+    at: int = 0  # flat index of the first element in the tensor
+    length: int = -1  # elements; -1 for all of the tensor
+    sums: bool = True  # whether micro-batches were added in the tensor's `.grad`, and not in another tensor
 
 
 class Adapter:
@@ -68,8 +64,7 @@ class WatchState:
     def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
         self.active = False
         self.only = only
-        self.thread: int | None = None
-        """The thread whose calls are watched; None until one trains."""
+        self.thread: int | None = None  # the thread whose calls are watched; None until one trains
         self.several = False
         self.models: list[LiveModel] = []
         self.patches = Patches()
@@ -79,10 +74,8 @@ class WatchState:
         """Finishes if every step was seen; called when a forward of the next begins."""
         self.memory: Owners[LiveParameter] = Owners()
         self.gradient_memory: Owners[LiveParameter] = Owners()
-        self.rested = False
-        """Whether parameters may rest elsewhere than when `memory` was filled."""
-        self.looked = False
-        """Whether the innermost module's parameters are known to be where they were."""
+        self.rested = False  # whether parameters may rest elsewhere than when `memory` was filled
+        self.looked = False  # whether the innermost module's parameters are known to be where they were
         self.packed: list[list[LiveParameter]] = []
         """The parameters of the collectives that an adapter's library issues; the innermost call's last."""
         self.in_backward = 0
@@ -91,8 +84,7 @@ class WatchState:
         """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
         self.optimized: dict[int, Any] = {}
         """The parts of each tensor that an optimizer updates, by the tensor's id."""
-        self._settled = 0
-        """Steps that there had been when a backward last began."""
+        self._settled = 0  # steps that there had been when a backward last began
 
     def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
         """Call while the run is watched; an error ends the watching."""

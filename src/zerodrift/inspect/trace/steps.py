@@ -27,8 +27,7 @@ class _OptimizedTensor:
     parts: Sequence[OptimizedPart]
     given: set[torch.dtype | None] = field(default_factory=set)
     """Dtypes of gradients that it was given; None for no gradient."""
-    kept: list[Any] = field(default_factory=list)
-    """Dtypes of its state when that was last looked at."""
+    kept: list[Any] = field(default_factory=list)  # dtypes of its state when that was last looked at
 
 
 class StepWatch:

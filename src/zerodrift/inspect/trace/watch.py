@@ -25,8 +25,7 @@ from zerodrift.inspect.trace.records import ProcessRecord
 from zerodrift.inspect.trace.state import WatchState
 from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 
-TRIED = ("2.13", "2.15")
-"""Versions of torch."""
+TRIED = ("2.13", "2.15")  # versions of torch
 
 _LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers")
 _LIBRARIES += ("lightning", "pytorch_lightning", "zerodrift")

@@ -37,8 +37,7 @@ class DeepSpeed(Adapter):
     """Knows the tensors of DeepSpeed's optimizers."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[OptimizedPart]] = {}
-        """Parts of a flat master, by its id."""
+        self._parts: dict[int, list[OptimizedPart]] = {}  # parts of a flat master, by its id
 
     def begin(self, state: WatchState) -> None:
         self._state = state

@@ -17,10 +17,8 @@ class Own(Adapter):
 
     def begin(self, state: WatchState) -> None:
         self._state = state
-        self._seen: dict[Any, list[EngineRecord]] = {}
-        """Engine -> a record of each step."""
-        self._steps: dict[Any, contextlib.ExitStack] = {}
-        """Engine -> the observation of the step under way."""
+        self._seen: dict[Any, list[EngineRecord]] = {}  # engine -> a record of each step
+        self._steps: dict[Any, contextlib.ExitStack] = {}  # engine -> the observation of the step under way
         self._modules: set[int] = set()
         state.when_imported("zerodrift.engine.engine", self._imported)
 
