@@ -194,7 +194,6 @@ def _steps(count: int) -> list[tuple[int, int]]:
 
 
 def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
-    """Take real optimizer steps on a copy."""
     for _ in range(count):
         backward_signals(engine, setup.batches)
         engine.step()

@@ -69,7 +69,6 @@ def audit_subject(
     confirm: int,
     told: Progress | None,
 ) -> Audit:
-    """Audit a model that a command names."""
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
     if confirm < 0:

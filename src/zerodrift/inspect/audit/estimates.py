@@ -182,7 +182,6 @@ def _signed_pass(
     constants: Mapping[int, Tensor],
     calls: CloseCalls | None = None,
 ) -> Signals:
-    """Run the third pass."""
 
     def begin(loss: Tensor, recorder: signals.Recorder, number: int) -> Tensor:
         return signals.signed_costs(loss, recorder, number, calls)

@@ -154,7 +154,6 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
 
 
 def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
-    """Find routers that choose other experts because they compute in 16 bits."""
     routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
     for each in replayed:
         name, alone = each.choice.names[0], each.alone
@@ -256,7 +255,6 @@ def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Fin
 
 
 def _untied(plan: Plan, subject: Subject) -> Findings:
-    """Find embeddings that the model's config ties and that are two tensors."""
     model = subject.make()
     if getattr(getattr(model, "config", None), "tie_word_embeddings", None) is not True:
         return

@@ -146,7 +146,6 @@ def seed(number: int) -> None:
 
 
 def loss_of(output: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss in what a model returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output

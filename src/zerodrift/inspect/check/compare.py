@@ -236,7 +236,6 @@ _KEY = re.compile(r"[a-z_]+\.[a-z_]+|communication_data_type|[a-z]+_dtype")
 
 
 def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
-    """Plan a config on the model that was seen."""
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)

@@ -240,7 +240,6 @@ def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
 
 
 def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    """Find optimizers that were given another gradient than the average over ranks."""
     given: dict[str, list[str]] = {}
     for parameter in model.parameters if len(processes) > 1 else ():
         given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)

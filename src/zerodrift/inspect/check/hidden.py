@@ -130,7 +130,6 @@ def _is_in_place(operation: TracedOperation) -> bool:
 
 
 def _is_widened(inputs: list[TracedTensor], made: TracedTensor) -> bool:
-    """Return True if an output is wider than an input, not a single number, because of another input."""
     counted = [tensor.dtype for tensor in inputs if tensor.dims] or [tensor.dtype for tensor in inputs]
     is_mixed = len({tensor.dtype for tensor in inputs}) > 1
     return is_mixed and any(_loses(made.dtype, dtype) for dtype in counted)

@@ -59,7 +59,6 @@ def _finding_names(finding: RunFinding, trained: Sequence[str]) -> str:
 
 
 def _first(names: Sequence[str], count: int) -> str:
-    """List the first names, and the number of the others."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 

@@ -2,10 +2,9 @@
 
 traced = trace(plan, model, Inputs((), {"input_ids": ids, "labels": ids}, "..."))
 
-Parameters have the dtype of their `compute` column, and buffers that of their row. The engine's own code
-casts: the hooks of `engine/step/compute.py` at the plan's boundaries, the classes of `engine/habits/pins.py`,
-the contexts of `ForwardPrecision`. There are no weights, no ranks and no process group: collectives do not
-change the dtypes that operations compute in. Every operation is recorded below autograd and autocast.
+Parameters and buffers have the dtypes of the plan, and the engine's own code casts. There are no weights and
+no ranks: collectives do not change the dtypes that operations compute in. Every operation is recorded below
+autograd and autocast.
 
 Invariant: nothing is computed from weights. Numbers that do not depend on them keep their values if they are
 whole or single (token ids, positions, masks, a constant), so that code may look at them. An error names the
@@ -150,7 +149,6 @@ class _DryRun:
         return Trace(DEVICE, inputs.words, loss, operations, classes, self._parameters, self._kept, refused)
 
     def _error(self, error: BaseException) -> ModelError:
-        """Return an error of the model's code with its module and line."""
         if isinstance(error, ModelError):
             return error
         path, line = self._paths.failed or self._paths.current, line_of(error)

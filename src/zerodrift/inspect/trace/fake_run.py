@@ -75,7 +75,6 @@ class _FunctionCall:
     computed: bool = False  # whether an operation of it has run that is no cast: autocast casts before
 
     def cast_by(self) -> CastBy:
-        """Return who asks for a cast inside."""
         if not self.name or self.name in _SAYS_CAST:
             return "the model"
         return "autocast" if self.autocast and not self.computed else "torch"
@@ -128,7 +127,6 @@ class FakeRecorder:
         """Numbers of autograd's nodes, ascending, and the module, call and line that made each."""
 
     def mode(self) -> TorchDispatchMode:
-        """Return the context in which operations are recorded."""
         return every_operation(self._write_down, compiled=False, run=self._run)
 
     def memory(self, tensor: torch.Tensor) -> int:
@@ -311,6 +309,5 @@ def _keeps_values(tensor: torch.Tensor) -> bool:
 
 
 def _floating_dtypes(given: list[torch.Tensor]) -> list[str]:
-    """Return the floating dtypes among operands, each once."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in given if tensor.is_floating_point())
     return [str(from_torch(dtype) or dtype) for dtype in dtypes]

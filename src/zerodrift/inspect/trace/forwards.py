@@ -109,7 +109,6 @@ class ForwardWatch:
             self._is_training = False
 
     def _is_part(self, module: torch.nn.Module) -> bool:
-        """Return True if the module is in the one that is asked for, or has it."""
         only = self.state.only
         modules = only.modules() if isinstance(only, torch.nn.Module) else ()
         return any(module is part for part in modules) or any(only is part for part in module.modules())
@@ -154,7 +153,6 @@ class ForwardWatch:
 
     @guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the parameters of an operation that computes."""
         state = self.state
         if not state.looked:
             state.looked = True

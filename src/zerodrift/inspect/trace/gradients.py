@@ -88,7 +88,6 @@ class GradientWatch:
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
-        """Record a gradient, and the dtype of one that it is added to."""
         parameter.arrives(gradient, self.state.several)
         held, record = None if leaf is None else leaf.grad, parameter.record
         if held is None or record.has("accumulate", dtype_name(held.dtype)):
@@ -167,7 +166,6 @@ class CollectiveWatch:
                 parameter.record.add(column, dtype, name, "", line_of_script)
 
     def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
-        """Return the parameters that a collective carries, or whose gradients."""
         state = self.state
         if state.packed:
             return state.packed[-1]

@@ -116,11 +116,9 @@ class LiveModel:
         self._scan()
 
     def path(self, module: torch.nn.Module) -> str | None:
-        """Return a module's path; None if it is not in the model."""
         return self._paths.get(id(module))
 
     def _wrapping(self) -> list[torch.nn.Module]:
-        """Return the wrappers, outermost first, and the model in them."""
         chain = [self.root]
         while (child := _inside(chain[-1])) is not None:
             chain.append(child)
@@ -225,7 +223,6 @@ class LiveModel:
 
 
 def _is_copy(tensor: torch.Tensor, parameter: torch.Tensor | None) -> bool:
-    """Return True if a parameter is this tensor, rounded."""
     if parameter is None or tensor.dtype == parameter.dtype:
         return False
     if (tensor.shape, tensor.device) != (parameter.shape, parameter.device):

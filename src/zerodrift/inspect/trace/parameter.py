@@ -64,7 +64,6 @@ class Owners(Generic[Owner]):
         return [] if held is None or _is_freed(held[0].cdata) else held[1]
 
     def of(self, tensor: torch.Tensor) -> Owner | None:
-        """Return the owner of a tensor's first element."""
         tensor = local(tensor)
         ranges, begin = self._ranges(tensor.untyped_storage()), tensor.storage_offset()
         place = bisect.bisect_right(ranges, begin, key=_FIRST)
@@ -240,7 +239,6 @@ class LiveParameter:
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    """Describe how a DTensor is spread over ranks."""
     placements = getattr(tensor, "placements", None)
     if placements is None or all(placement.is_replicate() for placement in placements):
         return ""

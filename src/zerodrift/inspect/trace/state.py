@@ -120,7 +120,6 @@ class WatchState:
         self.patches.undo(when_imported(name, imported))
 
     def note(self, text: str) -> None:
-        """Add a note, once."""
         if text not in self.process.notes:
             self.process.notes.append(text)
 
@@ -168,7 +167,6 @@ class WatchState:
         self.see_place()
 
     def event(self, kind: str, line: str) -> None:
-        """Record an event that makes a finding, once per line."""
         event = {"kind": kind, "line": line}
         if event not in self.process.events:
             self.process.events.append(event)

@@ -61,7 +61,6 @@ class Watcher:
             adapter.begin(self.state)
 
     def end(self) -> None:
-        """Remove every hook."""
         self._exports.end()
         if self.state.active:
             self.state.active = False

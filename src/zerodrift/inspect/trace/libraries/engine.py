@@ -216,7 +216,6 @@ class _NativeTensors:
         self._see_sent(seen, log)
 
     def see_resting(self, seen: EngineRecord) -> None:
-        """See storage, masters and moments after the step."""
         updater = self._engine.updater
         for segment in self._segments:
             self._add(seen, segment, "storage", dtype_name(segment.storage.dtype))
@@ -307,7 +306,6 @@ class _FullyShardTensors:
                         seen.add(member.row.name, "gather", dtype_name(call.dtype.torch))
 
     def see_resting(self, seen: EngineRecord) -> None:
-        """See storage, masters and moments after the step."""
         updater = self._executor.updater
         for member in self._members:
             seen.add(member.row.name, "storage", dtype_name(member.storage().dtype))
