@@ -144,8 +144,9 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
             choice = Choice("*", cell, tuple(row.name for row in rows))
             wide = variants.widened_policy(plan, [choice])
             changes[cell] = estimates.gradient_distances(setup, setup.policy, wide)
+    accumulate, reduce = changes.values()
     return [
-        replace(line, **{cell: held.get(line.name, 0.0) for cell, held in changes.items()})
+        replace(line, accumulate=accumulate.get(line.name, 0.0), reduce=reduce.get(line.name, 0.0))
         for line in results.gradients
     ]
 

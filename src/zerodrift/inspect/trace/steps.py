@@ -71,8 +71,8 @@ class StepWatch:
                 updated.given.add(dtype)
                 for part in updated.parts:
                     _see_given(part, tensor, dtype)
-            for part in updated.parts if gradient is not None else ():
-                if self.state.several or not part.parameter.has_gradient:
+            for part in updated.parts:
+                if gradient is not None and (self.state.several or not part.parameter.has_gradient):
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
     @guarded

@@ -27,8 +27,8 @@ from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 
 TRIED = ("2.13", "2.15")  # versions of torch
 
-_LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers")
-_LIBRARIES += ("lightning", "pytorch_lightning", "zerodrift")
+_LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zerodrift")
+_LIBRARIES_OF_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 class Watcher:
@@ -92,7 +92,7 @@ class Watcher:
         if process.ended != "broken":
             process.ended = ended
         state.see_place()
-        for name in _LIBRARIES:
+        for name in (*_LIBRARIES, *_LIBRARIES_OF_LIGHTNING):
             if sys.modules.get(name) is not None:
                 process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
