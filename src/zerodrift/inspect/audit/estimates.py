@@ -1,13 +1,9 @@
 """Estimate the worth of every cell in three passes, each a forward and a backward of every micro-batch.
 
-1. The reference: signals, gradients, and what the model's own code narrows.
-2. The plan: signals, gradients, and each operation's errors times the gradient of the loss: how far they move
-   the loss.
-3. The plan again: the errors times the gradient of the targets' log-probabilities with random signs, and of
-   routers' close calls: how far they move the log-probabilities.
-
-The worth of rounding stored values comes from the gradients of parameters, in passes 2 and 3. `probe` is pass
-3 alone, between the steps of a run that trains.
+The first is the reference. The second is the plan, where each operation's errors are multiplied by the
+gradient of the loss; in the third by that of the targets' log-probabilities with random signs, and of
+routers' close calls. The worth of rounding stored values comes from the gradients of parameters. `probe` is
+the third pass alone, between the steps of a run that trains.
 
 Invariant: the watched plan has the bits of an unwatched forward, or the audit ends with an error. A run that
 is probed goes on with the bits that it has without.
@@ -94,7 +90,12 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
             true = signals.forward_signals(reference, batches, _widening(narrowed))
         _require_finite(true, reference)
         with running(setup.subject, setup.policy, setup.mesh) as engine:
-            constants, by_loss = _cast_buffers(engine, reference), Roundings()
+            by_loss, buffers = Roundings(), dict(reference.module.named_buffers())
+            constants = {  # buffers that the plan casts, and their values in the reference
+                id(buffer): buffers[name]
+                for name, buffer in engine.module.named_buffers()
+                if buffer.is_floating_point() and buffer.dtype is not buffers.get(name, buffer).dtype
+            }
             planned = signals.backward_signals(engine, batches, _recording(engine, by_loss, constants))
             total = signals.drift(planned, true)
             results = PassResults(true, signals.drift(plain, true), planned, total, narrowed)
@@ -163,16 +164,6 @@ def _recording(
         if (row := engine.plan.row(name)) is not None
     }
     return lambda path: RoundingRecorder(engine.module, names, path, found, constants or {})
-
-
-def _cast_buffers(engine: Engine, reference: Engine) -> dict[int, Tensor]:
-    """Buffers that the plan casts, by id, and their values in the reference."""
-    true = dict(reference.module.named_buffers())
-    return {
-        id(buffer): true[name]
-        for name, buffer in engine.module.named_buffers()
-        if name in true and buffer.is_floating_point() and buffer.dtype is not true[name].dtype
-    }
 
 
 def _signed_pass(

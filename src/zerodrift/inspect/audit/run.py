@@ -140,11 +140,6 @@ def plan_for(subject: Subject, policy: Policy, mesh: MeshShape) -> Plan:
     return build(policy, describe(subject.make()), mesh)
 
 
-def seed(number: int) -> None:
-    """Seed the forward of micro-batch `number`, so that dropout is the same in every run."""
-    torch.manual_seed(1_000_003 + number)
-
-
 def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:

@@ -50,9 +50,16 @@ def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
 
     The model is used up: its parameters have no values afterwards.
     """
-    run = _DryRun(plan, model)
-    with _quiet(), run.prepared():
-        return run.step(inputs)
+    run, before = _DryRun(plan, model), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch and libraries warn about real runs
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            with run.prepared():
+                return run.step(inputs)
+    finally:
+        logging.disable(before)
 
 
 class _DryRun:
@@ -195,17 +202,3 @@ def _loss(output: Any) -> tuple[torch.Tensor | None, str]:
         return None, ""
     sums = [tensor.sum() for tensor in floating]
     return functools.reduce(torch.add, sums), "the sum of what the model returns"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch and libraries, whose warnings are about real runs, and fix the random numbers."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            yield
-    finally:
-        logging.disable(before)

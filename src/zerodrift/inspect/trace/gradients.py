@@ -6,7 +6,6 @@ there, at a key where torch has none, and hand it on.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,17 +25,28 @@ class GradientWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self._is_scaled = False
 
     def begin(self) -> None:
         replace = self.state.patches.replace
         for name in ("backward", "grad"):
             replace(torch.autograd, name, self._backward)
+        is_scaled, state = False, self.state
+
+        def clips(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if state.active and is_scaled and threading.get_ident() == state.thread:
+                state.event("clipped_scaled", line_of_script())
+            return original(*args, **kwargs)
+
+        def scales(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_scaled
+            is_scaled = original.__name__ == "scale" and bool(scaler.is_enabled())
+            return original(scaler, *args, **kwargs)
+
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                replace(module, name, self._clips)
+                replace(module, name, clips)
         for name in ("scale", "unscale_", "update"):
-            replace(torch.amp.GradScaler, name, functools.partial(self._scales, name == "scale"))
+            replace(torch.amp.GradScaler, name, scales)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -74,8 +84,9 @@ class GradientWatch:
         holder, state = weakref.ref(leaf), self.state
 
         def accumulated(tensor: torch.Tensor) -> None:
-            if state.several and tensor.grad is not None:
-                self._accumulated(parameter, tensor.grad)
+            gradient = tensor.grad
+            if state.several and gradient is not None and not torch.compiler.is_compiling():
+                state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
         def forget() -> None:
             tensor: Any = holder()
@@ -94,21 +105,6 @@ class GradientWatch:
             return
         if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
             record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
-
-    @guarded
-    def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor) -> None:
-        self.state.gradient_memory.put(gradient, parameter)
-
-    def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.state.active and self._is_scaled and threading.get_ident() == self.state.thread:
-            self.state.event("clipped_scaled", line_of_script())
-        return original(*args, **kwargs)
-
-    def _scales(
-        self, scales: bool, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self._is_scaled = scales and bool(scaler.is_enabled())
-        return original(scaler, *args, **kwargs)
 
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends

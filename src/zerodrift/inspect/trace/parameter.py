@@ -186,9 +186,12 @@ class LiveParameter:
         record.add("storage", dtype_name(rests.dtype), "the parameter between steps")
         record.layout = "a flat slice on each rank" if self.is_sliced else _layout(tensor)
         if self._first_digest is None and record.trained:
-            self._first_digest = _digest(local(rests))
-            if not self.is_sliced and rests.dim() > 1 and _is_varied(local(rests)):
-                record.facts["began"] = self._first_digest
+            values = local(rests).detach()
+            self._first_digest = _digest(values)
+            if not self.is_sliced and values.dim() > 1 and values.numel() and not values.is_meta:
+                least, greatest = values.aminmax()
+                if least < greatest:  # a constant identifies no tensor
+                    record.facts["began"] = self._first_digest
         return True
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
@@ -259,13 +262,6 @@ def _begin(tensor: torch.Tensor, record: ParameterRecord) -> int:
     if any(offsets[1:]):
         return -1
     return offsets[0] * (record.numel // max(record.shape[0], 1)) if offsets else 0
-
-
-def _is_varied(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or tensor.device.type == "meta":
-        return False
-    least, greatest = tensor.detach().aminmax()
-    return bool(least < greatest)
 
 
 _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

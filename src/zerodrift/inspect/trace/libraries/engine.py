@@ -5,8 +5,8 @@
         engine.step()
     findings = compare.findings(engine.plan, seen)
 
-Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation
-that computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
+Columns are seen as in `watch.py`, except that `grad` is the result of the backward of the operation that
+computes, before autograd casts it to be added, and `accumulate` is the tensor that the update reads.
 
 Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
 changes nothing: every hook is gone when the context ends, however it ends.
