@@ -12,8 +12,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.errors import several
-from zerodrift.inspect.audit import results
-from zerodrift.inspect.audit.results import Bytes, Place, Point, Recommendation
+from zerodrift.inspect.audit.results import (
+    AuditFinding,
+    Bytes,
+    CellReplay,
+    Estimate,
+    GradientLine,
+    NarrowerColumn,
+    Place,
+    Point,
+    Recommendation,
+    UpdateCost,
+)
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.report.figures import percent
@@ -44,25 +54,25 @@ class Audit:
     """Drift that the model's own casts cause in the reference."""
     gradient_cosine: float
     """Cosine of all gradients together with the reference's."""
-    shortlist: tuple[results.Estimate, ...]
+    shortlist: tuple[Estimate, ...]
     """Every cell of a forward, the largest estimate first."""
-    replayed: tuple[results.CellReplay, ...]
+    replayed: tuple[CellReplay, ...]
     """Cells that were run, the largest drift alone first."""
     places: tuple[Place, ...]
     """Operations without a parameter to charge, the largest estimate first."""
-    gradients: tuple[results.GradientLine, ...]
+    gradients: tuple[GradientLine, ...]
     """Gradients of trained parameters beside the reference's."""
-    updates: tuple[results.UpdateCost, ...]
+    updates: tuple[UpdateCost, ...]
     """Updates of trained parameters; empty where the plan has no optimizer of its own."""
     flips: Mapping[str, int] = field(default_factory=dict)
     """Router -> choices that differ from the reference's."""
     caused: tuple[tuple[Choice, int], ...] = ()
     """Flips that each replayed cell causes alone."""
-    findings: tuple[results.AuditFinding, ...] = ()
+    findings: tuple[AuditFinding, ...] = ()
     """Defects that the mode does not explain, the heaviest first."""
     recommendation: Recommendation | None = None
     """Pins and their worth; None where nothing drifts, or none were searched for."""
-    narrower: tuple[results.NarrowerColumn, ...] = ()
+    narrower: tuple[NarrowerColumn, ...] = ()
     """Columns that may be narrower, and what that would change."""
     passes: int = 3
     """Passes of the estimates."""
@@ -271,7 +281,7 @@ def config_text(advice: Recommendation) -> str:
     return "\n".join(lines)
 
 
-def _narrower(found: Sequence[results.NarrowerColumn]) -> list[RenderableType]:
+def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
     rows: list[tuple[str, ...]] = [("column", "median", "worst", "", "rest", "peak", "wire")]
     for one in found:
         changes = bytes_changed(one.after, one.before)[:3]
