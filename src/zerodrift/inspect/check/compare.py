@@ -191,9 +191,6 @@ def require_declared(plan: Plan, observed: EngineRecord) -> None:
         raise PrecisionError.of([finding.problem for finding in wrong], "the run and its plan differ")
 
 
-# --- anybody's run and a file -------------------------------------------------------------------------
-
-
 def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
     try:

@@ -59,8 +59,6 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     return found + [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
 
 
-# --- advice -------------------------------------------------------------------------------------------
-
 _MASTERS = {
     "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
     "fully_shard": "Load the weights in fp32, and give `fully_shard` a `MixedPrecisionPolicy`.",
@@ -102,8 +100,6 @@ def _finding(
     names = tuple(names)
     return [RunFinding(kind, column, names, what, do, line)] if names else []
 
-
-# --- rules of one process -----------------------------------------------------------------------------
 
 _BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand
 
@@ -234,9 +230,6 @@ def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
         what = f"Files have {export.dtype} of weights that are {storage}: what was trained is rounded."
         do = "Write the weights as they are trained, and round where they are served."
         yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
-
-
-# --- rules of several ranks ---------------------------------------------------------------------------
 
 
 def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:

@@ -68,9 +68,6 @@ def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
     return operation.inputs[1:] if operation.name == "copy_" else operation.inputs
 
 
-# --- one kind each ------------------------------------------------------------------------------------
-
-
 def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iterator[Hidden]:
     """Find a pinned parameter, or a kept output of its module, that is rounded before it is used."""
     rows = {memory: plan.row(name) for memory, name in trace.parameters.items()}

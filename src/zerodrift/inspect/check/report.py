@@ -67,9 +67,6 @@ def _evidence(sighting: Sighting) -> str:
     return f"{sighting.by}{where}" + (f", {sighting.line}" if sighting.line else "")
 
 
-# --- text ---------------------------------------------------------------------------------------------
-
-
 def run_text(
     processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], *, color: bool
 ) -> str:
@@ -144,9 +141,6 @@ def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
     lines = [_finding_names(finding, trained), line + finding.what, finding.do]
     rows = [("!", head), *(("", text) for text in lines if text)]
     return grid(rows, (1,), ("bold yellow",), WIDTH)
-
-
-# --- page ---------------------------------------------------------------------------------------------
 
 
 def run_page(

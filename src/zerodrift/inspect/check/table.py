@@ -29,9 +29,6 @@ FORMAT = "zerodrift check"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-# --- several ranks ------------------------------------------------------------------------------------
-
-
 def completed(processes: Sequence[ProcessRecord]) -> list[ProcessRecord]:
     """Fill empty cells of the first rank from the others, and name the rank that they come from."""
     first, *others = processes
@@ -57,9 +54,6 @@ def same_model(process: ProcessRecord, model: ModelRecord, among: ProcessRecord)
     place = [id(one) for one in among.models if one.name == model.name].index(id(model))
     named = [one for one in process.models if one.name == model.name]
     return named[place] if place < len(named) else None
-
-
-# --- groups for print ---------------------------------------------------------------------------------
 
 
 ParameterGroup = tuple[tuple[str, ...], list[ParameterRecord]]
@@ -96,9 +90,6 @@ def folded(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(pattern if len(held) == 1 else f"{pattern} ({len(held)})" for pattern, held in lines)
 
 
-# --- files --------------------------------------------------------------------------------------------
-
-
 def encoded(processes: Sequence[ProcessRecord], findings: Sequence[Any]) -> str:
     """Return the text of a table's file, with its findings."""
     table = {
@@ -133,9 +124,6 @@ def read(path: Path) -> list[ProcessRecord]:
     if not processes:
         raise ConfigError(path.name, "must have a rank", got="none")
     return processes
-
-
-# --- differences --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,6 @@ class _UncompiledMode(OperationMode):
     __torch_dispatch__ = inspect.unwrap(OperationMode.__torch_dispatch__)
 
 
-# --- one operation ------------------------------------------------------------------------------------
-
-
 def name_of(func: Any) -> str:
     name: str = func.overloadpacket.__name__
     return name

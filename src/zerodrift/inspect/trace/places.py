@@ -93,9 +93,6 @@ def paths_in(model: nn.Module) -> Iterator[ModulePaths]:
             handle.remove()
 
 
-# --- lines --------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _casts() -> dict[str, CastBy]:
     """Return the engine's files that cast, by path."""
