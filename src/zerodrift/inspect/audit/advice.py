@@ -1,9 +1,7 @@
 """Recommend pins within a budget of bytes, and measure what may be narrower.
 
-Parameters are pinned by module; modules whose paths differ in numbers alone are pinned together, so a rule is
-one line. They are tried in the order of their worth per element that computes in fp32. More are added until
-enough of the measured drift is gone, then those that are not needed are left out. In a mode without autocast,
-the same is tried under autocast.
+Modules whose paths differ in numbers alone are pinned together, so a rule is one line. They are tried in the
+order of their worth per element that computes in fp32, in the plan's mode and then under autocast.
 
 Invariant: every point of the curve is a run of the plan with these pins; every change by a narrower column
 is one of real steps.

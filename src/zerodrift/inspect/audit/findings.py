@@ -1,8 +1,6 @@
 """Find defects by name, the heaviest first.
 
-A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain:
-model code that narrows unasked, numbers beyond a dtype's range, cells narrower than the mode, a small tensor
-with a large part of the drift, gradients and updates that rounding takes away.
+A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain.
 
 Invariant: pure over what was measured. Each finding says what, where, how much, and how to mend it.
 """

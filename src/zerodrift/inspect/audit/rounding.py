@@ -1,6 +1,5 @@
 """Measure what each operation of a forward rounds: its result beside the same computed in fp32.
 
-Every operation with an input or output narrower than fp32 is computed once more in fp32 from the same inputs.
 The difference, times the gradient of what the run is judged by, says to first order how much of the drift
 begins there. Tensors without a gradient, such as a table of angles, have a shadow instead: their values if
 nothing had been rounded since they were made.

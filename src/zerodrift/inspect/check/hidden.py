@@ -1,8 +1,5 @@
 """Findings about a dry run that the plan does not show.
 
-They are values that are widened and rounded again, pins that a model casts, parameters that compute in
-another dtype than planned, and operations that torch refuses.
-
 Invariant: pure. Every finding follows from the operations and the plan, none from a name.
 """
 

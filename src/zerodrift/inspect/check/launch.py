@@ -1,8 +1,7 @@
 """Run somebody's command with a watcher in each of its Python processes, and collect their records.
 
-The command runs as it stands. `startup` puts `watch_with_torch` into every Python process; it waits for the
-import of torch, and imports nothing until then. A process that never trains (a launcher, a worker of a data
-loader) leaves an empty record, or none.
+`startup` puts `watch_with_torch` into every Python process; it waits for the import of torch, and imports
+nothing until then. A process that never trains leaves an empty record, or none.
 
 Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
 If the check is killed, each ends once it has seen its steps.

@@ -1,7 +1,6 @@
 """The result of a check as text and as one HTML page: cells, what showed them, and what they cost.
 
-The text is 80 columns wide on any terminal, so that it can be pasted into an issue. On the page every
-parameter has its line, and a cell says on hover what showed it.
+The text is 80 columns wide on any terminal, so that it can be pasted into an issue.
 """
 
 from __future__ import annotations
