@@ -1,7 +1,6 @@
 """The result of a check as text and as one HTML page: cells, what showed them, and what they cost.
 
-The text is 80 columns wide on any terminal, so that it can be pasted into an issue. On the page every
-parameter has its line, and a cell says on hover what showed it.
+The text is 80 columns wide on any terminal, so that it can be pasted into an issue.
 """
 
 from __future__ import annotations
@@ -59,16 +58,12 @@ def _finding_names(finding: RunFinding, trained: Sequence[str]) -> str:
 
 
 def _first(names: Sequence[str], count: int) -> str:
-    """List the first names, and the number of the others."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _evidence(sighting: Sighting) -> str:
     where = f" in {sighting.module}" if sighting.module else ""
     return f"{sighting.by}{where}" + (f", {sighting.line}" if sighting.line else "")
-
-
-# --- text ---------------------------------------------------------------------------------------------
 
 
 def run_text(
@@ -145,9 +140,6 @@ def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
     lines = [_finding_names(finding, trained), line + finding.what, finding.do]
     rows = [("!", head), *(("", text) for text in lines if text)]
     return grid(rows, (1,), ("bold yellow",), WIDTH)
-
-
-# --- page ---------------------------------------------------------------------------------------------
 
 
 def run_page(
