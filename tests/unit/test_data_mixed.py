@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
 
 def test_the_order_in_a_file_of_a_mixture_is_told_by_json(tmp_path: Path) -> None:
     reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].counts
-    assert json.loads(json.dumps(reading.to_json()))["train"]["documents"] == 3
+    assert json.loads(json.dumps(dataclasses.asdict(reading)))["train"]["documents"] == 3
 
 
 class Reading(torch.nn.Module):

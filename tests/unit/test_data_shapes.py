@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[File, str]] = {
         shape([], question="1+1", answer=2),
         "answer`: must be a text; got a number",
     ),
-    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "got preferences"),
+    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "must have a text in"),
     "half of a prompt": (shape([], prompt=[HI]), "must have a text in"),
     "a question alone": (shape([], question="Hi", answers={"text": ["a"]}), "must have a text in"),
     "turns that are none": (shape([], messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
@@ -405,17 +405,6 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     letters = TransformersTokenizer(folder)
     assert rendering.end_tokens(letters) == {letters.end, letters.marks["<turn>"]}
     assert rendering.end_tokens(ByteTokenizer()) == {256}
-
-
-def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:
-    template = (
-        "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}"
-        "{% endfor %};\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    text, learned = read_with(tmp_path, template, shape(TALK, messages=TALK[:3]))
-    assert (text, learned) == ("[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n")
 
 
 def test_calls_are_given_in_the_form_that_a_template_writes(tmp_path: Path) -> None:

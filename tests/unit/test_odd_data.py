@@ -87,13 +87,13 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         talk(content=None, refusal="No"),
         r"messages\[1\]: content.*got null beside `refusal`",
     ),
-    "rows in a row": ("a.json", '{"data": [{"text": "a"}]}', "make a file of what is in `data`"),
-    "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*make a row of each"),
-    "numbers in rows": ("a.jsonl", row(input_ids=[1, 2]), "Token numbers are read from maps"),
+    "rows in a row": ("a.json", '{"data": [{"text": "a"}]}', "Name a column of texts"),
+    "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
+    "numbers in rows": ("a.jsonl", row(input_ids=[1, 2]), "Name a column of texts"),
     "turns under another name": (
         "a.jsonl",
         row(dialog=[{"role": "user", "content": "Hi"}]),
-        "set `data.messages: dialog`",
+        "one of turns in `data.messages`",
     ),
     "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
 }
@@ -429,4 +429,4 @@ def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):
-        rendering.encode_conversation(chat.plain_conversation(TALK, "a.jsonl:3"), letters, learn_all=True)
+        rendering.encode_conversation(chat.Conversation(tuple(TALK), "a.jsonl:3"), letters, learn_all=True)

@@ -98,7 +98,7 @@ def test_every_format_holds_the_same_documents(tmp_path: Path, suffix: str) -> N
 
 def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Path) -> None:
     texts = [f"document number {number} " * 3 for number in range(200)]
-    shares = {text: Document(text).share(3) for text in texts}
+    shares = {text: Document(text).number(3) / 2**64 for text in texts}
     held = {text for text, share in shares.items() if share < 0.25}
     assert 30 < len(held) < 70
     for order in (texts, texts[::-1]):
@@ -110,7 +110,7 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
         )
         assert parts.validation is not None
         assert (len(parts.train), len(parts.validation)) == (len(texts) - len(held), len(held))
-    assert {text for text in texts if Document(text).share(4) < 0.25} != held
+    assert {text for text in texts if Document(text).number(4) < 2**62} != held
 
 
 def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
@@ -186,15 +186,12 @@ TALK = [
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
-    tokens, learned = rendering.encode_conversation(
-        chat.plain_conversation(TALK), ByteTokenizer(), learn_all=False
-    )
+    talk = chat.Conversation(tuple(TALK), "a talk")
+    tokens, learned = rendering.encode_conversation(talk, ByteTokenizer(), learn_all=False)
     said = "".join(chr(token) if token < 256 else "$" for token in tokens)
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
-    assert rendering.encode_conversation(chat.plain_conversation(TALK), ByteTokenizer(), learn_all=True)[
-        1
-    ].all()
+    assert rendering.encode_conversation(talk, ByteTokenizer(), learn_all=True)[1].all()
 
 
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
@@ -203,7 +200,10 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
-    tokens, learned = rendering.encode_conversation(chat.plain_conversation(TALK), letters, learn_all=False)
+    talk = chat.Conversation(tuple(TALK), "a talk")
+    tokens, learned = rendering.encode_conversation(talk, letters, learn_all=False)
+        chat.Conversation(tuple(TALK), "a talk"), letters, learn_all=False
+    )
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2
     assert kept == "Yo;No;"

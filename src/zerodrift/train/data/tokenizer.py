@@ -13,15 +13,18 @@ The `fingerprint` changes whenever the tokens of some text could.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zerodrift.errors import ModelError
+from zerodrift.model.factory import attempt
+from zerodrift.model.huggingface import is_installed
 from zerodrift.train.data.hub import advice
 
 Tokens = np.ndarray
@@ -76,8 +79,6 @@ class TransformersTokenizer:
         self.name = str(folder)
         self.fingerprint = _fingerprint(folder)
         self.inner = _load(folder)
-        self._needs_parts: bool | None = None
-        """Whether the chat template writes contents in parts alone; None until it was tried."""
         # Token numbers may have holes: their count does not give the last.
         self.vocabulary = 1 + max([len(self.inner) - 1, *self.inner.get_vocab().values()])
         end = self.inner.eos_token_id
@@ -106,24 +107,6 @@ class TransformersTokenizer:
         places = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoded["input_ids"], dtype=np.int64), places
 
-    def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return turns in the form of the chat template: those of vision models want contents in parts."""
-        if self._needs_parts is None:
-            self._needs_parts = self._writes(_in_parts) and not self._writes(str)
-        turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-        for turn in turns if self._needs_parts else []:
-            turn["content"] = _in_parts(turn.get("content", ""))
-        return turns
-
-    def _writes(self, form: Callable[[str], Any]) -> bool:
-        """Return True if the chat template writes contents of this form."""
-        turns = [[{"role": "user", "content": form(content)}] for content in "AB"]
-        try:
-            text, other = (self.inner.apply_chat_template(turn, tokenize=False) for turn in turns)
-        except Exception:  # the template is a program of its owner
-            return False
-        return bool(text != other)
-
     def marks_answers(self, tools: Sequence[Any]) -> bool:
         """Return True if the chat template marks what the assistant says."""
         template = self.inner.get_chat_template(tools=list(tools) or None)
@@ -137,10 +120,6 @@ class TransformersTokenizer:
 
 
 Tokenizer = ByteTokenizer | TransformersTokenizer
-
-
-def _in_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
 
 
 def tokenizer(written: str, model: str) -> Tokenizer:
@@ -172,22 +151,18 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _load(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
+    if not is_installed():
         must, todo = (
             "`transformers` must be installed to read a tokenizer",
             "Run `pip install 'zerodrift[hf]'`.",
         )
-        raise ModelError("data.tokenizer", must, got="no such package", do=todo) from None
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        must, reason = (
-            "must hold a tokenizer that `transformers` can read",
-            " ".join(str(error).split())[:400],
-        )
-        raise ModelError(str(folder), must, got=f"{type(error).__name__}: {reason}") from error
+        raise ModelError("data.tokenizer", must, got="no such package", do=todo)
+    from transformers import AutoTokenizer
+
+    load = functools.partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
+    return attempt(
+        lambda: load(str(folder)), str(folder), "must hold a tokenizer that `transformers` can read"
+    )
 
 
 # --- long texts -----------------------------------------------------------------------------------------
