@@ -162,7 +162,9 @@ def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Pa
         (line,) = kinds(folder, "evaluation")
         found.append((line["labels"], line["validation_loss"]))
     labels, loss = found[0]
-    held = [row for row in rows if Document(talk=read_conversation(row, "messages", "")).number(0) < 0.3 * 2**64]
+    held = [
+        row for row in rows if Document(talk=read_conversation(row, "messages", "")).number(0) < 0.3 * 2**64
+    ]
     assert len(held) % 12 and labels == sum(len(row["completion"]) + 1 for row in held)
     assert [each[0] for each in found] == [labels] * 4
     assert [each[1] for each in found] == pytest.approx([loss] * 4, rel=1e-5)

@@ -202,8 +202,6 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     talk = chat.Conversation(tuple(TALK), "a talk")
     tokens, learned = rendering.encode_conversation(talk, letters, learn_all=False)
-        chat.Conversation(tuple(TALK), "a talk"), letters, learn_all=False
-    )
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2
     assert kept == "Yo;No;"

@@ -28,7 +28,7 @@ from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mea
 from zerodrift.model import safetensors
 from zerodrift.model.document import listed
 from zerodrift.model.factory import attempt, call, is_factory, make
-from zerodrift.model.huggingface import CONFIG, is_installed
+from zerodrift.model.huggingface import CONFIG, is_installed, read_config
 from zerodrift.pipeline.cut import Parts
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, download, name_in_cache
@@ -170,14 +170,11 @@ def _from_config(source: ModelSource, weights: Path | None) -> nn.Module:
         must, todo = "`transformers` must be installed to build a model", "Run `pip install 'zerodrift[hf]'`."
         raise ModelError(where, must, got="no such package", do=todo)
     with quiet():
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        read = functools.partial(AutoConfig.from_pretrained, str(source.config))
-        config = attempt(
-            lambda: read(trust_remote_code=False, local_files_only=True),
-            where,
-            "must be a config that `transformers` can read",
-        )
+        assert source.config is not None
+        read = functools.partial(read_config, source.config)
+        config: Any = attempt(read, where, "must be a config that `transformers` can read")
         config.use_cache = False
         if weights is not None:
             return load_pretrained(weights, "auto", config)
@@ -259,6 +256,16 @@ class SmoothedLoss:
             return self._plain(logits, labels, *args, **rest)
         return smoothed_loss(logits, labels, self._share)
 
+    def require_called(self, comm: Collectives, model: nn.Module) -> None:
+        """Require after the first step that the model of some rank has called this loss. Collective."""
+        if not any(comm.all_gather_object(self.was_called)):
+            raise self.refusal(model)
+
+    def refusal(self, model: nn.Module) -> UnsupportedError:
+        must = "must be 0 for a model whose loss is not the `loss_function` of `transformers`"
+        got, todo = type(model).__name__, "Smooth in the model's own loss."
+        return UnsupportedError("data.label_smoothing", must, got=got, do=todo)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SmoothedLoss:
         return self  # shared by the stages of a model, of which one calls it
 
@@ -277,22 +284,10 @@ def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:
     """Replace a model's loss by a smoothed one; return None if `share` is 0."""
     if not share:
         return None
-    inside: Any = model
-    if hasattr(inside, "get_base_model"):  # a model with adapters
-        inside = inside.get_base_model()
+    inside: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters
     plain: Any = getattr(inside, "loss_function", None)
+    loss = SmoothedLoss(share, plain)
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
-        raise _not_smoothed(type(inside).__name__)
-    loss = inside.loss_function = SmoothedLoss(share, plain)
+        raise loss.refusal(inside)
+    inside.loss_function = loss
     return loss
-
-
-def require_smoothed(loss: SmoothedLoss | None, comm: Collectives, model: str) -> None:
-    """Require after the first step that the model of some rank has called its smoothed loss. Collective."""
-    if loss is not None and not any(comm.all_gather_object(loss.was_called)):
-        raise _not_smoothed(model)
-
-
-def _not_smoothed(model: str) -> UnsupportedError:
-    must = "must be 0 for a model whose loss is not the `loss_function` of `transformers`"
-    return UnsupportedError("data.label_smoothing", must, got=model, do="Smooth in the model's own loss.")

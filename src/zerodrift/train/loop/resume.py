@@ -103,7 +103,20 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
         )
         assert loaded is not None
     except CheckpointError as error:
-        raise _for_a_job(error, path) from error
+        if not error.problems:
+            raise
+        another = "Set it as it was, or begin another run with another `run.folder`."
+        optimizer = (
+            "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
+            "`run.folder`, and `model.source` the `export` of this one."
+        )
+        problems = [
+            replace(problem, do=optimizer if problem.where == "optimizer" else another)
+            if "allow=" in problem.do
+            else problem
+            for problem in error.problems
+        ]
+        raise CheckpointError.of(problems, f"{path} cannot be gone on from") from error
     _restore_numbers(engine, own, any(difference.what == "schedule" for difference in loaded.differences))
     engine.seed = job.run.seed
     client = loaded.client if isinstance(loaded.client, dict) else {}
@@ -126,22 +139,6 @@ def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_
     scale = engine.plan.policy.loss_scale
     if scale is not None and not scale.dynamic:
         engine.scaler.scale = scale.initial
-
-
-def _for_a_job(error: CheckpointError, path: Path) -> CheckpointError:
-    """Return the same refusal with advice for a job."""
-    another = "Set it as it was, or begin another run with another `run.folder`."
-    optimizer = (
-        "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
-        "`run.folder`, and `model.source` the `export` of this one."
-    )
-    problems = [
-        replace(problem, do=optimizer if problem.where == "optimizer" else another)
-        if "allow=" in problem.do
-        else problem
-        for problem in error.problems
-    ]
-    return CheckpointError.of(problems, f"{path} cannot be gone on from") if problems else error
 
 
 def packed(job: Job) -> str:

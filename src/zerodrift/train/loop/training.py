@@ -27,7 +27,6 @@ from zerodrift.inspect.trace.records import merged
 from zerodrift.legible import legible
 from zerodrift.train.loop import nonfinite
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
-from zerodrift.train.loop.model import require_smoothed
 from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
 from zerodrift.train.loop.step import StepDigests, StepRun, run_step
@@ -105,11 +104,17 @@ class Loop:
         if self._leads:
             if not has_ended:
                 self._write("start", {"step": step, **session.start_line(resumed)})
-            missed = "" if has_ended else self._recorder.missed(step)
-            for text in (*session.resume_lines(resumed, self._best.reason), *filter(None, [missed])):
+            texts = session.resume_lines(resumed, self._best.reason)
+            wanted = self._run.profile
+            is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
+            if wanted is not None and is_over and not has_ended:
+                over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
+                texts.append(f"{over} (`run.profile`)")
+            for text in texts:
                 say(legible(text))
         try:
-            self._display.start(step, session.steps, self._micro_batches)
+            engine = self._engine
+            self._display.start(step, session.steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
@@ -134,7 +139,7 @@ class Loop:
         while step < session.steps and not self._asked and not self._best.is_out_of_patience:
             step = self._done = self._step(step, clock)
             clock.pause()
-            if self._recorder.is_due(step):
+            if self._run.profile is not None and step >= self._run.profile.last:
                 self._write_trace()
             is_last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not is_last:
@@ -149,10 +154,6 @@ class Loop:
         if self._best.reason and not self._asked and began < step < session.steps:
             self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
         return step
-
-    def _micro_batches(self) -> tuple[int, int]:
-        """Return the finished micro-batches of this step, and all of them."""
-        return self._engine.micro_batches, self._engine.accumulation
 
     def _finish(self, step: int, is_saved: bool) -> None:
         """Evaluate, save and export after the last step."""
@@ -187,8 +188,8 @@ class Loop:
         with self._recorder.around(step + 1):
             watched = self._watched(step + 1, digests)
             tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
-        if is_first:
-            require_smoothed(self._session.smoothed, engine.comm, type(engine.module).__name__)
+        if is_first and self._session.smoothed is not None:
+            self._session.smoothed.require_called(engine.comm, engine.module)
         if digests is not None:
             self._write("digest", digests.line(step + 1, tried.losses))
         result, loss = tried.result, tried.loss
@@ -231,27 +232,25 @@ class Loop:
     def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
         """Watch this process's first step, which must do what the plan says."""
         is_first, self._is_first = self._is_first, False
-        is_compared = is_first and self._run.check_precision
-        compared = self._compared_with_plan(step) if is_compared else contextlib.nullcontext()
-        with compared, digests or contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def _compared_with_plan(self, step: int) -> Iterator[None]:
         engine, plan, is_compiled = self._engine, self._engine.plan, self._session.job.model.compile
-        flops = ForwardFlops()
-        # Compiled code has no operations to observe.
-        counted = contextlib.nullcontext() if is_compiled else flops.counting(engine.module)
-        with observe(engine, operations=not is_compiled) as mine, counted:
+        with contextlib.ExitStack() as inside:
+            if is_first and self._run.check_precision:
+                # Compiled code has no operations to observe.
+                mine = inside.enter_context(observe(engine, operations=not is_compiled))
+                flops = ForwardFlops()
+                if not is_compiled:
+                    inside.enter_context(flops.counting(engine.module))
+            inside.enter_context(digests or contextlib.nullcontext())
             yield
+        if not (is_first and self._run.check_precision):
+            return
         if flops.found and self._leads and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
             self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
         seen = merged(engine.comm.all_gather_object(mine))
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
-        self._display.say(line)
-        for note in wider:
-            self._display.say(legible(note))
+        for text in (line, *map(legible, wider)):
+            self._display.say(text)
         if self._leads:
             cells = [
                 [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
@@ -290,12 +289,15 @@ class Loop:
 
     def _write_trace(self) -> None:
         """Write the recorded steps once; every rank writes its own."""
+        recorder = self._recorder
         with self._display.doing("writing a trace"):
-            recorded = self._recorder.write()
-        if recorded is not None:
-            self._display.say(legible(str(recorded)))
-            steps = {"step": recorded.last, "first": recorded.first}
-            self._write("trace", {**steps, "folder": str(recorded.folder)})
+            if not recorder.write():
+                return
+        first, last = recorder.first, recorder.last
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        folder = str(recorder.folder)
+        self._display.say(legible(f"trace of {steps}, a file for each rank: {folder}"))
+        self._write("trace", {"step": last, "first": first, "folder": folder})
 
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:

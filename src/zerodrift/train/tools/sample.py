@@ -45,7 +45,12 @@ class TextGenerator:
     def __init__(self, path: Path, device: str | None = None) -> None:
         """`path` is a run, its export, or a checkpoint of it, from any working folder."""
         found = model_at(path)
-        self._letters: Tokenizer = _tokenizer(found)
+        job, beside = found.job, found.export
+        # The tokenizer beside the weights comes first, then the job's, then bytes.
+        if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
+            self._letters: Tokenizer = tokenizer("auto", str(beside))
+        else:
+            self._letters = tokenizer(*(job.data.tokenizer, job.model.source) if job else ("bytes", ""))
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
@@ -120,14 +125,6 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
         least = logits.topk(min(options.top, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-
-
-def _tokenizer(found: TrainedModel) -> Tokenizer:
-    """Return the tokenizer beside the weights, else the job's, else bytes."""
-    job, beside = found.job, found.export
-    if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
-        return tokenizer("auto", str(beside))
-    return tokenizer("bytes", "") if job is None else tokenizer(job.data.tokenizer, job.model.source)
 
 
 def load(found: TrainedModel) -> nn.Module:
