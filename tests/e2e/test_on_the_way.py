@@ -30,12 +30,12 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
         False,
         True,
     ]
-    assert not best.is_out_of_patience
-    assert not best.add(1.0) and not best.is_out_of_patience
-    assert not best.add(1.5) and best.is_out_of_patience
+    assert not best.reason
+    assert not best.add(1.0) and not best.reason
+    assert not best.add(1.5) and best.reason
     assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
-    assert BestEvaluation(2, [1.0, 1.0, None]).is_out_of_patience
-    assert not BestEvaluation(0, [1.0, 1.0, 1.0]).is_out_of_patience
+    assert BestEvaluation(2, [1.0, 1.0, None]).reason
+    assert not BestEvaluation(0, [1.0, 1.0, 1.0]).reason
 
 
 def patient(folder: Path, steps: int, **run: Any) -> str:

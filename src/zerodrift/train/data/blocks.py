@@ -105,7 +105,6 @@ def write_index(folder: Path, length: int, vocabulary: int, parts: Mapping[str, 
 
 
 def _sealed(index: dict[str, Any]) -> str:
-    """Return the index as JSON, and a line with its checksum."""
     text = json.dumps(index, indent=1)
     return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
 

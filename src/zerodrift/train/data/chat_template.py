@@ -199,7 +199,6 @@ def _call_form(call: Mapping[str, Any], as_text: bool, where: str) -> dict[str, 
 def _answer(
     talk: Conversation, number: int, text: str, render: Render, tokenizer: TransformersTokenizer
 ) -> Span:
-    """Find an answer in the text of its conversation."""
     try:
         before = render(talk.messages[:number], ask=True)
     except ConfigError:  # a template that needs a turn, or a question, in front

@@ -182,7 +182,6 @@ def _question_and_answer(
 
 
 def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return earlier questions and answers in Alpaca's form."""
     earlier = _parsed(row, "history", where)
     if not has_content(earlier):
         return []
@@ -244,7 +243,6 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str, beside: Sequence[str]) -> str:
-    """Return the content of a turn: a text, or the joined texts of its parts."""
     if isinstance(value, str):
         return unicode(value, where)
     if not isinstance(value, list) or not value:
@@ -314,7 +312,6 @@ def _parsed(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _json(value: Any, where: str) -> Any:
-    """Return a value that may be JSON inside a text, as in a CSV."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

@@ -67,17 +67,11 @@ class Document:
         for at in range(0, len(self.text), PIECE):
             yield self.text[at : at + PIECE]
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the document is nothing but white space."""
-        return self.talk is None and not any(piece.strip() for piece in self.pieces())
-
 
 @dataclass
 class DocumentCounts:
     """Counts of what the files of a set hold."""
 
-    documents: int = 0
     forms: Counter[str] = field(default_factory=Counter)
     """Source of documents, in words -> how many."""
     left: Counter[str] = field(default_factory=Counter)
@@ -91,10 +85,9 @@ class DocumentCounts:
         self.unread |= dict.fromkeys(key for key in row if key not in read and chat.has_content(row[key]))
 
     def counted(self, document: Document, form: str) -> Iterator[Document]:
-        """Yield a document unless it is empty."""
-        self.documents += 1
+        """Yield a document unless it is nothing but white space."""
         self.forms[form] += 1
-        if document.is_empty:
+        if document.talk is None and not any(piece.strip() for piece in document.pieces()):
             self.left[EMPTY] += 1
         else:
             yield document
@@ -163,7 +156,6 @@ def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> I
     if talk.silent:
         counts.noted[SILENT] += 1
     if data.loss_on == "answers" and not talk.answers:
-        counts.documents += 1
         counts.left[NO_ANSWER] += 1
     else:
         yield from counts.counted(Document(talk=talk, where=where), talk.form)

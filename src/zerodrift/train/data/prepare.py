@@ -62,23 +62,25 @@ class PreparedData:
         """Return a labelled line for each set."""
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]
-        return [
-            ("data", f"{each.name}: {self._share(each, '', ', ')}{each.counts.line()}") for each in self.sets
-        ]
+        shares = [f"{share}, " if share else "" for share in self._shares()]
+        named = zip(self.sets, shares, strict=True)
+        return [("data", f"{each.name}: {share}{each.counts.line()}") for each, share in named]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return labelled facts of all sets."""
         if len(self.sets) == 1:
             return self.sets[0].counts.facts()
         facts = []
-        for each in self.sets:
-            facts.append((each.name, f"{each.counts.kind}{self._share(each, ', ', ' of training')}"))
+        for each, share in zip(self.sets, self._shares(), strict=True):
+            facts.append(
+                (each.name, f"{each.counts.kind}, {share} of training" if share else each.counts.kind)
+            )
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
-    def _share(self, source: DataSource, before: str, after: str) -> str:
+    def _shares(self) -> list[str]:
         total = sum(each.weight or 0.0 for each in self.sets)
-        return f"{before}{source.weight / total:.1%}{after}" if source.weight else ""
+        return [f"{each.weight / total:.1%}" if each.weight else "" for each in self.sets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,6 @@ class _Maker:
         return DataSource(str(found.files[0]), weight, blocks, held, key, counts)
 
     def _key(self, files: Sequence[Path], share: float, kind: str) -> str:
-        """Return a digest of the files and of all choices that the blocks depend on."""
         data = self.data
         made_of = {
             "version": VERSION,
@@ -265,7 +266,6 @@ def _too_little(where: str, got: str) -> ConfigError:
 
 
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of each file."""
     stamps = {}
     for file in files:
         with readable(file):

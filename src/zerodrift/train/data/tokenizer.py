@@ -87,16 +87,12 @@ class TransformersTokenizer:
             must, todo = "must have an end-of-text or a padding token", "Name one in `tokenizer_config.json`."
             raise ModelError(f"{folder}", must, got="neither", do=todo)
         self.end = int(end)
-        self.start = self._start()
+        plain, whole = self.encode("a").tolist(), self.inner.encode("a")
+        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
+        self.start: tuple[int, ...] = tuple(whole[: starts[0]]) if plain and starts else ()
         added = self.inner.added_tokens_decoder.items()
         self.marks: Mapping[str, int] = {str(token): number for number, token in added if token.special}
         self.has_template = bool(self.inner.chat_template)
-
-    def _start(self) -> tuple[int, ...]:
-        plain, whole = self.encode("a").tolist(), self.inner.encode("a")
-        if not plain or len(whole) == len(plain):
-            return ()
-        return tuple(whole[: next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)])
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self.inner.encode(text, add_special_tokens=False), dtype=np.int64)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
 from zerodrift.train.data.batches import validation_batches
 from zerodrift.train.data.tokenizer import Tokenizer
@@ -65,15 +65,12 @@ class BestEvaluation:
         return is_better
 
     @property
-    def is_out_of_patience(self) -> bool:
-        return 0 < self._patience <= self._since
-
-    @property
     def reason(self) -> str:
-        """Why the run ends early; empty while it goes on."""
-        times = f"{self._since} evaluation" + ("s" if self._since > 1 else "")
-        reason = f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
-        return reason if self.is_out_of_patience else ""
+        """Why the run ends early, as it is out of patience; empty while it goes on."""
+        if not 0 < self._patience <= self._since:
+            return ""
+        times = several(self._since, "evaluation")
+        return f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
 
 
 # --- samples ----------------------------------------------------------------------------------------------
@@ -91,19 +88,17 @@ def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
     engine.eval()
     try:
         while len(written) < LONGEST and (room is None or len(given) + len(written) < room):
-            token = engine.comm.broadcast_object(_likeliest(engine, [*given, *written]), 0)
+            ahead = torch.tensor([[*given, *written]], device=engine.mesh.device)
+            with torch.no_grad():
+                out = engine(input_ids=ahead)
+            likeliest = int(getattr(out, "logits", out)[0, -1].argmax())
+            token = engine.comm.broadcast_object(likeliest, 0)
             if token == letters.end:
                 break
             written.append(token)
     finally:
         engine.train()
     return letters.decode(written)
-
-
-@torch.no_grad()
-def _likeliest(engine: Engine, tokens: list[int]) -> int:
-    out = engine(input_ids=torch.tensor([tokens], device=engine.mesh.device))
-    return int(getattr(out, "logits", out)[0, -1].argmax())
 
 
 # --- a checkpoint alone -----------------------------------------------------------------------------------

@@ -173,8 +173,8 @@ class Launcher:
     def _watch(self) -> int:
         deadline: float | None = None
         while any(rank.process.poll() is None for rank in self._ranks):
-            codes = [rank.process.poll() for rank in self._ranks]
-            if deadline is None and any(code and not _is_in_order(code) for code in codes):
+            ended = [rank.process.poll() or 0 for rank in self._ranks]
+            if deadline is None and any(code and not _is_in_order(code) for code in ended):
                 deadline = time.monotonic() + GRACE
                 if not self._asked:
                     self._send(signal.SIGTERM)
@@ -244,7 +244,6 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
 
 
 def _threads(count: int) -> int:
-    """Return the threads of each rank: an equal share of the processors."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:

@@ -31,7 +31,7 @@ from zerodrift.model.factory import attempt, call, is_factory, make
 from zerodrift.model.huggingface import CONFIG, is_installed, read_config
 from zerodrift.pipeline.cut import Parts
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.hub import advice, download, name_in_cache
+from zerodrift.train.data.hub import advice, name_in_cache
 from zerodrift.train.job import Model
 from zerodrift.train.tools.adapters import add_adapters
 
@@ -68,7 +68,7 @@ def source_of(written: Model) -> ModelSource:
     cached = name_in_cache(path)
     if cached is not None and not there and written.weights == "auto":
         must, got = "must have its weights in safetensors", f"only other files of {cached[1]}, in {path}"
-        todo = f"{download(cached[1], cached[0])} Or set `model.weights: random`."
+        todo = f"Run `hf download {cached[1]}`, or set `model.weights: random`."
         raise ModelError("model.source", must, got=got, do=todo)
     return ModelSource(written.source, config, path if there and written.weights != "random" else None)
 
@@ -284,7 +284,8 @@ def smooth_loss(model: nn.Module, share: float) -> SmoothedLoss | None:
     """Replace a model's loss by a smoothed one; return None if `share` is 0."""
     if not share:
         return None
-    inside: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters
+    inside: Any = model
+    inside = inside.get_base_model() if hasattr(inside, "get_base_model") else inside  # with adapters
     plain: Any = getattr(inside, "loss_function", None)
     loss = SmoothedLoss(share, plain)
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":

@@ -69,9 +69,8 @@ def check_positions(model: nn.Module, block: int) -> None:
     if known is not None and known < block:
         key = getattr(model.config, "attribute_map", {}).get(name, name)
         must = f"must be at most the {known:,} positions of the model's config (`{key}`)"
-        raise ModelError(
-            "data.block", must, got=f"{block:,}", do="Lower it, or raise that where the model can."
-        )
+        todo = "Lower it, or raise that where the model can."
+        raise ModelError("data.block", must, got=f"{block:,}", do=todo)
 
 
 def check_causal(model: nn.Module, source: str) -> None:
@@ -105,26 +104,21 @@ def require_document_mask(engine: Engine, seat: BatchLayout, length: int, vocabu
     arguments = inspect.signature(engine.module.forward).parameters.values()
     if not any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in arguments):
         raise ConfigError(where, must, got=f"{name}, whose `forward` takes no `position_ids`", do=todo)
-    first, other, own = losses_of(engine, _two_documents(seat, length, vocabulary)).tolist()
-    if abs(other - first) > LEAK * abs(own - first):
-        raise ConfigError(where, must, got=f"{name}, in which a document sees the one before it", do=todo)
-
-
-def _two_documents(seat: BatchLayout, length: int, vocabulary: int) -> list[MicroBatch]:
-    """Return blocks of two documents: plain, with another first one, and with another start of the second."""
+    # Blocks of two documents: plain, with another first one, and with another start of the second.
     half, rest = length // 2, length - length // 2
     learned = half + max(1, rest // 2)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (seat.micro, length))
-    labels = tokens.copy()
+    labels, places = tokens.copy(), np.broadcast_to(np.r_[np.arange(half), np.arange(rest)], tokens.shape)
     labels[:, :learned] = IGNORED
-    places = np.broadcast_to(np.r_[np.arange(half), np.arange(rest)], tokens.shape)
 
     def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(seat.device)
 
     batches = [MicroBatch(on_device(tokens), on_device(labels), 1.0, np.arange(0), on_device(places))]
     for start, end in ((0, half), (half, learned)):
-        other = tokens.copy()
-        other[:, start:end] = (other[:, start:end] + 1) % vocabulary
-        batches.append(replace(batches[0], tokens=on_device(other)))
-    return batches
+        changed = tokens.copy()
+        changed[:, start:end] = (changed[:, start:end] + 1) % vocabulary
+        batches.append(replace(batches[0], tokens=on_device(changed)))
+    first, other, own = losses_of(engine, batches).tolist()
+    if abs(other - first) > LEAK * abs(own - first):
+        raise ConfigError(where, must, got=f"{name}, in which a document sees the one before it", do=todo)

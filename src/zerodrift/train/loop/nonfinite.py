@@ -64,16 +64,13 @@ def examine(
     def gathered(mine: list[BadMicroBatch]) -> list[BadMicroBatch]:
         return [place for places in engine.comm.all_gather_object(mine, "data") for place in places]
 
-    everywhere = gathered(
-        [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
-    )
+    bad = [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    everywhere = gathered(bad)
     if not everywhere and result.bad:
-        first = (
-            n for n, batch in enumerate(batches) if not has_finite_gradient(engine, batch, result.bad[0])
-        )
-        suspect = next(first, None)
-        if suspect is not None:
-            everywhere = gathered([BadMicroBatch(rank, suspect, losses[suspect])])
+        for number, batch in enumerate(batches):
+            if not has_finite_gradient(engine, batch, result.bad[0]):
+                everywhere = gathered([BadMicroBatch(rank, number, losses[number])])
+                break
     return NonFiniteStep(step, result.bad, tuple(everywhere))
 
 
@@ -101,35 +98,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of memory; torch has no class for it on a CPU."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error)
-    is_text = "can't allocate memory" in text or "not enough memory" in text
-    return isinstance(error, RuntimeError) and is_text
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError:
     """Return an error with the memory of the plan, and the keys that help, the most helpful first."""
     bill, stage = cost(plan), plan.policy.sharding.stage
     is_large_state = bill.rest.state > bill.rest.storage and str(plan.policy.mode) != "fp32"
+    recompute = "`model.activation_checkpointing: true`, which keeps no activations inside blocks"
+    below = f"`config.train_micro_batch_size_per_gpu` below {micro}, with as many more"
     keys = (
-        (
-            not checkpointing,
-            "`model.activation_checkpointing: true`, which keeps no activations inside blocks",
-        ),
-        (
-            micro > 1,
-            f"`config.train_micro_batch_size_per_gpu` below {micro}, with as many more "
-            "`gradient_accumulation_steps`: activations grow with it",
-        ),
+        (not checkpointing, recompute),
+        (micro > 1, f"{below} `gradient_accumulation_steps`: activations grow with it"),
         (True, "a smaller `data.block`: activations grow with it"),
         (stage < 3 and plan.mesh.world > 1, f"`config.zero_optimization.stage: 3` instead of {stage}"),
         (is_large_state, "`config.precision.state: bf16-stochastic`, half of the optimizer's moments"),
         (bool(bill.rest.accumulate), "`config.sharding.accumulator: free`"),
         (plan.mesh.world < 64, "more ranks: what is sharded is divided by them"),
     )
-    return ZerodriftError(
-        "memory",
-        f"must hold the plan's {size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest) and "
-        "the model's activations",
-        got="less",
-        do=f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}.",
-    )
+    planned = f"{size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest)"
+    must = f"must hold the plan's {planned} and the model's activations"
+    todo = f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}."
+    return ZerodriftError("memory", must, got="less", do=todo)

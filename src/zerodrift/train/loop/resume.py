@@ -156,22 +156,20 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _key_changes(before: Mapping[str, Any], job: Job, step: int) -> Iterator[Change]:
-    """Yield the keys that differ between two jobs."""
+
+    def shown(value: Any) -> str:
+        if value in (None, ""):
+            return "not given"
+        return value if isinstance(value, str) else json.dumps(value)
+
     old, new = dict(_leaves(before)), dict(_leaves(json.loads(packed(job))))
     for key in dict.fromkeys([*old, *new]):
         if key not in _LOCATION and old.get(key) != new.get(key):
             holds = _DECIDED.get(key, f"the job's holds from step {step + 1} on")
-            yield Change(key, _shown(old.get(key)), _shown(new.get(key)), holds)
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == "":
-        return "not given"
-    return value if isinstance(value, str) else json.dumps(value)
+            yield Change(key, shown(old.get(key)), shown(new.get(key)), holds)
 
 
 def _plan_changes(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
-    """Yield the differences that no key explains."""
     known = {change.what.removeprefix("config.") for change in keys}
     known |= {change.what.rpartition(".")[2] for change in keys if change.what.startswith("config.")}
     if any(difference.what == "ranks" for difference in loaded.differences):

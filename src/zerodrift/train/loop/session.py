@@ -6,6 +6,7 @@ does the same in the same order, and only rank 0 writes what there is one of.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -138,7 +139,7 @@ class Session:
         """Return the metrics line for the start of training, and write the environment."""
         computed = computed_by(self.engine.mesh.device)
         here = environment(self.command, computed)
-        self.folder.save_environment(here)
+        self.folder.environment.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
         return {
             "ranks": self.seat.ranks,
             "steps": self.steps,

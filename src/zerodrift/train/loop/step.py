@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +53,9 @@ def run_step(
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
     batches = list(feed.step(step))
     with around:
-        losses, result = train_on(engine, batches)
+        inputs = [batch.inputs() for batch in batches]
+        result = engine.train_batch(inputs, [batch.weight for batch in batches])
+    losses = torch.tensor(result.losses, device=mesh.device)  # not weighted, fp32
     # One small sum, in which each rank fills in its own places.
     places = torch.zeros(seat.ranks * seat.accumulation + 1, dtype=torch.float64, device=losses.device)
     if not mesh.rank("pipeline"):  # all stages have the same losses
@@ -62,13 +63,7 @@ def run_step(
         places[list(seat.numbers)] = losses.double() * weights
     places[-1] = float(asked())
     *every, stop = engine.comm.all_reduce_sum(places, "world").tolist()
-    return StepRun(batches, losses.tolist(), every, result, bool(stop))
-
-
-def train_on(engine: Engine, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, StepResult]:
-    """Train on the micro-batches of a step; their losses are not weighted, fp32."""
-    result = engine.train_batch([batch.inputs() for batch in batches], [batch.weight for batch in batches])
-    return torch.tensor(result.losses, device=engine.mesh.device), result.step
+    return StepRun(batches, losses.tolist(), every, result.step, bool(stop))
 
 
 def losses_of(engine: Engine, batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -105,15 +100,13 @@ class StepDigests:
         self._gradients: Digest | None = None
 
     def __enter__(self) -> None:
-        self._engine.before_update = self._digest_gradients
+        def digest_gradients() -> None:
+            self._gradients = self._engine.gradient_digest()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        self._engine.before_update = digest_gradients
+
+    def __exit__(self, *error: object) -> None:
         self._engine.before_update = None
-
-    def _digest_gradients(self) -> None:
-        self._gradients = self._engine.gradient_digest()
 
     def line(self, step: int, losses: list[float]) -> dict[str, Any]:
         """Return the metrics line of a step; `losses` by the numbers of micro-batches. Collective."""

@@ -100,7 +100,7 @@ class Loop:
         losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
         losses = list(self._engine.comm.broadcast_object(losses, 0))
         self._best = BestEvaluation(self._run.patience, losses)
-        has_ended = step >= session.steps or self._best.is_out_of_patience
+        has_ended = step >= session.steps or bool(self._best.reason)
         if self._leads:
             if not has_ended:
                 self._write("start", {"step": step, **session.start_line(resumed)})
@@ -136,7 +136,7 @@ class Loop:
     def _train(self, step: int) -> int:
         run, session, began = self._run, self._session, step
         clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
-        while step < session.steps and not self._asked and not self._best.is_out_of_patience:
+        while step < session.steps and not self._asked and not self._best.reason:
             step = self._done = self._step(step, clock)
             clock.pause()
             if self._run.profile is not None and step >= self._run.profile.last:
@@ -145,7 +145,7 @@ class Loop:
             if _is_due(run.evaluate_every, step) and not is_last:
                 self._evaluate(step)
                 self._write_samples(step)
-            is_last = is_last or self._best.is_out_of_patience
+            is_last = is_last or bool(self._best.reason)
             if _is_due(run.export_every, step) and not is_last:
                 self._export(session.folder.export_of(step))
             if _is_due(run.checkpoint_every, step) and not is_last:
@@ -156,7 +156,6 @@ class Loop:
         return step
 
     def _finish(self, step: int, is_saved: bool) -> None:
-        """Evaluate, save and export after the last step."""
         session = self._session
         self._write_trace()
         if not self._asked and not self._has_line("evaluation", step):

@@ -92,7 +92,6 @@ def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the best time of a product of moderate matrices."""
     left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(4):

@@ -74,7 +74,6 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
 
 
 def _recorded(folder: RunFolder, lines: Lines) -> dict[int, Mapping[str, Any]]:
-    """Return the recorded steps with their lines."""
     recorded = {line["step"]: line for line in lines if line["kind"] == "digest"}
     if not recorded:
         must, todo = "must have digests to compare with", "Train with `run.digest_every`."
