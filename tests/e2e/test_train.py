@@ -17,7 +17,7 @@ from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, Preci
 from zerodrift.plan.table import Plan
 from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
-from zerodrift.train.loop import model_checks
+from zerodrift.train.loop import model as models
 from zerodrift.train.loop.start import dry_run, run_here, train
 
 
@@ -198,7 +198,7 @@ def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
 def test_what_is_asked_for_on_the_way_lies_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(model_checks, "positions", lambda model: 40)
+    monkeypatch.setattr(models, "positions", lambda model: 40)
     file = job(
         tmp_path, steps=1, run={"samples": ["a prompt", "a prompt that is too long for the model's 40"]}
     )

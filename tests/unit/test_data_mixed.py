@@ -190,7 +190,7 @@ class Deaf(torch.nn.Linear):
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
     import zerodrift as zd
-    from zerodrift.train.loop.model_checks import require_document_mask
+    from zerodrift.train.loop.model import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
     for model, told in (

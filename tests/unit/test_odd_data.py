@@ -20,7 +20,7 @@ from zerodrift.train.data import report
 from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import PreparedData
 from zerodrift.train.data.tokenizer import ByteTokenizer
-from zerodrift.train.loop.model_checks import check_positions
+from zerodrift.train.loop.model import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW = json.dumps({"text": TEXT}) + "\n"

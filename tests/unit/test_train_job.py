@@ -197,7 +197,7 @@ def test_an_evaluation_wants_data(key: str) -> None:
 def test_an_encoder_is_no_language_model() -> None:
     transformers = pytest.importorskip("transformers")
     from zerodrift.api import empty
-    from zerodrift.train.loop.model_checks import check_causal
+    from zerodrift.train.loop.model import check_causal
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     for kind, more, fine in (

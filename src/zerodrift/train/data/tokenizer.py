@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 """A folder with a tokenizer has some of these."""
+BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 MODELS = (".model", ".spm", ".bpe", ".vocab")
 _FINGERPRINTED = (".json", ".txt", ".jinja", *MODELS)
 _NOT_FINGERPRINTED = ("/config.json", "/generation_config.json", ".index.json")
@@ -134,6 +136,13 @@ def tokenizer(written: str, model: str) -> Tokenizer:
 
 def has_tokenizer(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in FILES)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer from one folder to another."""
+    for file in source.iterdir():
+        if file.is_file() and (file.name in (*FILES, *BESIDE) or file.suffix in MODELS):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _fingerprint(folder: Path) -> str:

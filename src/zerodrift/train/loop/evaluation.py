@@ -17,7 +17,7 @@ from zerodrift.legible import legible
 from zerodrift.train.data.batches import validation_batches
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.loop.model_checks import positions
+from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import Session

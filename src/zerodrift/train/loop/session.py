@@ -37,10 +37,9 @@ from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import Mixture
-from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop import model_checks as checks
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.resume import ResumePoint
@@ -49,7 +48,8 @@ from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import RunLines, check_boards
 from zerodrift.train.report.page import run_page
 from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
-from zerodrift.train.tools.adapters import base_digest
+from zerodrift.train.tools import adapters
+from zerodrift.weights.export import export
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
 TOTALS = ("total_num_steps", "num_training_steps")
@@ -183,10 +183,16 @@ class Session:
         self.checkpoints.save(client=client)
 
     def export(self, folder: Path) -> None:
-        """Export the model. Collective."""
-        from zerodrift.train.tools.export import export
-
-        export(self.engine, folder, self.job, self.tokenizer, self.base)
+        """Write the model in the dtypes of the `export` column; adapters with the digest of their base.
+        Collective."""
+        engine = self.engine
+        if self.job.model.lora is None:
+            export(engine, folder, overwrite=True)
+        else:
+            adapters.write(engine, folder, self.job.model.source, self.base)
+        if engine.mesh.rank() == 0 and isinstance(self.tokenizer, TransformersTokenizer):
+            copy_tokenizer(Path(self.tokenizer.name), folder)
+        engine.comm.barrier()
 
     def report(self, lines: RunLines) -> None:
         """Write the page of the run. Called on one rank."""
@@ -225,7 +231,7 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     source = models.source_of(job.model)
     with display.doing("building the model"):
         model = models.build(job.model, source)
-    checks.check_model(model, job, letters)
+    models.check_model(model, job, letters)
     smoothed = models.smooth_loss(model, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
@@ -246,7 +252,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
     request = request or LaunchRequest()
     made = outline(job, config, display, started()[1])
     folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
-    base = "" if job.model.lora is None else base_digest(made.model)
+    base = "" if job.model.lora is None else adapters.base_digest(made.model)
     if config.pipeline is not None and config.pipeline.stages > 1:
         _require_cuttable(job, config.pipeline)
     is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
@@ -278,7 +284,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
         feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
         if prepared.train.separate_documents:
-            checks.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
+            models.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
         is_async = job.run.asynchronous_checkpoints
         checkpoints = Checkpoints(
             engine, folder.checkpoints, keep=job.run.keep, asynchronous=is_async, quiet=True
@@ -369,7 +375,7 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
         must = f"must lie within the {steps:,} steps of the run"
         got, todo = f"steps {wanted.from_} to {wanted.last}", "Lower `from` or `steps`, or raise `run.steps`."
         problems.add("run.profile", must, got=got, do=todo)
-    room = checks.positions(model)
+    room = models.positions(model)
     for prompt in job.run.samples:
         count = len(letters.start) + len(letters.encode(prompt))
         if room is not None and count >= room:

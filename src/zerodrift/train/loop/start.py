@@ -108,9 +108,9 @@ def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str
 def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
     """Run one rank from the job file to the end; return the exit code."""
     from zerodrift.comm.mesh import started
-    from zerodrift.train.loop import nonfinite
     from zerodrift.train.loop.evaluation import evaluate_here
     from zerodrift.train.loop.session import assemble
+    from zerodrift.train.loop.step import is_out_of_memory, out_of_memory
     from zerodrift.train.loop.training import Loop
 
     request = request or LaunchRequest()
@@ -127,9 +127,9 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
                 return 0
             stopped = Loop(session, show, stop).run()
         except Exception as error:
-            if session is not None and nonfinite.is_out_of_memory(error):
+            if session is not None and is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
-                raise nonfinite.out_of_memory(plan, session.seat.micro, checkpointing) from error
+                raise out_of_memory(plan, session.seat.micro, checkpointing) from error
             raise
         finally:
             show.stop()

@@ -1,4 +1,5 @@
-"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out.
+"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out. Find where a
+loss or gradient that is not finite comes from, and say what helps against a lack of memory.
 
 A step depends on the job, its number and the state before it. Under `reduce.order: tree` it does not depend
 on the number of ranks. The ranks of a pipeline get the same micro-batches and the same losses.
@@ -7,8 +8,10 @@ on the number of ranks. The ranks of a pipeline get the same micro-batches and t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ from zerodrift.engine.digest import Digest
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.executor import loss_in
 from zerodrift.engine.progress import StepResult
+from zerodrift.errors import ZerodriftError
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.report.figures import size
 from zerodrift.train.data.batches import Feed, MicroBatch
 
 
@@ -118,3 +125,109 @@ class StepDigests:
             "gradients": {} if self._gradients is None else self._gradients.by_unit(),
             "losses": [loss.hex() for loss in losses],
         }
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BadMicroBatch:
+    """A micro-batch whose loss or gradient is not finite."""
+
+    rank: int
+    micro_batch: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteStep:
+    """A step whose loss or gradient is not finite."""
+
+    step: int
+    parameters: tuple[str, ...]
+    """The first parameters whose gradient is not finite."""
+    places: tuple[BadMicroBatch, ...]
+    """Origins; empty if no single micro-batch shows it."""
+
+    def __str__(self) -> str:
+        what = f"the gradient of {self.parameters[0]} is" if self.parameters else "the gradient norm is"
+        if not self.parameters and any(not math.isfinite(place.loss) for place in self.places):
+            what = "the loss is"
+        text = f"step {self.step} skipped: {what} not finite"
+        if self.places:
+            first, more = self.places[0], len(self.places) - 1
+            text += f"; loss {first.loss:.6g} in micro-batch {first.micro_batch} of rank {first.rank}"
+            text += f" and {more} more" if more else ""
+        return text
+
+
+def find_nonfinite(
+    engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
+) -> NonFiniteStep:
+    """Find where a skipped step comes from. Collective.
+
+    A skipped step leaves the parameters as they were, so it can be examined. A loss that is not finite names
+    its micro-batch. If only a gradient is not, the micro-batches run once more, one by one, until one leaves
+    such a gradient.
+    """
+    rank = engine.mesh.rank("data")
+
+    def gathered(mine: list[BadMicroBatch]) -> list[BadMicroBatch]:
+        return [place for places in engine.comm.all_gather_object(mine, "data") for place in places]
+
+    bad = [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    everywhere = gathered(bad)
+    if not everywhere and result.bad:
+        for number, batch in enumerate(batches):
+            if not has_finite_gradient(engine, batch, result.bad[0]):
+                everywhere = gathered([BadMicroBatch(rank, number, losses[number])])
+                break
+    return NonFiniteStep(step, result.bad, tuple(everywhere))
+
+
+def save_batches(folder: Path, trouble: NonFiniteStep, batches: Sequence[MicroBatch], rank: int) -> bool:
+    """Write this rank's bad batches, or all of its batches if none is to blame; return False for none."""
+    bad = {place.micro_batch for place in trouble.places if place.rank == rank}
+    numbers = sorted(bad if trouble.places else range(len(batches)))
+    for number in numbers:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{trouble.step:06d}-micro-{number}-rank-{rank}.pt"
+        batch = batches[number]
+        content = {
+            "tokens": batch.tokens.cpu(),
+            "labels": batch.labels.cpu(),
+            "blocks": batch.blocks.tolist(),
+            "parameters": list(trouble.parameters),
+        }
+        with path.open("wb") as stream:  # torch's own stream does not report a full disk
+            torch.save(content, stream)
+    return bool(numbers)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of memory; torch has no class for it on a CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError:
+    """Return an error with the memory of the plan, and the keys that help, the most helpful first."""
+    bill, stage = cost(plan), plan.policy.sharding.stage
+    is_large_state = bill.rest.state > bill.rest.storage and str(plan.policy.mode) != "fp32"
+    recompute = "`model.activation_checkpointing: true`, which keeps no activations inside blocks"
+    below = f"`config.train_micro_batch_size_per_gpu` below {micro}, with as many more"
+    keys = (
+        (not checkpointing, recompute),
+        (micro > 1, f"{below} `gradient_accumulation_steps`: activations grow with it"),
+        (True, "a smaller `data.block`: activations grow with it"),
+        (stage < 3 and plan.mesh.world > 1, f"`config.zero_optimization.stage: 3` instead of {stage}"),
+        (is_large_state, "`config.precision.state: bf16-stochastic`, half of the optimizer's moments"),
+        (bool(bill.rest.accumulate), "`config.sharding.accumulator: free`"),
+        (plan.mesh.world < 64, "more ranks: what is sharded is divided by them"),
+    )
+    planned = f"{size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest)"
+    must = f"must hold the plan's {planned} and the model's activations"
+    todo = f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}."
+    return ZerodriftError("memory", must, got="less", do=todo)

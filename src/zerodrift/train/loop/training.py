@@ -1,11 +1,8 @@
 """Train: run steps, evaluate, save checkpoints, and end.
 
-The engine trains, `data.batches` has the data, `nonfinite` finds the cause of skipped steps, `report.display`
-shows the run. A step counts when it was tried, skipped ones too, so the count alone gives the place in the
-data, and is all that a checkpoint needs.
-
-With the same job, number of ranks and machine, a run that was stopped and resumed has the same losses, to the
-last digit, as an unbroken one.
+A step counts when it was tried, skipped ones too, so the count alone gives the place in the data, and is
+all that a checkpoint needs. With the same job, number of ranks and machine, a run that was stopped and resumed
+has the same losses, to the last digit, as an unbroken one.
 """
 
 from __future__ import annotations
@@ -16,7 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+from zerodrift.checkpoint.paths import writing
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
@@ -25,15 +27,14 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import merged
 from zerodrift.legible import legible
-from zerodrift.train.loop import nonfinite
+from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
 from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
-from zerodrift.train.loop.step import StepDigests, StepRun, run_step
+from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
 from zerodrift.train.tools.flops import TRAINING, ForwardFlops
-from zerodrift.train.tools.profiler import StepRecorder
 
 LONGEST_ERROR = 4000
 """Characters of an error on the page."""
@@ -55,6 +56,50 @@ class _Clock:
     @property
     def seconds(self) -> float:
         return self.spent + time.perf_counter() - self.since
+
+
+class StepRecorder:
+    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing.
+
+    A recorded run computes the same bits.
+    """
+
+    def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
+        self._wanted, self.folder, self._rank, self._device = wanted, folder, rank, device
+        self._profiler: Any = None
+        self.first = self.last = 0
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Record step `step`, counted from 1, if it is wanted."""
+        wanted = self._wanted
+        if wanted is None or not wanted.from_ <= step <= wanted.last:
+            yield
+            return
+        if self._profiler is None:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
+            # A backward in turns with a forward has a thread of its own. Private in torch.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
+            self.first = step
+            self._profiler.start()
+        self.last = step
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+
+    def write(self) -> bool:
+        """Write the recorded steps; return False if there are none."""
+        if self._profiler is None:
+            return False
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        steps = f"steps-{self.first:08}-{self.last:08}"
+        path = self.folder / f"{steps}-rank-{self._rank}.json.gz"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        return True
 
 
 class Loop:
@@ -262,10 +307,10 @@ class Loop:
 
     def _report_nonfinite(self, step: int, tried: StepRun) -> None:
         mesh, folder = self._engine.mesh, self._session.folder
-        trouble = nonfinite.examine(self._engine, step, tried.batches, tried.own, tried.result)
-        saved = []
+        trouble = find_nonfinite(self._engine, step, tried.batches, tried.own, tried.result)
+        saved = False
         if not mesh.rank("pipeline"):
-            saved = nonfinite.save(folder.bad, trouble, tried.batches, mesh.rank("data"))
+            saved = save_batches(folder.bad, trouble, tried.batches, mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
         self._display.say(legible(f"{trouble}{where}"))

@@ -34,7 +34,7 @@ from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, pa
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.model_checks import check_model
+from zerodrift.train.loop.model import check_model
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display
 from zerodrift.versions import TESTED, __version__

@@ -23,12 +23,11 @@ from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 from zerodrift.model.factory import attempt, importable
 from zerodrift.train.data.hub import advice, path_of
-from zerodrift.train.data.tokenizer import has_tokenizer
+from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.tools import adapters
 from zerodrift.train.tools.artifacts import TrainedModel, base_of, checkpoints_at, model_at
-from zerodrift.train.tools.export import copy_tokenizer
 from zerodrift.weights.convert import ConversionResult
 from zerodrift.weights.export import exported_dtype
 from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes

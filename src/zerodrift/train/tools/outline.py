@@ -29,7 +29,6 @@ from zerodrift.train.data.tokenizer import tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop import model_checks as checks
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import length_of, needs_length, numbers_of, outline
@@ -85,8 +84,8 @@ def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, l
     source = models.source_of(job.model)
     make = functools.partial(models.build, job.model, source)
     model = make()
-    checks.check_vocabulary(model, letters.vocabulary, letters.name)
-    checks.check_positions(model, job.data.block)
+    models.check_vocabulary(model, letters.vocabulary, letters.name)
+    models.check_positions(model, job.data.block)
     plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
     micro = max(1, plan.policy.batch.micro)
     seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
