@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.e2e.jobs import job, kinds, losses
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.evaluation import BestEvaluation
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
@@ -81,7 +78,6 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     models = []
     for steps in (1, 4):
         folder = tmp_path / str(steps)
-        folder.mkdir()
         train(str(job(folder, steps=steps, run={"export_every": 1})), [FROZEN])
         models.append(load_file(folder / "run" / "export" / "model.safetensors"))
     moved = {name for name in models[0] if not models[0][name].equal(models[1][name])}

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import ROOT, job, kinds
+from tests.e2e.jobs import job, kinds
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
 from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import read
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def rates(folder: Path) -> dict[int, float]:

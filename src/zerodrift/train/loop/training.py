@@ -1,8 +1,8 @@
 """Train: run steps, evaluate, save checkpoints, and end.
 
-A step counts when it was tried, skipped ones too, so the count alone gives the place in the data, and is
-all that a checkpoint needs. With the same job, number of ranks and machine, a run that was stopped and resumed
-has the same losses, to the last digit, as an unbroken one.
+A step counts when it was tried, skipped ones too, so the count alone gives the place in the data, and is all
+that a checkpoint needs. With the same job, number of ranks and machine, a run that was stopped and resumed
+has the losses of an unbroken one, to the last digit.
 """
 
 from __future__ import annotations
