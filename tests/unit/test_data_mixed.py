@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
@@ -155,11 +152,6 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
     assert documents > 2
     blind = made(tmp_path, data(file, **{**rest, "attend": "block"})).train.read(np.arange(2))
     assert blind.positions is None
-
-
-def test_the_order_in_a_file_of_a_mixture_is_told_by_json(tmp_path: Path) -> None:
-    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].counts
-    assert json.loads(json.dumps(dataclasses.asdict(reading)))["train"]["documents"] == 3
 
 
 class Reading(torch.nn.Module):

@@ -353,18 +353,6 @@ def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
     return tokenizer.decode(found[0]), tokenizer.shown(learned)
 
 
-def test_the_end_of_an_answer_is_a_mark_and_not_the_start_of_the_next(tmp_path: Path) -> None:
-    """As Phi 3 and gpt-oss have it: what follows the last answer is another mark, which begins alike."""
-    template = (
-        "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
-    )
-    file = shape(TALK, messages=[*TALK[1:4], said("assistant", "2")])
-    text, learned = read_with(tmp_path, template, file)
-    assert text.startswith("<user>\nHi!\n<assistant>\nYo!\n<user>\n")
-    assert learned == "Yo!\n2!\n<end>"
-
-
 def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     """As of many models whose texts end with another one: a sample of a conversation stops at either."""
     from tests.unit.letters import byte_tokenizer
@@ -382,19 +370,50 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     assert rendering.end_tokens(ByteTokenizer()) == {256}
 
 
-def test_calls_are_given_in_the_form_that_a_template_writes(tmp_path: Path) -> None:
-    """As DeepSeek's do: arguments as a text, and calls only where nothing is said beside them."""
-    template = (
-        "{% for turn in messages %}[{{ turn.role }}]{% if turn.content is not defined %}"
-        "{% for call in turn.tool_calls %}"
-        "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ turn.content }}"
-        "{% endif %};\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    for messages in (CALLED, CALLED_AS_TEXT):
-        text, learned = read_with(tmp_path, template, shape(CALLED, messages=messages))
-        call = 'f {"city": "Paris", "days": 2};\n'
-        assert learned == f"{call}Cold;\n"
-        assert text == f"[user]Hi;\n[assistant]{call}[tool]12 °C;\n[assistant]Cold;\n"
+PARTS = (
+    "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OTHER_END = (
+    "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
+)
+CALLS_AS_TEXT = (
+    "{% for turn in messages %}[{{ turn.role }}]{% if turn.content is not defined %}"
+    "{% for call in turn.tool_calls %}"
+    "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ turn.content }}"
+    "{% endif %};\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\n[assistant]Cold;\n'
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "starts", "learned"),
+    [
+        pytest.param(
+            *(OTHER_END, [*TALK[1:4], said("assistant", "2")]),
+            *("<user>\nHi!\n<assistant>\nYo!\n<user>\n", "Yo!\n2!\n<end>"),
+            id="another mark behind the last answer, as of Phi 3 and gpt-oss",
+        ),
+        pytest.param(
+            *(PARTS, TALK[:3], "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n"),
+            id="contents in parts, for pictures too",
+        ),
+        *(
+            pytest.param(
+                *(CALLS_AS_TEXT, called, WRITTEN, 'f {"city": "Paris", "days": 2};\nCold;\n'),
+                id=f"arguments as a text and no content beside calls, as of DeepSeek, {number}",
+            )
+            for number, called in enumerate((CALLED, CALLED_AS_TEXT))
+        ),
+    ],
+)
+def test_a_template_is_given_what_it_writes(
+    template: str, messages: Turns, starts: str, learned: str, tmp_path: Path
+) -> None:
+    text, found = read_with(tmp_path, template, shape(messages, messages=messages))
+    assert text.startswith(starts) and found == learned
 
 
 def test_a_text_is_continued_as_it_is_where_texts_are_asked_for(

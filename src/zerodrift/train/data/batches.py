@@ -110,19 +110,13 @@ def micro_batch(
     return MicroBatch(tokens, labels, float(blocks.labels(chosen).sum() / mean), chosen, positions)
 
 
-@dataclass(frozen=True, slots=True)
-class ValidationBatch:
-    """One micro-batch of the validation data on one rank."""
-
-    batch: MicroBatch
-    labels: int
-    """Labels that count; 0 for a batch that only gives all ranks the same number of forwards."""
-
-
 def validation_batches(
     blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
-) -> Iterator[ValidationBatch]:
-    """Deal the first `most` validation blocks to ranks in turns, the same every time."""
+) -> Iterator[tuple[MicroBatch, int]]:
+    """Deal the first `most` validation blocks to ranks in turns, the same every time.
+
+    Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
+    """
     stride = seat.ranks * seat.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):
@@ -136,4 +130,4 @@ def validation_batches(
             labels = batch.labels.clone()  # may be the tokens themselves
             labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
             batch = replace(batch, labels=labels, blocks=chosen[real])
-        yield ValidationBatch(batch, int(blocks.labels(chosen[real]).sum()))
+        yield batch, int(blocks.labels(chosen[real]).sum())

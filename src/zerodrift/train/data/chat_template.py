@@ -128,7 +128,7 @@ def _with_template(
 def _apply(
     tokenizer: TransformersTokenizer, messages: Sequence[Message], tools: Sequence[Any], **more: Any
 ) -> Any:
-    turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+    turns = tokenizer.turns(messages)
     return tokenizer.inner.apply_chat_template(turns, tools=list(tools) or None, **more)
 
 

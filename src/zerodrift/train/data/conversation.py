@@ -25,14 +25,9 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
 SPEAKERS = {
     SYSTEM: SYSTEM,
-    "human": USER,
-    USER: USER,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    ASSISTANT: ASSISTANT,
-    "observation": TOOL,
-    TOOL: TOOL,
+    **dict.fromkeys(("human", USER), USER),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", ASSISTANT), ASSISTANT),
+    **dict.fromkeys(("observation", TOOL), TOOL),
 }
 """ShareGPT's speakers -> roles. Its `function_call` is a tool call of the assistant."""
 

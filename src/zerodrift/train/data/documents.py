@@ -142,23 +142,19 @@ def read_documents(
             continue
         for number, row in read_rows(file, holds):
             where = f"{file}:{number}"
-            if kind == "chat":
-                yield from _conversation(row, data, where, counts)
-            else:
+            if kind != "chat":
                 columns = columns or _text_columns(row, data.field, where)
                 yield from _text(row, columns, where, counts)
-
-
-def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> Iterator[Document]:
-    talk = chat.read_conversation(row, data.messages, where)
-    _require_no_label(row, talk.columns, where)
-    counts.add_unread(row, talk.columns)
-    if talk.silent:
-        counts.noted[SILENT] += 1
-    if data.loss_on == "answers" and not talk.answers:
-        counts.left[NO_ANSWER] += 1
-    else:
-        yield from counts.counted(Document(talk=talk, where=where), talk.form)
+                continue
+            talk = chat.read_conversation(row, data.messages, where)
+            _require_no_label(row, talk.columns, where)
+            counts.add_unread(row, talk.columns)
+            if talk.silent:
+                counts.noted[SILENT] += 1
+            if data.loss_on == "answers" and not talk.answers:
+                counts.left[NO_ANSWER] += 1
+            else:
+                yield from counts.counted(Document(talk=talk, where=where), talk.form)
 
 
 # --- texts of rows --------------------------------------------------------------------------------------

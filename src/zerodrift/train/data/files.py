@@ -37,16 +37,9 @@ _ALSO_TEXTS = (".json", ".csv", ".tsv", ".jsonl", ".ndjson")
 """Suffixes of rows that count as texts with `data.format: files`."""
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = {
-    "train": TRAIN,
-    "training": TRAIN,
-    "validation": VALIDATION,
-    "valid": VALIDATION,
-    "val": VALIDATION,
-    "dev": VALIDATION,
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), VALIDATION),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Words for splits in names of files and folders, as `datasets` knows them."""
 _SPLIT = re.compile(rf"(?:^|[-._ /0-9])({'|'.join(SPLITS)})(?=$|[-._ /0-9])")

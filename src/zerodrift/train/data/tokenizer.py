@@ -17,7 +17,7 @@ import functools
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ from zerodrift.train.data.hub import advice
 Tokens = np.ndarray
 """Shape [tokens], an integer dtype."""
 
-FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
-)
+_NAMES = "tokenizer.json tokenizer_config.json tokenizer.model vocab.json merges.txt vocab.txt"
+FILES = tuple(_NAMES.split())
 """A folder with a tokenizer has some of these."""
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 MODELS = (".model", ".spm", ".bpe", ".vocab")
@@ -81,6 +80,8 @@ class TransformersTokenizer:
         self.name = str(folder)
         self.fingerprint = _fingerprint(folder)
         self.inner = _load(folder)
+        self._needs_parts: bool | None = None
+        """Whether the chat template writes contents in parts alone; None until it was tried."""
         # Token numbers may have holes: their count does not give the last.
         self.vocabulary = 1 + max([len(self.inner) - 1, *self.inner.get_vocab().values()])
         end = self.inner.eos_token_id
@@ -105,6 +106,24 @@ class TransformersTokenizer:
         places = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoded["input_ids"], dtype=np.int64), places
 
+    def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return turns in the form of the chat template: those of vision models want contents in parts."""
+        if self._needs_parts is None:
+            self._needs_parts = self._writes(_in_parts) and not self._writes(str)
+        turns = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+        for turn in turns if self._needs_parts else []:
+            turn["content"] = _in_parts(turn.get("content", ""))
+        return turns
+
+    def _writes(self, form: Callable[[str], Any]) -> bool:
+        """Return True if the chat template writes contents of this form."""
+        turns = [[{"role": "user", "content": form(content)}] for content in "AB"]
+        try:
+            text, other = (self.inner.apply_chat_template(turn, tokenize=False) for turn in turns)
+        except Exception:  # the template is a program of its owner
+            return False
+        return bool(text != other)
+
     def marks_answers(self, tools: Sequence[Any]) -> bool:
         """Return True if the chat template marks what the assistant says."""
         template = self.inner.get_chat_template(tools=list(tools) or None)
@@ -118,6 +137,10 @@ class TransformersTokenizer:
 
 
 Tokenizer = ByteTokenizer | TransformersTokenizer
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def tokenizer(written: str, model: str) -> Tokenizer:

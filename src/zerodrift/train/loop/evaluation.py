@@ -33,8 +33,8 @@ def evaluate(session: Session) -> tuple[float, int]:
     assert session.validation is not None
     seat, most = session.seat, session.job.run.evaluate_blocks
     held = list(validation_batches(session.validation, seat, most))
-    losses = losses_of(session.engine, [batch.batch for batch in held])
-    counts = torch.tensor([batch.labels for batch in held], device=losses.device)
+    losses = losses_of(session.engine, [batch for batch, _ in held])
+    counts = torch.tensor([count for _, count in held], device=losses.device)
     # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
     # number.
     places = losses.new_zeros(len(held), seat.ranks, 2)

@@ -184,7 +184,7 @@ class Loop:
         while step < session.steps and not self._asked and not self._best.reason:
             step = self._done = self._step(step, clock)
             clock.pause()
-            if self._run.profile is not None and step >= self._run.profile.last:
+            if self._run.profile is not None and step == self._run.profile.last:
                 self._write_trace()
             is_last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not is_last:
