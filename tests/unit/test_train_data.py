@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from zerodrift import files
-from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import prepare as pack
@@ -73,24 +72,6 @@ def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
     assert tokens[0].tolist() == [*b"third", *[256] * 11]
     assert labels[0].tolist() == [*b"third", 256, *[IGNORED] * 10]
     assert tokens[1].tolist() == list(TEXTS[3].encode()[:16]), "cut"
-
-
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
-def test_every_format_holds_the_same_documents(tmp_path: Path, suffix: str) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    if suffix == "txt":
-        for number, text in enumerate(TEXTS):
-            (folder / f"{number}.txt").write_text(text)
-    elif suffix == "jsonl":
-        jsonl(folder / "a.jsonl", [{"body": text} for text in TEXTS])
-    else:
-        pyarrow = pytest.importorskip("pyarrow", reason="comes with `datasets`")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.table({"body": TEXTS}), folder / "a.parquet")
-    blocks = made(tmp_path, data(folder, field="body")).train
-    text = bytes(token for token in stream(blocks) if token < 256).decode()
-    assert text == "".join(TEXTS)
 
 
 # --- the split ----------------------------------------------------------------------------------------
@@ -222,15 +203,6 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()
-
-
-# --- refusals -----------------------------------------------------------------------------------------
-
-
-def test_a_text_of_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("")
-    with pytest.raises(ConfigError, match="must fill at least one block"):
-        made(tmp_path, data(tmp_path / "short.txt"))
 
 
 def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
