@@ -34,11 +34,11 @@ from zerodrift.cli import app
 from zerodrift.config.reference import render_config, render_page
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
-from zerodrift.train.tools.reference import render_job
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path += [str(Path(__file__).resolve().parents[1] / "bench"), str(Path(__file__).resolve().parent)]
 import benchmarks
 from claims import Results
+from job_page import render_job
 
 ROOT = Path(__file__).resolve().parents[1]
 

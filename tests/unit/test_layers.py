@@ -93,7 +93,7 @@ ROOMS: dict[str, set[str]] = {
             "report",
             "model",
         },
-        *{"dtypes", "errors", "files", "legible", "mesh", "record", "versions"},
+        *{"dtypes", "errors", "files", "legible", "mesh", "versions"},
     },
     "lightning": {"api", "checkpoint", "config", "engine", "errors"},
     "verl": {"api", "checkpoint", "comm", "config", "engine", "weights", "errors"},

@@ -104,5 +104,4 @@ def _load_job(
             got="one of them",
             do="Override the job's: `--set model.source=...`.",
         )
-    made = job_to_audit(*read_job(source, overrides), count)
-    return made.plan, made.subject, made.batches
+    return job_to_audit(*read_job(source, overrides), count)
