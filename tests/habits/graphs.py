@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
 
 ORDER = 2.0**-20
@@ -628,51 +628,6 @@ def no_grad_around_a_part(loop: Loop) -> None:
     fit(loop, loop.train(Cut()))
 
 
-HABITS = (
-    Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward"),
-    Habit(losses_by_hand),
-    Habit(a_sum_over_micro_batches),
-    Habit(two_views_of_one_batch),
-    Habit(a_target_of_ones_own_without_gradients),
-    Habit(a_forward_that_is_thrown_away),
-    Habit(a_forward_between_forward_and_backward),
-    Habit(the_model_is_called_in_pieces),
-    Habit(a_gradient_that_is_given),
-    Habit(torch_autograd_backward),
-    Habit(saliency),
-    Habit(adversarial_examples),
-    Habit(adversarial_examples_by_backward),
-    Habit(free_adversarial_training),
-    Habit(a_gradient_penalty),
-    Habit(a_penalty_on_its_own),
-    Habit(forces),
-    Habit(a_gradient_of_parameters),
-    Habit(a_graph_of_a_backward),
-    Habit(backward_by_inputs),
-    Habit(a_map_over_samples),
-    Habit(a_derivative_inside_the_model),
-    Habit(a_jacobian_of_the_model),
-    Habit(other_weights_for_a_call),
-    Habit(checkpointed_blocks),
-    Habit(reentrantly_checkpointed_blocks),
-    Habit(checkpointed_blocks_with_dropout),
-    Habit(a_checkpointed_part_of_a_block),
-    Habit(checkpoints_in_checkpoints),
-    Habit(checkpointed_segments),
-    Habit(a_checkpoint_around_the_call),
-    Habit(a_reentrant_checkpoint_around_the_call),
-    Habit(a_checkpointed_block_with_a_list),
-    Habit(functions_of_autograd),
-    Habit(weights_on_the_context),
-    Habit(activations_on_the_host),
-    Habit(hooks_on_what_is_saved),
-    Habit(anomaly_mode),
-    Habit(a_tensor_that_was_changed),
-    Habit(a_second_backward_of_a_freed_graph),
-    Habit(a_block_that_changes_its_input),
-    Habit(a_block_that_changes_and_returns_its_input),
-    Habit(a_buffer_that_blocks_fill),
-    Habit(a_buffer_that_blocks_fill_and_return_nothing),
-    Habit(a_loss_in_double),
-    Habit(no_grad_around_a_part),
+HABITS = habits_of(
+    globals(), Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward")
 )

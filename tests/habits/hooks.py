@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Loop, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 
@@ -269,24 +269,4 @@ def a_hook_that_raises(loop: Loop) -> None:
     fit(loop, net)
 
 
-HABITS = (
-    Habit(features_by_a_hook),
-    Habit(features_alone),
-    Habit(features_of_a_block),
-    Habit(features_by_attribute),
-    Habit(a_teacher_and_hooks),
-    Habit(a_hook_that_reads_weights),
-    Habit(a_hook_in_front_that_reads_weights),
-    Habit(a_hook_behind_that_reads_weights),
-    Habit(a_hook_that_changes_input_and_output),
-    Habit(hooks_on_all_modules),
-    Habit(full_backward_hooks),
-    Habit(a_backward_hook_that_changes_gradients),
-    Habit(a_backward_hook_that_reads_weights),
-    Habit(hooks_on_tensors),
-    Habit(hooks_on_parameters),
-    Habit(hooks_before_the_engine),
-    Habit(hooks_after_accumulation),
-    Habit(hooks_that_come_and_go),
-    Habit(a_hook_that_raises),
-)
+HABITS = habits_of(globals())

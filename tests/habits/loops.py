@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 ORDER = 2.0**-20
@@ -508,44 +508,10 @@ def functions_over_modules(loop: Loop) -> None:
 
 STEPPED = "must not be called: `engine.step()` updates"
 
-HABITS = (
-    Habit(micro_batches),
+HABITS = habits_of(
+    globals(),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
-    Habit(a_last_step_that_is_short),
-    Habit(a_batch_that_is_skipped),
-    Habit(a_batch_that_one_rank_skips),
-    Habit(a_loss_without_a_graph_on_one_rank),
-    Habit(a_loss_that_is_not_finite),
-    Habit(a_bad_loss_that_is_not_used),
-    Habit(batches_of_every_size),
-    Habit(lengths_of_every_size),
-    Habit(a_data_loader),
-    Habit(zero_grad_in_every_way),
-    Habit(schedules_of_torch),
-    Habit(learning_rates_by_hand),
     Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),
-    Habit(a_plateau),
-    Habit(evaluation_between_steps),
-    Habit(evaluation_between_micro_batches),
-    Habit(evaluation_as_a_decorator),
-    Habit(generation),
-    Habit(evaluation_of_other_lengths),
-    Habit(inference_tensors),
-    Habit(an_exception_in_the_forward),
-    Habit(an_interrupt),
-    Habit(an_exception_in_the_backward),
-    Habit(another_default_dtype),
-    Habit(a_default_device),
-    Habit(gradients_off_around),
-    Habit(a_thread),
-    Habit(deterministic_algorithms),
-    Habit(a_dispatch_mode),
-    Habit(a_profiler),
-    Habit(collectives_of_ones_own),
     Habit(a_model_in_ddp, refused="must not be in `DistributedDataParallel`", why="both would sum gradients"),
-    Habit(a_model_that_another_in_ddp_calls),
-    Habit(attributes_of_the_model),
-    Habit(a_forward_that_is_patched),
-    Habit(functions_over_modules),
 )

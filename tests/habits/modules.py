@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 # --- which blocks run, and how --------------------------------------------------------------------------
@@ -716,62 +716,18 @@ def norms_in_fp32(loop: Loop) -> None:
     fit(loop, loop.train(Net(Normed)))
 
 
-HABITS = (
-    Habit(blocks_that_are_dropped),
-    Habit(blocks_that_each_rank_drops),
-    Habit(blocks_in_another_order),
-    Habit(blocks_that_run_again),
-    Habit(stochastic_depth),
-    Habit(a_random_number_of_blocks),
-    Habit(a_block_that_nobody_calls),
-    Habit(towers),
-    Habit(experts_by_rank),
-    Habit(the_forward_of_a_block),
-    Habit(parts_of_blocks),
-    Habit(another_method_of_a_block),
-    Habit(units_that_are_written),
-    Habit(another_method_of_the_model),
-    Habit(lists_of_lists),
-    Habit(lists_of_dicts),
-    Habit(lists_of_parameters),
-    Habit(one_layer_alone),
-    Habit(a_model_in_a_wrapper),
-    Habit(the_weight_of_a_block_elsewhere),
-    Habit(tied_by_hand),
-    Habit(tied_by_a_function),
-    Habit(one_block_in_two_places),
-    Habit(buffers_that_a_forward_updates),
+HABITS = habits_of(
+    globals(),
     Habit(
         batch_norm,
         refused="must compute in the dtype of its buffers",
         modes=("bf16",),
         why="torch mixes no dtypes in it",
     ),
-    Habit(batch_norm_that_is_pinned),
     Habit(
         spectral_norm,
         refused="must compute in the dtype of its buffers",
         modes=("bf16",),
         why="torch mixes no dtypes in it",
     ),
-    Habit(spectral_norm_that_is_pinned),
-    Habit(weight_norm),
-    Habit(a_parametrization),
-    Habit(weights_from_weights),
-    Habit(dropout),
-    Habit(recurrent_layers),
-    Habit(recurrent_layers_in_blocks),
-    Habit(a_recurrent_cell),
-    Habit(attention),
-    Habit(an_encoder_and_a_decoder),
-    Habit(convolutions),
-    Habit(scalars_and_empty_parameters),
-    Habit(sparse_gradients),
-    Habit(complex_numbers),
-    Habit(complex_inputs_and_outputs),
-    Habit(frozen_parts),
-    Habit(adapters),
-    Habit(autocast_inside_the_model),
-    Habit(blocks_that_are_compiled),
-    Habit(norms_in_fp32),
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 
@@ -547,42 +547,11 @@ def an_input_is_the_output(loop: Loop) -> None:
     net.step()
 
 
-HABITS = (
-    Habit(a_list_that_blocks_append_to),
-    Habit(a_deque_that_blocks_append_to),
-    Habit(a_cache_that_blocks_write),
-    Habit(a_cache_in_evaluation),
-    Habit(a_dataclass_that_blocks_change),
-    Habit(a_namespace_that_blocks_change),
-    Habit(an_object_that_blocks_change),
-    Habit(a_slotted_object_that_blocks_change),
-    Habit(a_dict_as_a_batch),
-    Habit(an_ordered_dict_as_a_batch),
-    Habit(a_user_dict_as_a_batch),
-    Habit(a_named_tuple_as_a_batch),
-    Habit(a_dataclass_as_a_batch),
-    Habit(a_frozen_dataclass_as_a_batch),
-    Habit(a_namespace_as_a_batch),
-    Habit(an_object_as_a_batch),
-    Habit(an_encoding_as_a_batch),
-    Habit(a_tuple_of_a_class_of_its_own_as_a_batch),
-    Habit(dataclasses_in_dataclasses_as_a_batch),
-    Habit(a_batch_that_the_model_writes_to),
-    Habit(inputs_deep_inside_keywords),
-    Habit(integers_bools_and_nothing),
-    Habit(integer_inputs_keep_their_dtype),
-    Habit(an_output_of_a_class_of_its_own),
-    Habit(an_output_in_a_namespace),
-    Habit(an_output_behind_a_function),
-    Habit(an_output_of_a_model_of_transformers),
-    Habit(an_output_in_a_set),
-    Habit(a_loss_that_is_stashed),
+HABITS = habits_of(
+    globals(),
     Habit(
         an_output_that_is_a_generator,
         refused="got a generator",
         why="its body runs after the call, without weights",
     ),
-    Habit(blocks_that_hand_on_objects),
-    Habit(outputs_that_are_kept_and_saved),
-    Habit(an_input_is_the_output),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop, Trainer
+from tests.habits.loop import Habit, Loop, Trainer, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
 
 ORDER = 2.0**-20
@@ -523,16 +523,8 @@ def bad_calls(loop: Loop) -> None:
     fit(loop, net)
 
 
-HABITS = (
-    Habit(weights_after_every_step),
-    Habit(an_average_of_weights),
-    Habit(an_averaged_model),
-    Habit(values_that_are_kept),
-    Habit(values_that_are_saved_by_others),
-    Habit(a_gather_in_a_gather),
-    Habit(a_copy_of_the_model),
-    Habit(a_pickled_model),
-    Habit(a_penalty_on_weights),
+HABITS = habits_of(
+    globals(),
     Habit(
         a_penalty_outside_of_gathered,
         refused="`into.weight`: must be gathered",
@@ -545,9 +537,7 @@ HABITS = (
         at=(3,),
         why="no rank has the values",
     ),
-    Habit(names_shapes_and_counts),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
-    Habit(weights_that_are_clamped),
     Habit(
         weights_that_are_clamped_outside,
         refused="`into.weight`: must be gathered",
@@ -590,7 +580,6 @@ HABITS = (
         split="must be written inside `engine.gathered(write=True)`",
         why=GATHERED,
     ),
-    Habit(a_head_that_is_initialized),
     Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
     Habit(
         a_state_dict_that_is_loaded_outside,
@@ -598,16 +587,12 @@ HABITS = (
         why="masters start anew",
     ),
     Habit(a_rollback, close=2**-8, why=LOADED),
-    Habit(an_exception_while_writing),
-    Habit(a_mask_on_weights),
     Habit(a_module_that_is_replaced, refused="`head", why=SURGERY),
     Habit(a_module_that_is_added, refused="`head", why=SURGERY),
     Habit(a_block_that_is_added, refused="`blocks.3", why=SURGERY),
     Habit(a_parameter_that_is_replaced, refused="`head.weight`: must stay", why=SURGERY),
     Habit(a_parameter_that_is_thawed, refused="`into.weight`: must stay frozen", why=SURGERY),
-    Habit(a_parameter_that_is_frozen),
     Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
-    Habit(gradients_that_are_set),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
     Habit(
         gradients_that_are_clipped_by_hand, refused="got `linalg_vector_norm` of `param.grad`", why=COLLECTED
@@ -627,9 +612,4 @@ HABITS = (
         refused="its gradient must be cleared through the engine",
         why=COLLECTED,
     ),
-    Habit(two_engines),
-    Habit(two_models_in_one),
-    Habit(an_engine_after_another),
-    Habit(a_pretrained_model_that_is_frozen),
-    Habit(bad_calls),
 )

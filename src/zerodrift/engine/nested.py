@@ -190,7 +190,7 @@ BEFORE_ALL = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """The inputs of a forward, before it runs. They are only read; a hook on one goes with its graph."""
+    """The inputs of a forward, before it runs."""
 
     inputs: tuple[tuple[torch.Tensor, int], ...]
     """Each tensor with its version: what a module changes in place, it returns."""
@@ -231,7 +231,7 @@ class ForwardInputs:
 
 
 def at_the_end(then: Callable[[], None]) -> None:
-    """Call `then` when the running backward has run all its nodes. FSDP2 and DDP use the same callback."""
+    """Call `then` when the running backward has run all its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 

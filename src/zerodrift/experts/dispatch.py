@@ -199,7 +199,7 @@ class TokenRouting:
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[tokens, width]`: each token's rows, as they were sent, added up with their weights, the expert of
-        the lowest number first. In fp32, or in what rows and weights are in where that is wider."""
+        the lowest number first."""
         wide = torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
         weighted = rows.to(wide) * weights.reshape(-1)[self._pair].to(wide).unsqueeze(1)
         slots = weighted.new_zeros(self._tokens * self._k, rows.shape[1]).index_copy(0, self._slot, weighted)

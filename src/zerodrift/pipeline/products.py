@@ -84,7 +84,7 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
     """Return the parameter that a weight is, or is a plain view of: one whose gradient is that of the whole,
-    there. A view that an autograd function of one's own made has the gradient that the function returns."""
+    there."""
     if isinstance(weight, nn.Parameter) and weight.is_leaf:
         return weight
     whole, node = weight._base, weight.grad_fn

@@ -56,8 +56,7 @@ end. Addresses are read to find out what is shared."""
 
 
 class AbsentParameter(nn.Parameter):
-    """The class of a parameter while its values are elsewhere. Each parameter has a subclass of its own, so
-    that coming and going sets nothing else."""
+    """The class of a parameter while its values are elsewhere."""
 
     path: str
     kind: type = nn.Parameter

@@ -59,7 +59,7 @@ class MicrobatchState:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._generators = generators(device)
-        self._is_seeded = False
+        self.is_seeded = False
         """Whether random numbers belong to the current micro-batch."""
         self._holders = [
             (f"{path}.{name}".lstrip("."), module, name)
@@ -69,12 +69,6 @@ class MicrobatchState:
         ]
         """(full name, module, its name there) of every buffer that a checkpoint keeps."""
         self._checks = 0
-
-    def mark_seeded(self) -> None:
-        self._is_seeded = True
-
-    def end_micro_batch(self) -> None:
-        self._is_seeded = False
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -86,13 +80,14 @@ class MicrobatchState:
         buffers = self.copy_buffers()
         yield
         self.require_unchanged(buffers)
-        if self._is_seeded:
+        if self.is_seeded:
             return
         for generator, state in zip(self._generators, states, strict=True):
             if not torch.equal(generator.get_state(), state):
-                if not torch.equal(_seeded_state(generator), state):
+                seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+                if not torch.equal(seeded.get_state(), state):
                     raise refusal("not seeded")
-                self._is_seeded = True
+                self.is_seeded = True
 
     def copy_buffers(self) -> dict[str, torch.Tensor] | None:
         """Copy the buffers before a forward, or a step; None where they are not compared this time, which is
@@ -113,11 +108,6 @@ class MicrobatchState:
     def _buffers(self) -> dict[str, torch.Tensor]:
         found = ((name, module._buffers.get(key)) for name, module, key in self._holders)
         return {name: buffer for name, buffer in found if buffer is not None}
-
-
-def _seeded_state(generator: torch.Generator) -> torch.Tensor:
-    """Return the state of a generator when it was last seeded."""
-    return torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
 
 
 def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -154,7 +144,7 @@ def need_determinism(user: object, device: torch.device) -> None:
 
 
 def release_determinism(user: object) -> None:
-    """End one user's need. Does nothing for one that has none."""
+    """End one user's need."""
     global _before
     _users.discard(user)
     if _users or _before is None:

@@ -76,7 +76,7 @@ def unpin(segments: Iterable[FlatSegment]) -> None:
 
 
 class Pinned(nn.Parameter):
-    """A parameter that is not rounded where it is used. Each has a subclass with its name."""
+    """A parameter that is not rounded where it is used."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter: a copy of a module is a plain one."""

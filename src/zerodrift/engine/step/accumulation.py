@@ -77,8 +77,7 @@ class TreeSum:
 
     @property
     def neighbour(self) -> torch.Tensor | None:
-        """The part that the next one is added to first, if it is a single part. A caller who has the next one
-        in pieces may add them there and call `added`."""
+        """The part that the next one is added to first, if it is a single part."""
         return self._sums[self.count - 1] if self.count % 2 else None
 
     def added(self) -> None:

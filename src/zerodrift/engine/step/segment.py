@@ -1,18 +1,17 @@
 """Gather: one flat buffer with its storage at rest, its full form in compute, and a view per parameter.
 
 A segment knows where its bytes are and moves them. `unit.py` says when, the plan says in which dtype. A
-trained segment has gradients too, in `trained_segment.py`; what user code writes to its values between steps
-is noticed by `habits/storage_writes.py`.
+trained segment has gradients too, in `trained_segment.py`; writes of user code between steps are noticed by
+`habits/storage_writes.py`.
 
 Invariant: parameters are views of `full` whenever that has memory, and never get other memory.
 
 [Note: freeing] The memory of a gathered buffer is freed with `untyped_storage().resize_(0)`, and only where
 no tensor but the segment's own shares it. Most kernels do not check for missing memory, so another view (of a
 user, or of a graph that is differentiated twice) keeps the buffer with its values, and the segment takes a
-new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A view that
-is not found there is safe too: a graph holds it, or a parameter itself, which then stays full until the graph
-goes or storage changes. A parameter without memory is one NaN expanded to its shape, of a class that raises
-an error with its name when its values are used; see `habits/absent_parameter.py`.
+new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A parameter
+without memory is one NaN expanded to its shape, of a class that raises an error with its name when its values
+are used; see `habits/absent_parameter.py`.
 """
 
 from __future__ import annotations
@@ -89,7 +88,10 @@ class FlatSegment:
         """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
         self.gathers = self.sharded or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
-        self.full = self._make_full(device)
+        if self.gathers:
+            full = torch.empty(spec.padded, dtype=columns.compute.torch, device=device)
+            full.untyped_storage().resize_(0)
+        self.full = full if self.gathers else self.storage
         """The buffer that parameters are views of. Shape [padded], compute dtype."""
         self.is_full = not self.gathers
         self.has_separate_master = False
@@ -120,13 +122,6 @@ class FlatSegment:
         self.before_free: Callable[[FlatSegment], None] = lambda segment: None
         """Called now and then before the full form is freed."""
         self._frees = 0
-
-    def _make_full(self, device: torch.device) -> torch.Tensor:
-        if not self.gathers:
-            return self.storage
-        full = torch.empty(self.spec.padded, dtype=self.spec.columns.compute.torch, device=device)
-        full.untyped_storage().resize_(0)
-        return full
 
     # --- the parameters ---------------------------------------------------------------------------------
 
@@ -213,8 +208,7 @@ class FlatSegment:
     # --- gathering --------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Begin to gather, unless the full form is there or under way. Returns whether it took a
-        collective."""
+        """Begin to gather, unless the full form is there or under way."""
         if self.is_full or self._gathering is not None:
             return False
         if not self._views:
@@ -318,7 +312,7 @@ class FlatSegment:
 
 
 def _borrow(segment: weakref.ref[FlatSegment]) -> Callable[[], bool]:
-    """Return what absent parameters of a segment call to be gathered. It does not keep the segment alive."""
+    """Return what absent parameters of a segment call to be gathered."""
 
     def borrow() -> bool:
         held = segment()

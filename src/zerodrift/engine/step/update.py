@@ -112,8 +112,8 @@ PLACES = squares.DIGITS + 1
 def collect_statistics(
     plan: Plan, trained: Sequence[TrainedSegment], updater: Updater | None, comm: Collectives, step: int
 ) -> UpdateReport:
-    """Add up the statistics of update `step` (`optim/statistics.py`) per trained parameter, over all ranks.
-    It takes one collective per axis that masters are sharded on."""
+    """Add up the statistics of update `step` (`optim/statistics.py`) per trained parameter, over all
+    ranks."""
     if not plan.policy.statistics:
         raise UnsupportedError(
             "update_statistics",
