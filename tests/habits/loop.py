@@ -160,12 +160,16 @@ def habits_of(room: dict[str, Any], *rare: Habit) -> tuple[Habit, ...]:
     return tuple(said.pop(run.__name__, None) or Habit(run) for run in runs) + tuple(said.values())
 
 
+def refused(
+    why: str, words: dict[Callable[[Loop], None], str], at: tuple[int, ...] = (0, 3), split: str = ""
+) -> list[Habit]:
+    """Habits that an engine refuses for one reason, each with words of its error."""
+    return [Habit(run, refused=said, at=at, split=split, why=why) for run, said in words.items()]
+
+
 def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]:
     """One habit for each name of a table, which are the same script with other values."""
-    return [
-        Habit(lambda loop, case=case: run(loop, case), called=name)
-        for name, case in cases.items()
-    ]
+    return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
 
 
 def kept(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop, Trainer, habits_of
+from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused
 from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
 
 ORDER = 2.0**-20
@@ -321,9 +321,6 @@ def a_mask_on_weights(loop: Loop) -> None:
 
 
 LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 where the weight was so before"
-GATHERED = "the values are there for the forward alone"
-COLLECTED = "the engine has the gradients"
-SURGERY = "the plan is of the model as it was"
 
 # --- surgery --------------------------------------------------------------------------------------------
 
@@ -523,93 +520,65 @@ def bad_calls(loop: Loop) -> None:
     fit(loop, net)
 
 
+OUTSIDE = "must be written inside `engine.gathered(write=True)`"
+ABSENT = "no rank has the values"
+
 HABITS = habits_of(
     globals(),
-    Habit(
-        a_penalty_outside_of_gathered,
-        refused="`into.weight`: must be gathered",
+    *refused(
+        ABSENT,
+        {
+            a_penalty_outside_of_gathered: "`into.weight`: must be gathered",
+            statistics_outside_of_gathered: "`into.weight`: must be gathered",
+        },
         at=(3,),
-        why="no rank has the values",
     ),
-    Habit(
-        statistics_outside_of_gathered,
-        refused="`into.weight`: must be gathered",
+    *refused(
+        ABSENT,
+        {
+            weights_that_are_clamped_outside: "`into.weight`: must be gathered",
+            a_head_that_is_initialized_outside: "`head.weight`: must be gathered",
+            data_that_is_written_outside: "`blocks.1.up.weight`: must be gathered",
+            signs_that_are_flipped_outside: "`blocks.1.up.weight`: must be gathered",
+        },
         at=(3,),
-        why="no rank has the values",
+        split=OUTSIDE,
+    ),
+    *refused(
+        "the values are there for the forward alone",
+        {
+            weights_that_a_forward_writes: "got a write to its values in a forward",
+            weights_that_a_forward_normalizes: "`blocks.0.up.weight`: must be written inside",
+        },
+        at=(3,),
+        split=OUTSIDE,
+    ),
+    *refused(
+        "masters start anew",
+        {a_state_dict_that_is_loaded_outside: "`into.weight`: must be loaded inside `engine.gathered"},
+    ),
+    *refused(
+        "the plan is of the model as it was",
+        {
+            a_module_that_is_replaced: "`head",
+            a_module_that_is_added: "`head",
+            a_block_that_is_added: "`blocks.3",
+            a_parameter_that_is_replaced: "`head.weight`: must stay",
+            a_parameter_that_is_thawed: "`into.weight`: must stay frozen",
+            a_model_that_is_cast: "`into.weight`: must",
+        },
+    ),
+    *refused(
+        "the engine has the gradients",
+        {
+            gradients_that_are_clipped_by_hand: "got `linalg_vector_norm` of `param.grad`",
+            gradients_that_are_scaled_where_there_are_some: "`into.weight`: its gradient must be read",
+            gradients_that_are_dropped_after_a_backward: "`head.weight`: its gradient must be cleared",
+            gradients_that_are_zeroed_after_a_backward: "its gradient must be cleared through the engine",
+        },
     ),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
-    Habit(
-        weights_that_are_clamped_outside,
-        refused="`into.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        a_head_that_is_initialized_outside,
-        refused="`head.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        data_that_is_written_outside,
-        refused="`blocks.1.up.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        signs_that_are_flipped_outside,
-        refused="`blocks.1.up.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        weights_that_a_forward_writes,
-        refused="got a write to its values in a forward",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why=GATHERED,
-    ),
-    Habit(
-        weights_that_a_forward_normalizes,
-        refused="`blocks.0.up.weight`: must be written inside",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why=GATHERED,
-    ),
     Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
-    Habit(
-        a_state_dict_that_is_loaded_outside,
-        refused="`into.weight`: must be loaded inside `engine.gathered(write=True)`",
-        why="masters start anew",
-    ),
     Habit(a_rollback, close=2**-8, why=LOADED),
-    Habit(a_module_that_is_replaced, refused="`head", why=SURGERY),
-    Habit(a_module_that_is_added, refused="`head", why=SURGERY),
-    Habit(a_block_that_is_added, refused="`blocks.3", why=SURGERY),
-    Habit(a_parameter_that_is_replaced, refused="`head.weight`: must stay", why=SURGERY),
-    Habit(a_parameter_that_is_thawed, refused="`into.weight`: must stay frozen", why=SURGERY),
-    Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
-    Habit(
-        gradients_that_are_clipped_by_hand, refused="got `linalg_vector_norm` of `param.grad`", why=COLLECTED
-    ),
-    Habit(
-        gradients_that_are_scaled_where_there_are_some,
-        refused="`into.weight`: its gradient must be read from the engine",
-        why=COLLECTED,
-    ),
-    Habit(
-        gradients_that_are_dropped_after_a_backward,
-        refused="`head.weight`: its gradient must be cleared through the engine",
-        why=COLLECTED,
-    ),
-    Habit(
-        gradients_that_are_zeroed_after_a_backward,
-        refused="its gradient must be cleared through the engine",
-        why=COLLECTED,
-    ),
 )

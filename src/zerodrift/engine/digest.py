@@ -41,7 +41,6 @@ class Digest:
     """The digest of what all ranks hold together."""
 
     cells: Mapping[tuple[str, str], int]
-    """(unit, kind) -> 64 bits."""
 
     def __str__(self) -> str:
         return _text(sum(self.cells.values()))

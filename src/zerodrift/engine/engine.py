@@ -168,7 +168,6 @@ class Engine:
         self.zero_grad()
 
     def _recover(self) -> None:
-        """End what is under way after an exception."""
         self.executor.recover()
         self.progress.is_scaled = False
 
@@ -422,7 +421,6 @@ class Engine:
 
 
 def _describe(plan: Plan) -> list[str]:
-    """Return one line per row, for ranks that disagree about the plan."""
     lines = [f"mesh {plan.mesh}, mode {plan.policy.mode}, stage {plan.policy.sharding.stage}"]
     lines += [f"{decision.key} = {decision.value}" for decision in plan.policy.decisions]
     for row in plan.rows:

@@ -117,7 +117,6 @@ class Executor(Protocol):
 # --- micro-batches one by one -----------------------------------------------------------------------------
 
 LossOf: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
-"""(model, micro-batch) -> its loss."""
 
 
 @dataclass(frozen=True, slots=True)

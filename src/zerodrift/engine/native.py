@@ -105,7 +105,6 @@ class NativeExecutor:
             pin(self.segments)
         self._trained = trained_of(self.segments)
         self.sum_over_ends: Callable[[], None] = lambda: None
-        """Sums what is tied across a pipeline."""
         for segment in self.segments:
             record_versions(segment)
             segment.before_free = compare_with_storage
@@ -118,7 +117,6 @@ class NativeExecutor:
         self._progress: TrainingProgress
 
     def _attach(self) -> list[Any]:
-        """Put hooks around the model's forward that gather, cast and reduce; returns their handles."""
         handles = [handle for unit in self.units for handle in unit.attach()]
         handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)

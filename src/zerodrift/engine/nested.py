@@ -29,7 +29,6 @@ _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, nn.Module, enum.Enum),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
-"""Types that hold no tensors of a caller."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -66,7 +65,6 @@ class Replacement:
         self._seen: dict[int, tuple[Any, Any]] = {}
         """id -> (old, new), which are held so that no id comes again."""
         self._changed: list[Any] = []
-        """Containers with a replaced tensor."""
 
     def apply(self, value: Any) -> Any:
         """Return the value with every tensor changed: the same object unless it cannot be written to."""
@@ -117,7 +115,6 @@ class Replacement:
 
 
 def _is_plain(item: Any) -> bool:
-    """Return whether an item is an object with attributes and no container."""
     return not isinstance(item, (tuple, list, deque, set, frozenset, Mapping))
 
 

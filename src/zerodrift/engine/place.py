@@ -47,7 +47,6 @@ ELSEWHERE = "_zerodrift_values"
 rank calls it once, in the order of the plan."""
 
 WINDOW = 1 << 20
-"""Elements on their way at once."""
 
 
 class ValueSource(Protocol):
@@ -248,7 +247,6 @@ class SegmentFiller:
         return self.segment.owned if self.master is None else self.master
 
     def _start(self, flat: torch.Tensor) -> int:
-        """Return the element of the segment at which a buffer begins."""
         return 0 if flat.numel() == self.segment.spec.padded else self.segment.rank * flat.numel()
 
     def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:

@@ -100,8 +100,6 @@ class Scaler:
 
 
 class TrainingProgress:
-    """The counters of one engine's training."""
-
     def __init__(self, plan: Plan, rates: OptimizerState | None, schedule: Any, *, shows: bool) -> None:
         """`rates` is None where nothing is trained."""
         self._plan = plan

@@ -176,7 +176,6 @@ class Shards:
                 yield from (span.part(flat) for span in piece.share)
 
     def stored(self) -> Iterator[Part]:
-        """Yield this rank's share of the bits that the model sees."""
         for piece in self.pieces():
             flat = piece.stored()
             yield from (span.part(flat) for span in piece.share)

@@ -83,7 +83,6 @@ class Exchange:
         self._comm, self._turns = comm, turns
         self._ranks = comm.mesh.size("expert")
         self.own = experts // self._ranks
-        """Experts of this rank."""
         names = list(inspect.signature(forward).parameters.values())
         if len(names) < 3 or any(
             parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in names[:3]

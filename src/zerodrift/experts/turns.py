@@ -63,7 +63,6 @@ class _Pair:
         self._computations = (first, second)
         self._generators = generators
         self._thread = threading.get_ident()
-        """Thread of the first computation."""
         self._turn = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [False, False]
         self._random = self._states()
@@ -111,7 +110,6 @@ class _Pair:
         self._turn[1 - number].release()
 
     def _wait(self) -> None:
-        """For the second."""
         while not self._ended[1]:
             self._turn[0].acquire()
 

@@ -37,7 +37,6 @@ from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
-"""Tensors that travel from piece to piece."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,6 @@ class Causal:
 
     @contextlib.contextmanager
     def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
-        """See [Note: entering]."""
         first = next(piece.get_submodule(self.layers).children())
         if not isinstance(first, PassThrough):
             raise AssertionError("a piece behind the first that has the first layer")
@@ -298,7 +296,6 @@ class PassThrough(nn.Module):
         self.came: torch.Tensor | None = None
         """Passed on instead of the input; see [Note: entering]."""
         self.stood: list[tuple[torch.Generator, torch.Tensor]] = []
-        """States of the random generators when it came."""
 
     def forward(self, hidden: Any, *rest: Any, **named: Any) -> Any:
         if self.came is not None:

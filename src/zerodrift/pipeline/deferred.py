@@ -53,11 +53,9 @@ class DeferredGradient:
     place: StridedView | None
     """Place in the parameter; None for all of it."""
     form: Callable[[torch.dtype], torch.Tensor]
-    """dtype -> the gradient."""
     holds: tuple[tuple[torch.Tensor, int], ...]
     """(factor, its version when it was queued)."""
     held: int
-    """Bytes that are kept alive for it."""
 
 
 class WeightQueue:
@@ -71,26 +69,19 @@ class WeightQueue:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.held = 0
-        """Bytes kept alive now."""
         self.peak = 0
         """The most that was, since the queue was made."""
         self.formed = 0
-        """Weight gradients formed so far."""
         self._open: list[DeferredGradient] = []
-        """Gradients of the current micro-batch."""
         self._closed: deque[list[DeferredGradient]] = deque()
-        """Gradients of each micro-batch that has ended."""
         self.ended = 0
-        """Micro-batches of this step that have ended."""
         self._gradients: Gradients | None = None
         """Gradients of the engine that the module belongs to."""
         self._scheduled = False
         """Whether a schedule's backwards end micro-batches; else the engine does, where there is one."""
         self._handles: list[Any] = []
         self._owners: list[nn.Module] = []
-        """The marked modules, whose products it defers."""
         self._names: dict[torch.Tensor, str] = {}
-        """Names of the module's parameters."""
 
     def __len__(self) -> int:
         """Return the number of weight gradients that wait."""

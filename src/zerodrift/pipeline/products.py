@@ -47,7 +47,6 @@ class MatrixProduct:
     weight: torch.Tensor
     bias: torch.Tensor | None
     offsets: torch.Tensor | None
-    """End of each group of rows, in a grouped product."""
     parameter: nn.Parameter
     place: StridedView
     run: Callable[..., torch.Tensor]
@@ -254,7 +253,6 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return left^T right."""
     if left.dtype is dtype:
         return left.t().mm(right)
     if left.is_cuda:

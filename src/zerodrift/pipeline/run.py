@@ -80,7 +80,6 @@ class PipelineExecutor(NativeExecutor):
         self._before: list[dict[str, torch.Tensor]] = []
         """Buffers of each piece, for [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
-        """Actions of this rank in the last step, in order."""
 
     def _attach(self) -> list[Any]:
         """Put no hooks: the schedule says what is gathered when."""
@@ -265,7 +264,6 @@ class PipelineExecutor(NativeExecutor):
         return self._progress.scale(output if weight == 1.0 else output * weight)
 
     def _losses_of_all(self, count: int) -> tuple[float, ...]:
-        """Broadcast the losses from the last stage."""
         losses = torch.zeros(count, dtype=torch.float64)
         for number, loss in self._pieces[-1].losses.items():
             losses[number] = loss.double()

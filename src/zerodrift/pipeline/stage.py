@@ -104,7 +104,6 @@ class RandomStreams:
         return torch.cat([generator.get_state() for generator in self._generators]).to(self._device)
 
     def advance(self) -> None:
-        """Advance, so that the next run draws others."""
         torch.rand((), generator=self._generators[0])
 
 
@@ -132,9 +131,7 @@ class Piece(nn.Module):
         self.queue: WeightQueue | None = None
         """Queue of the weight gradients that the schedule defers; None where autograd keeps them."""
         self.batches: list[Any] = []
-        """Micro-batches of the step, as the cut takes them."""
         self.losses: dict[int, torch.Tensor] = {}
-        """Micro-batch -> its loss, in the last piece."""
         self.learning = False
         """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
         self.failed: BaseException | None = None
@@ -257,7 +254,6 @@ def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """Yield the nodes of the graph that tensors come from, each once."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:

@@ -45,7 +45,6 @@ class StageUnits:
             for piece in range(count)
             if piece in mine
         }
-        """Piece -> its units, in the order of a forward."""
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
         self.all_step = part.policy.sharding.keep_gathered == "step"
@@ -63,14 +62,12 @@ class StageUnits:
     # --- parameters -------------------------------------------------------------------------------------
 
     def gather(self, piece: int | None = None) -> None:
-        """Gather a piece, or all."""
         for unit in self._of(piece):
             unit.start_gather()
         for unit in self._of(piece):
             unit.gather()
 
     def release(self, piece: int | None = None) -> None:
-        """Release a piece after a forward or a backward, or all; what is kept for the whole step stays."""
         if piece is None or not self.all_step:
             for unit in self._of(piece):
                 unit.release()
@@ -88,7 +85,6 @@ class StageUnits:
     # --- gradients --------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step of so many micro-batches."""
         self._ended.clear()
         self._ends.clear()
         self._taken.clear()
@@ -127,7 +123,6 @@ class StageUnits:
         self._gradients.land_in_place([segment for segment in every if segment.number in left])
 
     def _add_to_tree(self, units: list[LiveUnit]) -> None:
-        """Add complete parts of units to the tree, unless one before them is missing."""
 
         def has_next(unit: LiveUnit) -> bool:
             return self._ends[unit.number, self._taken[unit.number]] == self._uses[unit.number]

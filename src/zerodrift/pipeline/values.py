@@ -29,7 +29,6 @@ class StagedValues:
 
     plan: Plan
     part: Plan
-    """The part of the plan that this rank executes."""
     own: SegmentValues
     comm: Collectives
 
@@ -110,7 +109,6 @@ class StagedValues:
         return next((mine for name in row.names if (mine := self.part.row(name)) is not None), None)
 
     def _home(self, row: Row) -> int:
-        """Return the pipeline rank whose copy counts."""
         return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
 
     def _from_owner(
@@ -121,7 +119,6 @@ class StagedValues:
     def _from(
         self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return on all ranks of the pipeline what is read on one."""
         mine, mesh = self._here(row), self.comm.mesh
         if mine is not None and rank == mesh.rank("pipeline"):
             value = read(mine).contiguous()

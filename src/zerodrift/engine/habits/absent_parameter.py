@@ -230,7 +230,6 @@ class AbsentValue(torch.Tensor):
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace tensors in lists, tuples and dicts by ones on the meta device."""
     if isinstance(value, torch.Tensor):
         return value.to("meta")
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
@@ -252,7 +251,6 @@ def _like(first: AbsentValue, made: Any) -> Any:
 
 
 def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype that a move casts to."""
     wanted = (getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values()))
     return next((value for value in wanted if isinstance(value, torch.dtype)), None)
 
@@ -294,7 +292,6 @@ def absent_class(path: str, borrow: Callable[[], bool], advice: str = GATHER) ->
 
 
 def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
-    """Give each parameter its class for absent values."""
     for parameter, absent in zip(parameters, classes, strict=True):
         kind = type(parameter)
         if kind is not absent:
@@ -304,7 +301,6 @@ def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
 
 
 def mark_gathered(parameters: Iterable[Any]) -> None:
-    """Give each parameter its usual class."""
     for parameter in parameters:
         kind: Any = type(parameter)
         if kind.__base__ is AbsentParameter:
@@ -343,7 +339,6 @@ def _describe(func: Any) -> tuple[str, bool]:
 
 
 def _instances(kind: type, value: Any) -> Iterator[Any]:
-    """Yield the instances of a class in lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.plan.table import Row
 
 
@@ -57,7 +58,7 @@ class GradientExposure:
         self._is_read = True
         values = self._values * self._scale
         for row, collected in zip(self._rows, self._collected, strict=True):
-            collected.become(_view(values, row))
+            collected.become(FlatSegment.view(values, row))
         self._collected = []
 
     def hide(self) -> str:
@@ -82,7 +83,7 @@ class GradientExposure:
 
     def _read_back_gradients(self, values: torch.Tensor) -> None:
         for number, (parameter, row) in enumerate(zip(self._parameters, self._rows, strict=True)):
-            home, grad = _view(values, row), parameter.grad
+            home, grad = FlatSegment.view(values, row), parameter.grad
             if grad is None:
                 self._arrived.discard(number)
                 self.removed.add(number)
@@ -104,7 +105,3 @@ class GradientExposure:
         self.is_shown = False
         self._end_exposure(changed=False)
         self.removed.clear()
-
-
-def _view(flat: torch.Tensor, row: Row) -> torch.Tensor:
-    return flat[row.offset : row.offset + row.numel].view(row.shape)

@@ -36,7 +36,6 @@ def seed_of(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's generators of the host and of one device."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -49,18 +48,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves torch's generators as they were."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class MicrobatchState:
-    """Watches the forwards of one engine; it only reads."""
-
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._generators = generators(device)
         self.is_seeded = False
-        """Whether random numbers belong to the current micro-batch."""
         self._holders = [
             (f"{path}.{name}".lstrip("."), module, name)
             for path, module in model.named_modules()
@@ -156,7 +151,6 @@ def release_determinism(user: object) -> None:
 
 
 def workspace() -> str:
-    """Return cuBLAS's workspace setting, or ""."""
     return os.environ.get(WORKSPACE, "")
 
 

@@ -54,7 +54,6 @@ class ParameterSlot:
     parameter: nn.Parameter
     segment: FlatSegment
     index: int
-    """Position in the segment."""
 
     @property
     def row(self) -> Row:
@@ -232,7 +231,6 @@ class ParameterGuard:
         self.loading: Loading | None = None
         """Context for a module's own `load_state_dict`; None where it is refused outside of `gathered`."""
         self._loads: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
-        """Modules that are loading."""
         self.opened: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
         """Segments whose full values may be written, and their rows, by number."""
 
@@ -272,7 +270,6 @@ class ParameterGuard:
         return torch.stack(found).any().long() if found else None
 
     def _check_tree(self, problems: Problems) -> None:
-        """See [Note: modules]."""
         for path, module in self._model.named_modules():
             held = {
                 f"{path}.{name}".lstrip("."): p for name, p in module._parameters.items() if p is not None

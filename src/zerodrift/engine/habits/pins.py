@@ -68,7 +68,6 @@ def class_for(row: Row, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
-    """Make them plain parameters again."""
     for segment in segments:
         for parameter in segment.parameters:
             if issubclass(gathered_class(parameter), Pinned):
@@ -164,7 +163,6 @@ def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: i
 
 
 def _name_of(func: Any) -> str:
-    """Return a function's name; a property's for its getter."""
     named = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", named) if named == "__get__" else named
 
@@ -192,7 +190,6 @@ def _run(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in what torch's own functions take and return."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):

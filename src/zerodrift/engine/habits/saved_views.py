@@ -28,7 +28,6 @@ from zerodrift.engine.step.segment import FlatSegment
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The node of a leaf, which saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ class SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Elements of `dtype`."""
     dtype: torch.dtype
     row: int
     """The parameter of the segment that it is a view of."""
@@ -99,7 +97,6 @@ def _replace(raw: Any, view: SavedView, unpack: Callable[[Any], torch.Tensor]) -
 
 
 def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.Tensor:
-    """Return the view of a full form."""
     view, version = packed
     segment = view.segment
     if not segment.is_full:
@@ -203,18 +200,14 @@ class _Route:
 
 @functools.cache
 def _saved_attributes(kind: Any) -> tuple[str, ...]:
-    """Return the attributes in which a kind of node keeps what it saves."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 class _Buffer(NamedTuple):
-    """Addresses of the full form of a segment."""
-
     segment: FlatSegment
     start: int
     end: int
     size: int
-    """Bytes of an element."""
     is_complex: bool
 
     @classmethod

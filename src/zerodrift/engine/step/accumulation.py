@@ -63,9 +63,7 @@ class TreeSum:
     def __init__(self, give: Callable[[torch.Tensor], None]) -> None:
         self._give = give
         self._sums: dict[int, torch.Tensor] = {}
-        """First part -> partial sum that waits for others."""
         self.count = 0
-        """Parts added so far."""
 
     def __bool__(self) -> bool:
         return bool(self.count)

@@ -64,9 +64,7 @@ class Gradients:
         self._is_called_by_engine = False
         """Whether the engine calls the coming backward, which counts whatever it reaches."""
         self._reached: frozenset[int] = frozenset()
-        """Numbers of the units whose gradients the running backward adds to."""
         self._uses: list[int] = []
-        """Uses of each unit when the backward began."""
         self._last = True
         self._ready: set[int] = set()
         self._next = 0
@@ -272,7 +270,6 @@ class Gradients:
         problems.raise_as(ModelError)
 
     def _send(self, segment: TrainedSegment) -> None:
-        """Start a reduction."""
         self._finish(REDUCTIONS - 1)
         self._sending.append((segment, segment.start_reduce(self.before)))
 
@@ -344,7 +341,6 @@ class Gradients:
         self._ready.clear()
 
     def drop(self) -> None:
-        """Forget all gradients."""
         self.abort()
         self._shows = False
         if self._late is not None:

@@ -44,15 +44,12 @@ class WriteRecord:
     """Prints and versions by which `habits/storage_writes.py` notices writes of user code."""
 
     storage_prints: torch.Tensor | None = None
-    """Prints of storage as the engine left it."""
     held_prints: torch.Tensor | None = None
     """Prints of the full form when a context opened it."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the parameters as the engine left them."""
     overwritten: torch.Tensor | None = None
     """Blocks of this rank's slice that were written to while they were gathered, on the device."""
     checks: int = 0
-    """Number of comparisons of what ranks hold alike."""
 
 
 class FlatSegment:
@@ -70,13 +67,11 @@ class FlatSegment:
         self.number = number
         self.unit = unit
         self._label = f"`{unit or 'the root'}`, segment {number}"
-        """Names the segment where ranks do not gather the same."""
         self.spec = spec
         self.rows = rows
         self.parameters = parameters
         self.comm = comm
         self.axis = spec.axis
-        """The mesh axis whose ranks share the segment."""
         self.ranks = comm.mesh.size(self.axis)
         self.rank = comm.mesh.rank(self.axis)
         self._expert_rank = comm.mesh.rank("expert")
@@ -98,7 +93,6 @@ class FlatSegment:
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self._gathering: Handle | None = None
         self._wide: torch.Tensor | None = None
-        """Target of a gather in another dtype than compute."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
@@ -108,14 +102,12 @@ class FlatSegment:
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
         self._use_counts: list[int] = []
-        """Use counts of the parameters while no graph has saved them."""
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
         self.lender: Callable[[], Callable[[], bool] | None] | None = None
         """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
-        """Number of open contexts that keep the full form."""
         self.is_stale = False
         """Whether the full form has other values than storage."""
         self.writes = WriteRecord()
@@ -192,7 +184,6 @@ class FlatSegment:
         return addresses == self._placeholder_addresses and trained == {self.spec.columns.trained}
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's equal slice of a [padded] buffer."""
         count = flat.numel() // self.ranks
         return flat[self.rank * count : (self.rank + 1) * count]
 
@@ -228,7 +219,6 @@ class FlatSegment:
         return True
 
     def finish_gather(self) -> None:
-        """Wait for the full form."""
         if self._gathering is None:
             self.start_gather()
         handle, self._gathering = self._gathering, None

@@ -70,9 +70,7 @@ class TrainedSegment(FlatSegment):
         self._whole: torch.Tensor | None = None
         """Stage 0 only: the buffer that `reduced` is a slice of, to be gathered in place."""
         self._is_travelling = False
-        """Whether `landing` is on its way to other ranks."""
         self._grads: list[torch.Tensor] = []
-        """Views of `landing`, one per parameter, made by `_homes`."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to their view."""
         self.tree = update.reduce.order == "tree"
@@ -196,7 +194,6 @@ class TrainedSegment(FlatSegment):
         return self._grads
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
-        """Copy the first gradients into a buffer."""
         dtype = self.update.accumulate.dtype.torch
         landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
         self.landing, self._grads = landing, []
@@ -214,7 +211,6 @@ class TrainedSegment(FlatSegment):
         landing[end:].zero_()
 
     def _land_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
-        """See [Note: tree]."""
         pairs = list(zip(self._homes, arrived, strict=True))
         here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
         if here:
@@ -224,7 +220,6 @@ class TrainedSegment(FlatSegment):
 
     @functools.cached_property
     def _lengths(self) -> list[int]:
-        """Lengths of gap, parameter, gap, parameter, ... to the end of the buffer."""
         lengths, end = [], 0
         for row in self.rows:
             lengths += [row.offset - end, row.numel]
@@ -237,7 +232,6 @@ class TrainedSegment(FlatSegment):
         return [self._zeros(length) for length in self._lengths[:-1:2]]
 
     def _zeros(self, count: int) -> torch.Tensor:
-        """Return `count` zeros in little memory."""
         dtype = self.update.accumulate.dtype.torch
         few = torch.zeros(min(count, BLOCK), dtype=dtype, device=self.full.device)
         return few if count <= BLOCK else few[:1].expand(count)

@@ -44,7 +44,6 @@ class Traversal:
         self.checksum = 0
         """Checksum of [Note: order]; the engine clears it in every step."""
         self.under_way: list[Any] = []
-        """Running forwards' units, the innermost last."""
         self._forth = [unit for unit in units if not unit.is_root]
         by_name = {unit.spec.name: unit for unit in self._forth}
         self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in self._forth])]
@@ -66,13 +65,10 @@ class Traversal:
         """Whether a forward of the root is running, so that units have a next one."""
         self._training = False
         self._went = 0
-        """Number of units in `_forth` that this forward has passed."""
         self._once: set[int] = set()
-        """Units that this forward in training has come to."""
         self.repeats = False
         """Whether one of them came again under activation checkpointing: it may have several backwards."""
         self._came = 0
-        """Number of units in `_back` that this backward has passed."""
         self._silent: dict[Any, None] = {}
         """Units that this backward has come to, without a hook at the end of their backward."""
         self.reached: frozenset[int] | None = None
@@ -80,7 +76,6 @@ class Traversal:
         forward count as over in their turn."""
 
     def gathered(self, unit: Any) -> None:
-        """Count a gather with a collective in the checksum."""
         # Below 2^40, so that a sum over ranks stays far below 2^63.
         self.checksum = (self.checksum * 1_000_003 + unit.number + 1) % (1 << 40)
 
@@ -94,7 +89,6 @@ class Traversal:
             self.repeats = False
 
     def forward(self, unit: Any) -> None:
-        """Gather a unit that a forward comes to."""
         if not self._walking or unit.is_root:
             unit.gather()
             return
@@ -107,7 +101,6 @@ class Traversal:
         self._go(place)
 
     def leave(self) -> None:
-        """End the root's forward."""
         if self._walking and self._training:
             self._pass_by(len(self._forth))
         self._walking = False
@@ -127,7 +120,6 @@ class Traversal:
     # --- backward ---------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Begin a backward."""
         self._walking = False
         self._came = 0
         self._silent.clear()
@@ -161,7 +153,6 @@ class Traversal:
                 unit.backward_is_over()
 
     def backward(self, unit: Any) -> None:
-        """Gather a unit that a backward comes to."""
         self._end_silent(unit)
         self._come_back(unit)
 

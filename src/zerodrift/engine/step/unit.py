@@ -80,20 +80,16 @@ class LiveUnit:
         self.uses = 0
         """Forwards whose backward is still to come."""
         self.recomputed = False
-        """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
         self._parts: list[tuple[Any, int]] = []
         """(hook dict, hook number) of each hook on a part."""
         self._paused_parts: list[tuple[Any, int, Any]] = []
         """Hooks on parts, taken off while the unit runs, when they would do nothing."""
         self._calls: list[ForwardInputs] = []
-        """Running forwards, the innermost last."""
         self._packing = saved_views.Packing()
         self._borrowed: list[LiveUnit] = []
-        """Units whose parameters its forward uses."""
         self._first, self._last = -1, [-1]
         self._before_backward: Any = None
-        """Handle of the backward pre-hook of the module."""
         self.gathering = [segment for segment in segments if segment.gathers]
         """Segments whose full form is not their storage."""
         self.trained = trained_of(segments)
@@ -111,7 +107,6 @@ class LiveUnit:
             self.traversal.gathered(self)
 
     def gather(self) -> None:
-        """Gather all segments, and wait for them."""
         if not self.gathering:
             return
         self.start_gather()
@@ -132,12 +127,10 @@ class LiveUnit:
         return all(segment.is_full for segment in self.segments)
 
     def leave(self) -> None:
-        """Release after a forward that no backward will come back to."""
         if not self._keep_after_forward:
             self.release()
 
     def rest(self) -> None:
-        """Release at the end of a whole backward, unless the unit is kept for the next micro-batch."""
         if not self._keep_after_backward:
             self.release()
 
@@ -167,7 +160,6 @@ class LiveUnit:
     # --- hooks ------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
-        """Put the hooks on the module; returns their handles."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not self.module:

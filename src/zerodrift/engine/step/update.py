@@ -64,7 +64,6 @@ def _gather_gradients(
 
 
 def _wait_one_behind(handles: Iterable[Handle]) -> None:
-    """Wait for each handle when the one after it has been started."""
     last = Handle()
     for handle in handles:
         last.wait()
@@ -106,7 +105,6 @@ COUNTS = COLUMNS.index("change_squares")
 """Columns before this one are counts, the others sums of squares."""
 
 PLACES = squares.DIGITS + 1
-"""Integers of one exact sum."""
 
 
 def collect_statistics(
