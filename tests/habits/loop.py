@@ -167,6 +167,20 @@ def refused(
     return [Habit(run, refused=said, at=at, split=split, why=why) for run, said in words.items()]
 
 
+def refused_cases(
+    why: str,
+    run: Callable[[Loop, Any], None],
+    cases: dict[str, tuple[Any, str]],
+    at: tuple[int, ...] = (0, 3),
+    split: str = "",
+) -> list[Habit]:
+    """The same for a table of one script: name -> (its value, words of the error)."""
+    return [
+        Habit(lambda loop, case=case: run(loop, case), said, at, split=split, why=why, called=name)
+        for name, (case, said) in cases.items()
+    ]
+
+
 def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]:
     """One habit for each name of a table, which are the same script with other values."""
     return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
