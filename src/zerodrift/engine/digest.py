@@ -13,6 +13,7 @@ Invariant: the digests of a state never change from one version to the next, bec
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.habits.microbatch_state import workspace
+from zerodrift.engine.habits.microbatch_state import WORKSPACE
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import native
@@ -151,7 +152,7 @@ def computed_by(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
-        found |= {"device": name, "cuda": cuda, "workspace": workspace()}
+        found |= {"device": name, "cuda": cuda, "workspace": os.environ.get(WORKSPACE, "")}
     return found
 
 

@@ -24,7 +24,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
-from zerodrift.engine.executor import BatchResult, BatchRunner, Executor, LossOf, SequentialRunner
+from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
 from zerodrift.engine.habits.microbatch_state import (
     MicrobatchState,
     need_determinism,
@@ -236,7 +236,7 @@ class Engine:
         return losses
 
     @property
-    def _runner(self) -> BatchRunner:
+    def _runner(self) -> Any:
         # Made anew: a kept one and the engine would hold each other, and their memory, until Python looks for
         # cycles.
         return self.executor.runner or SequentialRunner(self, self.comm, self._loss_of)

@@ -36,24 +36,6 @@ from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
 
 
-class BatchRunner(Protocol):
-    """Runs all micro-batches of a step."""
-
-    def prepare(
-        self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
-    ) -> tuple[list[Any], tuple[float, ...]]:
-        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
-        number than `count`, is one error on every rank."""
-
-    def train(
-        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
-    ) -> tuple[float, ...]:
-        """Run forwards and backwards; return the losses, without weights."""
-
-    def losses(self, batches: list[Any]) -> tuple[float, ...]:
-        """Run forwards alone."""
-
-
 class Executor(Protocol):
     """Executes one rank's part of a plan over one model.
 
@@ -69,7 +51,9 @@ class Executor(Protocol):
     precision: ForwardPrecision
 
     @property
-    def runner(self) -> BatchRunner | None: ...
+    def runner(self) -> Any:
+        """Return what has the methods of `SequentialRunner`, or None."""
+
     @property
     def updater(self) -> OptimizerState | None: ...
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
@@ -139,7 +123,7 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class SequentialRunner:
-    """Runs the micro-batches of a step one after the other."""
+    """Runs the micro-batches of a step one after the other. A pipeline's executor has the same methods."""
 
     engine: Any
     comm: Collectives
@@ -149,6 +133,8 @@ class SequentialRunner:
     def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
+        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
+        number than `count`, is one error on every rank."""
         with raise_on_all_ranks(self.comm):
             batches = list(micro_batches)
             numbers, wrong = numbers_of(weights, len(batches))
@@ -162,6 +148,8 @@ class SequentialRunner:
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
     ) -> tuple[float, ...]:
+        """Run forwards and backwards; return the losses, without weights. Random numbers of a micro-batch
+        begin with its seed, where there are seeds."""
         losses, device = [], self.comm.mesh.device
         with generators_kept(device) if seeds else contextlib.nullcontext():
             for place, batch in enumerate(batches):

@@ -18,7 +18,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import shards
-from zerodrift.engine.executor import BatchRunner, Executor
+from zerodrift.engine.executor import Executor
 from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import pin, unpin
@@ -94,7 +94,7 @@ class NativeExecutor:
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.turns = Turns(mesh.device, generators(mesh.device))
         """Alternates a forward and a backward while the other's exchange travels."""
-        self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
+        self.guard = ParameterGuard(model, self.segments)
         self._handles: list[Any] = [
             *self._attach(),
             refuse_wrapper(model),
@@ -122,7 +122,7 @@ class NativeExecutor:
         return handles + compute.attach(self.module, self.plan.boundaries)
 
     @property
-    def runner(self) -> BatchRunner | None:
+    def runner(self) -> Any:
         return None
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
@@ -216,8 +216,7 @@ class NativeExecutor:
         """Return on the device (above 0 where user code wrote to visible weights, a checksum below 2^40 of
         those that all ranks hold alike)."""
         mesh = self.comm.mesh
-        absent = self.guard.find_written_placeholders()
-        written = torch.zeros((), dtype=torch.int64, device=mesh.device) if absent is None else absent
+        written = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = torch.zeros_like(written)
         for segment in self.segments:
             compared = segment.has_separate_master or segment.gathers or mesh.size("shard") > 1

@@ -35,22 +35,24 @@ COUNT = "num_experts"
 """Attribute in which a module may count its experts; becomes the count of this rank's own."""
 
 
-def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[ExchangeHandle]:
+def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[Exchange]:
     """Run every module that the plan divides over ranks through an exchange; returns the handles."""
     counts: dict[str, int] = {}
     for row in plan.rows:
         if row.parts > 1:
             counts.setdefault(row.name.rpartition(".")[0], row.whole_shape[0])
-    return [
-        ExchangeHandle(path, model.get_submodule(path), count, comm, turns) for path, count in counts.items()
-    ]
+    return [Exchange(path, model.get_submodule(path), count, comm, turns) for path, count in counts.items()]
 
 
-class ExchangeHandle:
-    """The exchange around one module, until `remove`."""
+class Exchange:
+    """Replaces a module's forward until `remove`."""
 
     def __init__(self, path: str, module: nn.Module, experts: int, comm: Collectives, turns: Turns) -> None:
-        self._module = module
+        self._path, self._module, self._experts = path, module, experts
+        self._comm, self._turns = comm, turns
+        self._forward = module.forward
+        self._ranks = comm.mesh.size("expert")
+        self.own = experts // self._ranks
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[:1] == (experts,):
                 raise ModelError(
@@ -59,31 +61,7 @@ class ExchangeHandle:
                     got=f"a buffer {list(buffer.shape)}",
                     do=f"Make it one, or leave `{path}` out of `experts.parameters`.",
                 )
-        self._counted = getattr(module, COUNT, None) == experts
-        exchange = Exchange(path, module.forward, experts, comm, turns)
-        if self._counted:
-            setattr(module, COUNT, exchange.own)
-        self._experts = experts
-        object.__setattr__(module, "forward", exchange)
-
-    def remove(self) -> None:
-        if isinstance(self._module.__dict__.get("forward"), Exchange):
-            object.__delattr__(self._module, "forward")
-            if self._counted:
-                setattr(self._module, COUNT, self._experts)
-
-
-class Exchange:
-    """Replaces a module's forward."""
-
-    def __init__(
-        self, path: str, forward: Callable[..., torch.Tensor], experts: int, comm: Collectives, turns: Turns
-    ) -> None:
-        self._path, self._forward, self._experts = path, forward, experts
-        self._comm, self._turns = comm, turns
-        self._ranks = comm.mesh.size("expert")
-        self.own = experts // self._ranks
-        names = list(inspect.signature(forward).parameters.values())
+        names = list(inspect.signature(self._forward).parameters.values())
         if len(names) < 3 or any(
             parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in names[:3]
         ):
@@ -91,15 +69,26 @@ class Exchange:
                 path,
                 "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
                 f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks",
-                got=inspect.signature(forward),
+                got=inspect.signature(self._forward),
                 do="Write it so, or leave it out of `experts.parameters`.",
             )
         self._names = [parameter.name for parameter in names[:3]]
+        self._counted = getattr(module, COUNT, None) == experts
+        if self._counted:
+            setattr(module, COUNT, self.own)
+        object.__setattr__(module, "forward", self)
+
+    def remove(self) -> None:
+        if isinstance(self._module.__dict__.get("forward"), Exchange):
+            object.__delattr__(self._module, "forward")
+            if self._counted:
+                setattr(self._module, COUNT, self._experts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         # A copy of the module has the same experts and talks to the same ranks.
-        forward = copy.deepcopy(self._forward, memo)
-        return Exchange(self._path, forward, self._experts, self._comm, self._turns)
+        copied = copy.copy(self)
+        copied._forward = copy.deepcopy(self._forward, memo)
+        return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = dict(zip(self._names, args, strict=False))

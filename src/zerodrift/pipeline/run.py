@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.errors import missing
 from zerodrift.comm.shared_errors import Alarm
-from zerodrift.engine.executor import BatchRunner, batch_on
+from zerodrift.engine.executor import batch_on
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.step import compute
@@ -43,7 +43,7 @@ from zerodrift.plan.timeline import Action
 from zerodrift.policy.pipelining import queues
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LearnedShapes:
     """A schedule of torch, and the shapes that it has learnt."""
 
@@ -110,7 +110,7 @@ class PipelineExecutor(NativeExecutor):
     # --- what differs from a rank that has the whole model ----------------------------------------------
 
     @property
-    def runner(self) -> BatchRunner:
+    def runner(self) -> PipelineExecutor:
         return self
 
     def require_peers(self) -> None:
@@ -202,8 +202,7 @@ class PipelineExecutor(NativeExecutor):
         # The generator of every stage goes on if any stage has drawn, so that seeds stay alike.
         known = self._schedules[training]
         if known.draws is None:
-            draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
-            known = self._schedules[training] = replace(known, draws=draws)
+            known.draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
         if known.draws:
             self._draws.advance()
 

@@ -30,9 +30,8 @@ from zerodrift.engine.habits.storage_writes import (
     hold_full,
     record_versions,
     rows_with_new_version,
-    rows_written_while_absent,
 )
-from zerodrift.engine.step.segment import FlatSegment, are_missing, share_placeholders
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.plan.table import Row
@@ -205,10 +204,7 @@ Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractCo
 class ParameterGuard:
     """All parameter slots of a model."""
 
-    def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
-        """`asynchronous`: see `Mesh.asynchronous`."""
-        self._asynchronous = asynchronous
-        self._placeholders = share_placeholders([segment for segment in segments if segment.gathers])
+    def __init__(self, model: nn.Module, segments: list[FlatSegment]) -> None:
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._slots = [
             ParameterSlot(
@@ -252,22 +248,13 @@ class ParameterGuard:
                 problems.include(problem)
         if not problems and not same:
             self._check_tree(problems)
-        absent = not self._asynchronous and any(not are_missing(held).all() for held in self._placeholders)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
                 written = rows_with_new_version(segment)
-                if absent:
-                    written += [row for row in rows_written_while_absent(segment) if row not in written]
                 for row in written:
                     problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
                 if written:
                     record_versions(segment)
-
-    def find_written_placeholders(self) -> torch.Tensor | None:
-        """Return on the device whether user code has written a placeholder; None where `check` has looked,
-        which must not make the host wait."""
-        found = [(~are_missing(held)).any() for held in self._placeholders if self._asynchronous]
-        return torch.stack(found).any().long() if found else None
 
     def _check_tree(self, problems: Problems) -> None:
         for path, module in self._model.named_modules():

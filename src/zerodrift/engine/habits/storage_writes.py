@@ -15,7 +15,7 @@ import operator
 
 import torch
 
-from zerodrift.engine.step.segment import FlatSegment, are_missing, is_due, missing_value
+from zerodrift.engine.step.segment import FlatSegment, is_due
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels.prints import BYTES, prints
@@ -117,15 +117,6 @@ def rows_with_new_version(segment: FlatSegment) -> list[Row]:
     return [row for row, parameter, version in versions if parameter._version != version]
 
 
-def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
-    """Return the rows with a write to their placeholder, which reaches its one element, and undo it."""
-    unwritten = are_missing(segment.placeholder_elements)
-    if unwritten.all():
-        return []
-    segment.placeholder_elements.fill_(missing_value(segment.full.dtype))
-    return [row for row, same in zip(segment.rows, unwritten.tolist(), strict=True) if not same]
-
-
 def compare_with_storage(segment: FlatSegment) -> None:
     """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
     columns = segment.spec.columns
@@ -174,8 +165,6 @@ def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_al
     """Make writes of user code to storage the master's, on this rank, or raise; see [Note: writing]. With
     `accept_all`, elements of a split master that cannot be told apart take the values of storage."""
     problems = Problems()
-    for row in rows_written_while_absent(segment) if segment.gathers else ():
-        problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
     overwritten, segment.writes.overwritten = segment.writes.overwritten, None
     first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
     for row in () if overwritten is None else _rows_of(segment, overwritten, segment.full, first):

@@ -97,7 +97,6 @@ class FlatSegment:
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
         self._placeholder_addresses: list[int] = []
-        self.placeholder_elements = torch.empty(0)
         self._absent_classes: list[type] = []
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
@@ -122,7 +121,9 @@ class FlatSegment:
         if self.gathers:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
-        self.use_placeholders(self.full.new_full((len(self.rows),), missing_value(self.full.dtype)))
+        elements = self.full.new_full((len(self.rows),), _missing_value(self.full.dtype))
+        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
+        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
         trained = self.spec.columns.trained
         self._kinds = [(self.full.dtype, row.shape, trained) for row in self.rows]
         self._show(self._views)
@@ -133,16 +134,6 @@ class FlatSegment:
             self._own_holders = _holders(self.full)
             self.is_stale = True  # there is nothing in it
             self._free()
-
-    def use_placeholders(self, elements: torch.Tensor) -> None:
-        """Show these elements, one for each parameter, while the full form has no memory."""
-        self.placeholder_elements = elements
-        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
-        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
-        if not self.is_full and self._absent_classes:
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
-                    parameter.data = placeholder
 
     def _expect_gradients(self) -> None:
         """Prepare trained parameters for gradients."""
@@ -327,29 +318,8 @@ _KIND = operator.attrgetter("dtype", "shape", "requires_grad")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def missing_value(dtype: torch.dtype) -> float | int:
+def _missing_value(dtype: torch.dtype) -> float | int:
     """Return the value of a placeholder: NaN, or the least integer; False for bool, which has no other."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def are_missing(elements: torch.Tensor) -> torch.Tensor:
-    """Return which placeholder elements still have the placeholder's value."""
-    value = missing_value(elements.dtype)
-    return elements.isnan() if isinstance(value, float) else elements == value
-
-
-def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
-    """Put the placeholder elements of all segments into one tensor per dtype, so that one check covers
-    all."""
-    by_dtype: dict[torch.dtype, list[FlatSegment]] = {}
-    for segment in segments:
-        by_dtype.setdefault(segment.full.dtype, []).append(segment)
-    shared = []
-    for dtype, alike in by_dtype.items():
-        counts = [len(segment.rows) for segment in alike]
-        shared.append(alike[0].full.new_full((sum(counts),), missing_value(dtype)))
-        for segment, elements in zip(alike, shared[-1].split(counts), strict=True):
-            segment.use_placeholders(elements)
-    return shared

@@ -135,12 +135,6 @@ class Traversal:
         self._come_back(unit)
         return True
 
-    def _is_to_come(self, unit: Any) -> bool:
-        """Return whether this backward, or a later one of a forward, will come to the unit out of turn."""
-        if self.reached is None or not unit.trained:
-            return unit.uses > 0
-        return unit.number in self.reached
-
     def ends_with_the_next(self, unit: Any) -> None:
         """Record a unit whose backward has begun without a hook at its end."""
         if not unit.is_root:
@@ -186,8 +180,11 @@ class Traversal:
     def _pass_back(self, until: int) -> None:
         for place in range(self._came, until):
             unit = self._back[place]
-            if self._is_to_come(unit):
-                continue
+            to_come = unit.uses > 0
+            if self.reached is not None and unit.trained:
+                to_come = unit.number in self.reached
+            if to_come:
+                continue  # this backward, or a later one of a forward, will come to it out of turn
             self._come(place)
             self.gradients.over(unit)
             unit.rest()

@@ -75,17 +75,12 @@ def _wait_one_behind(handles: Iterable[Handle]) -> None:
 
 
 def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
-    """Choose how every rank steps its slices, before the first step; a call of all ranks."""
+    """Choose how every rank steps its slices, before the first step; a call of all ranks. Programs run if no
+    rank has an obstacle, else the definition, after one warning for all ranks."""
     where = comm.mesh.device
     if where.type == "cpu" or plan.policy.sharding.offload:
         return update
-    return agree_on_update_function(comm, device.obstacle(where))
-
-
-def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateFunction:
-    """Return the programs if no rank has an obstacle, else the definition, after one warning for all
-    ranks."""
-    obstacles = comm.all_gather_object(obstacle)
+    obstacles = comm.all_gather_object(device.obstacle(where))
     without = {rank: why for rank, why in enumerate(obstacles) if why is not None}
     if not without:
         return update
