@@ -13,7 +13,6 @@ Invariant: the digests of a state never change from one version to the next, bec
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from zerodrift.comm.collectives import Collectives
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.habits.microbatch_state import WORKSPACE
+from zerodrift.engine.habits.microbatch_state import workspace
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import native
@@ -65,7 +64,7 @@ def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) 
     sums = _Sums(plan, comm.mesh.device)
     spans: list[list[Any]] = [[], []]
     digests = [0, 0]
-    """Of what other ranks hold too, in parts of segments and in whole ones."""
+    """Digests of state that other ranks hold too, in parts of segments and in whole ones."""
     for piece in pieces:
         copied = piece.held if piece.share != piece.held else ()
         whole = sum(span.numel for span in copied) == sum(row.numel for row in piece.rows)
@@ -152,7 +151,7 @@ def computed_by(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
-        found |= {"device": name, "cuda": cuda, "workspace": os.environ.get(WORKSPACE, "")}
+        found |= {"device": name, "cuda": cuda, "workspace": workspace()}
     return found
 
 

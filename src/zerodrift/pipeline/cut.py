@@ -27,7 +27,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -64,7 +64,9 @@ class Parts:
                 do="Write `each=lambda model, layer, hidden, batch: ...`.",
             )
 
-    passes: ClassVar[tuple[str, ...]] = ()
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ()
 
     def first(self, piece: nn.Module, batch: Any) -> Hidden:
         return self.middle(piece, self.before(piece, batch), batch)

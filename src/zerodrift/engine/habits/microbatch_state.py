@@ -150,6 +150,10 @@ def release_determinism(user: object) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
+def workspace() -> str:
+    return os.environ.get(WORKSPACE, "")
+
+
 def nondeterministic_operation(error: BaseException) -> UnsupportedError | None:
     """Return our error for an operation that torch refuses in this mode; None for anything else."""
     found = _REFUSED.match(str(error)) if isinstance(error, RuntimeError) else None

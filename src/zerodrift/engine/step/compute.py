@@ -53,7 +53,7 @@ def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
 
 def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
     calls: list[tuple[Any, ...]] = []
-    """Of each running forward: the replacement of its inputs; (a tensor of the caller, its replacement, the
+    """Running forwards: the replacement of its inputs; (a tensor of the caller, its replacement, the
     version of that); the dtype of the first floating input; the switch of autocast, or None."""
     own = boundary.dtype.torch
     lookup = None if boundary.lookup is None else boundary.lookup.torch
