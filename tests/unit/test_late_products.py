@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.habits.pins import _class_for
+from zerodrift.engine.habits.pins import class_for
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
 from zerodrift.pipeline.products import StridedView
@@ -109,7 +109,7 @@ class Own(nn.Parameter):
             return found.as_subclass(torch.Tensor) if counts else found
 
 
-KINDS = {"plain": nn.Parameter, "own": Own, "pinned": _class_for("weight", "auto")}
+KINDS = {"plain": nn.Parameter, "own": Own, "pinned": class_for("weight", "auto")}
 
 
 @pytest.mark.parametrize("case", [*LEFT, *LATE])
@@ -136,7 +136,7 @@ def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str, read: Any
 def test_behind_a_view_of_a_pinned_weight_is_the_weight(name: str) -> None:
     """How torch and others find where a gradient is added."""
     weight = nn.Parameter(torch.randn(6, 8))
-    weight.__class__ = _class_for("weight", "auto")
+    weight.__class__ = class_for("weight", "auto")
     node: Any = getattr(weight, name)(weight).grad_fn
     assert node.next_functions[0][0].variable is weight
 

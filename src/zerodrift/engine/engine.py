@@ -138,9 +138,14 @@ class Engine:
     def _seed_of(self, number: int) -> int:
         return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
-        return self.progress.no_sync()
+        before, self.progress.syncs = self.progress.syncs, False
+        try:
+            yield
+        finally:
+            self.progress.syncs = before
 
     @contextlib.contextmanager
     def _recovering(self, recover: Callable[[], None]) -> Iterator[None]:

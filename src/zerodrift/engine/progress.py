@@ -9,8 +9,7 @@ Invariant: nothing here reads the data of one rank, so ranks that report the sam
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +119,8 @@ class TrainingProgress:
         """Forwards in training since the last step that no backward has come back to."""
         self.answered = False
         """Whether the backward of the current micro-batch has come back to a forward."""
-        self._sync = True
+        self.syncs = True
+        """Whether a backward may be the last of its step."""
         self.is_scaled = False
         """Whether the loss of the current backward has been through `scale`."""
         self.closed = False
@@ -139,7 +139,7 @@ class TrainingProgress:
     def is_last(self) -> bool:
         """Return whether the coming backward is the last micro-batch of its step."""
         counted = (self.micro_batches + 1) % self.accumulation == 0
-        return (counted if self.boundary is None else self.boundary) and self._sync
+        return (counted if self.boundary is None else self.boundary) and self.syncs
 
     def end_backward(self) -> bool:
         """Count a micro-batch."""
@@ -172,15 +172,6 @@ class TrainingProgress:
                 tensor.register_hook(reached)
 
         return [model.register_forward_hook(after)]
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Treat backwards inside as not the last of their step."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
     # --- the step ---------------------------------------------------------------------------------------
 

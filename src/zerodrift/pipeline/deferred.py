@@ -104,8 +104,9 @@ class WeightQueue:
         kept = tuple((tensor, tensor._version) for tensor in holds)
         late = DeferredGradient(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds))
         if self.limit is not None:
-            while self.held + late.held > self.limit and (waiting := self._oldest()):
-                self._form(waiting.pop(0))
+            while self.held + late.held > self.limit and len(self):
+                oldest = next((waiting for waiting in self._closed if waiting), self._open)
+                self._form(oldest.pop(0))
         self._open.append(late)
         self.held += late.held
         self.peak = max(self.peak, self.held)
@@ -134,10 +135,6 @@ class WeightQueue:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
-
-    def _oldest(self) -> list[DeferredGradient]:
-        """Return the list with the gradient that has waited longest; empty where none waits."""
-        return next((waiting for waiting in self._closed if waiting), self._open)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch: the gradients queued since the last call are its own. An engine calls this."""

@@ -307,13 +307,6 @@ def mark_gathered(parameters: Iterable[Any]) -> None:
             parameter.__class__ = kind.kind
 
 
-def mark_lost(parameter: Any) -> None:
-    """Record that absent values went with the engine that held them."""
-    kind = type(parameter)
-    if issubclass(kind, AbsentParameter):
-        kind.lost = True
-
-
 def gathered_class(parameter: Any) -> type:
     """Return the class of a parameter while its values are there."""
     kind = type(parameter)

@@ -24,7 +24,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error, mark_lost
+from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
 from zerodrift.engine.habits.storage_writes import (
     WRITE,
     hold_full,
@@ -400,7 +400,9 @@ class ParameterGuard:
         for segment in self._segments:
             segment.detach()
         for slot in self._slots:
-            mark_lost(slot.parameter)
+            kind = type(slot.parameter)
+            if issubclass(kind, AbsentParameter):
+                kind.lost = True
         for module, slots in _by_module(s for s in self._slots if not s.segment.is_full).items():
             lost = LostParameters(slots)
             module.register_forward_pre_hook(lost)

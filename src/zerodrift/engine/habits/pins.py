@@ -26,7 +26,6 @@ from torch import nn
 from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Output
 
 PRODUCTS = frozenset((
@@ -58,13 +57,7 @@ def pin(segments: Iterable[FlatSegment]) -> None:
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
-                set_gathered_class(parameter, class_for(row))
-
-
-def class_for(row: Row, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
-    """Return the class of a row's pinned parameter; `kind` is what operations return around it."""
-    others = () if kind is torch.Tensor else (kind,)
-    return _class_for(row.name, row.columns.output, kind, others)
+                set_gathered_class(parameter, class_for(row.name, row.columns.output))
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
@@ -101,10 +94,10 @@ class _PinnedResult(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
 
-def _class_for(
-    name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor, others: tuple[type, ...] = ()
-) -> type[Pinned]:
+def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
+    """Return the class of a pinned parameter; `kind` is what operations return around it."""
     warned: list[str] = []
+    others = () if kind is torch.Tensor else (kind,)
 
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

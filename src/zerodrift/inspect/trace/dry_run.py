@@ -108,7 +108,7 @@ class _DryRun:
                 torch.utils.swap_tensors(parameter, instead)
             self._parameters[self._recorder.memory(parameter)] = row.name
             if row.columns.pinned and holds and parameter.is_floating_point():
-                parameter.__class__ = pins.class_for(row, FakeTensor)
+                parameter.__class__ = pins.class_for(row.name, row.columns.output, FakeTensor)
 
     def _replace_buffers(self) -> None:
         dtypes = {row.name: row.storage.torch for row in self._plan.buffers}
