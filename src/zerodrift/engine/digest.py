@@ -1,11 +1,9 @@
 """Digest a run's whole state: one number that is equal where every bit is, on whatever ranks the slices are.
 
-An element adds its bits times an odd weight that depends on its kind (weight, visible weight, a moment or a
-gradient), its parameter's name and its place; everything is added modulo 2^64. So the digest of a model is
-the sum of its slices', on any number of ranks, at any stage and on any backend. A change of one element
-always changes it; changes that happened without knowing of the weights cancel about once in 2^32.
-
-State that several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
+An element adds its bits times an odd weight that depends on its kind, its parameter's name and its place;
+everything is added modulo 2^64. So the digest of a model is the sum of its slices', at any stage and on any
+backend. A change of one element always changes it; other changes cancel about once in 2^32. State that
+several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
 
 Invariant: the digests of a state never change from one version to the next, because runs record them.
 """

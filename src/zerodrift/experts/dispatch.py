@@ -1,16 +1,14 @@
 """Tokens to the ranks that have their experts, and back: a layer of experts run on several ranks.
 
 A module that holds a stack of experts, and is called with tokens, the experts that each token goes to, and
-their weights, keeps its own forward. Around it, on every rank of the expert axis: each token goes to the
-ranks of its experts, the module runs what arrives on its own experts, results return, and are added up with
-the weights where the token came from. Which rows are experts, and over how many ranks, is in the plan.
+their weights, keeps its own forward. Around it each token goes to the ranks of its experts, the module runs
+what arrives on its own experts, and results are added up with the weights where the token came from.
 
 Invariant: all ranks exchange as often and in the same order, forward and backward, whatever the data does;
 and the order of every sum is the order of experts, on whatever rank they are.
 
 [Note: no token] Where no token comes to a rank, its module runs one row of zeros, which is dropped. So the
-result has the module's dtype and its graph on every rank, and the exchange of gradients takes place; what
-the row gives to the parameters' gradients is zero.
+result has the module's dtype and its graph on every rank, and the exchange of gradients takes place.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """Form weight gradients later: a queue that a stage owns, which backwards fill and the stage drains.
 
 A backward needs the gradient of its input at once, because the stage before it is waiting, and that of its
-weights only by the end of the step. `defer_weight_grads` makes the products of a module leave the second half
-in a `WeightQueue`: input and output gradient are kept, and `drain` forms the weight's product, micro-batch by
-micro-batch, in the dtype that the gradient is accumulated in. `products.py` recognises products. The engine
-reduces `param.grad`, whenever it was written.
+weights only by the end of the step. So the products of a module (`products.py`) leave the second half in a
+`WeightQueue`, and `drain` forms it, micro-batch by micro-batch, in the dtype of accumulation.
 
 Invariant: every gradient in the queue is added to `param.grad` exactly once, or dropped by `clear`. A
 gradient that is already there is added to, never replaced, and its factors are as they were when it was
 queued.
 
 [Note: hooks] User code with a hook on a weight, or on a view of it, reads or changes its gradient. The
-gradient of such a weight is autograd's, at once, whenever before its backward the hook was put on:
-`recognise` looks in the forward, the product's backward looks again. Hooks on a view inside of a forward are
-noticed as they are put on. Hooks on nodes of the graph are not noticed.
+gradient of such a weight is autograd's, at once: `recognise` looks in the forward, the product's backward
+looks again. Hooks on nodes of the graph are not noticed.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
 Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a tensor's
 class before anything is computed with it, so a parameter is of a class of its own while it is absent, and of
-its usual class while it is gathered: nothing that runs in a forward is asked. torch's lazy parameters change
-their class in the same way. `CollectedGradient` is the same for `param.grad` (`gradient_exposure.py`).
-
-Where a state dict may be taken while values are absent, as with DeepSpeed, ranks that save nothing copy, cast
-and cut their entries just as the rank does that saves them. So these entries are `AbsentValue`s without any
-memory: one can be taken for no other, and given to no other tensor. `param.data` is one too there, because
-torch lets it become any tensor's without asking its class.
+its usual class while it is gathered, as torch's lazy parameters are. `CollectedGradient` is the same for
+`param.grad` (`gradient_exposure.py`). Where a state dict may be taken while values are absent, as with
+DeepSpeed, its entries and `param.data` are `AbsentValue`s without any memory.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """

@@ -1,10 +1,9 @@
 """Seed micro-batches, and refuse state that passes from one to the next, where no bit may depend on ranks.
 
-Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Two things in a
-model would add, without an error, which micro-batches its rank has had before: random numbers from a
-generator that goes on from one to the next, and buffers that a forward in training writes, such as running
-statistics. Both are refused. torch's deterministic operations are on while an engine of the process needs
-them.
+Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Random numbers
+from a generator that goes on from one micro-batch to the next, and buffers that a forward in training writes,
+would add which micro-batches its rank has had before. Both are refused. torch's deterministic operations are
+on while an engine of the process needs them.
 
 Invariants: the seed of (seed, step, micro-batch) is the same on every machine and in every version, because a
 resumed run depends on it. When the last engine that needs deterministic operations ends, torch's switches are

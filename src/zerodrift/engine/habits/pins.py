@@ -1,11 +1,9 @@
 """A pin holds wherever the parameter is used, not only where its own module is called.
 
-The boundaries of `compute.py` keep a pinned module out of autocast. A parameter is also used by others: by
-`F.linear(x, self.gate.weight)` of a block, by `MultiheadAttention` for its `out_proj`, by `x @ self.gate`. So
-pinned parameters become a class of `Parameter` whose operations run with autocast off, and whose products
-take other floating arguments in the pin's dtype. They stay the same objects: optimizers, ties and names hold.
-What is computed of pinned parameters alone (a view, a normalized or scaled matrix, several of them joined) is
-of such a class too; what an operation computes of other tensors as well is a plain one.
+The boundaries of `compute.py` keep a pinned module out of autocast. A parameter is also used by others, as in
+`F.linear(x, self.gate.weight)` or `x @ self.gate`. So pinned parameters become a class of `Parameter` whose
+operations run with autocast off, and whose products take other floating arguments in the pin's dtype. What is
+computed of pinned parameters alone (a view, a normalized matrix, several joined) is of such a class too.
 
 Invariant: a pinned parameter, and what is made of it alone, enters no operation in a narrower dtype than its
 own, unless the model casts it itself, which is said once, by name.

@@ -2,15 +2,14 @@
 
 Floating inputs of the model are cast to the mode's dtype. A module that the plan has a boundary at gets its
 floating inputs cast to the boundary's dtype, runs with autocast off, and returns its own dtype or its
-input's, as the boundary says. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
+input's. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
 
 Invariant: what is hooked is what the plan lists, and leaving a module restores what was there.
 
 [Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
-caller's own autocast around the engine is switched to the configured one, with one warning; around an
-engine whose precision is not autocast it is off inside, with one warning: it would change the dtype of every
-op behind the plan's back. Autocast inside the model's code is the model's own business: `transformers` turns
-it off where it computes rotary tables in fp32.
+caller's own autocast around the engine is switched to the configured one, and around an engine whose
+precision is not autocast it is off inside, with one warning: it would change the dtype of every op behind the
+plan's back. Autocast inside the model's code is the model's own business.
 """
 
 from __future__ import annotations

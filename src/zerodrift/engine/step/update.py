@@ -1,9 +1,8 @@
 """Update: step the owned slices, show the new values on every rank, and report what became of the update.
 
-Every rank must step in the same way. On a GPU the programs in Triton and the definition in PyTorch may differ
-by an ulp ([Note: bits on a GPU] in `optim/fused.py`), and ranks that hold the same weights would drift apart
-without an error. So programs run on every rank or on none. On a CPU, and for what is offloaded to one, both
-leave the same bits.
+On a GPU the programs in Triton and the definition in PyTorch may differ by an ulp ([Note: bits on a GPU] in
+`optim/fused.py`), and ranks that hold the same weights would drift apart without an error. So programs run on
+every rank or on none. On a CPU, and for what is offloaded to one, both leave the same bits.
 
 Invariant: counts are integers and square sums are added as long integers (`kernels/squares.py`), so a report
 is the same at every stage and for every number of slices.
