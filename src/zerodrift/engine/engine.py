@@ -138,14 +138,9 @@ class Engine:
     def _seed_of(self, number: int) -> int:
         return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context whose backwards are not the last of their step, so that reductions wait."""
-        before, self.progress.syncs = self.progress.syncs, False
-        try:
-            yield
-        finally:
-            self.progress.syncs = before
+        return self.progress.no_sync()
 
     @contextlib.contextmanager
     def _recovering(self, recover: Callable[[], None]) -> Iterator[None]:

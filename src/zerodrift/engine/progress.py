@@ -9,7 +9,8 @@ Invariant: nothing here reads the data of one rank, so ranks that report the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,6 +173,14 @@ class TrainingProgress:
                 tensor.register_hook(reached)
 
         return [model.register_forward_hook(after)]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
 
     # --- the step ---------------------------------------------------------------------------------------
 
