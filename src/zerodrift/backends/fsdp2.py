@@ -29,7 +29,7 @@ from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.backends.values import DTensorShard, TensorValues, pieces
 from zerodrift.comm.call_stack import is_the_users
 from zerodrift.comm.collectives import Collectives
-from zerodrift.engine.executor import BatchRunner, Executor
+from zerodrift.engine.executor import Executor
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.shards import Span
@@ -86,7 +86,7 @@ class FullyShardExecutor:
         """Set by `follow`."""
 
     @property
-    def runner(self) -> BatchRunner | None:
+    def runner(self) -> None:
         return None
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:

@@ -118,7 +118,7 @@ class _DryRun:
                 torch.utils.swap_tensors(parameter, instead)
             self._parameters[self._recorder.memory(parameter)] = row.name
             if row.columns.pinned and holds and parameter.is_floating_point():
-                parameter.__class__ = pins.class_for(row, FakeTensor)
+                parameter.__class__ = pins.class_for(row.name, row.columns.output, FakeTensor)
 
     def _watch_kept(self) -> Iterator[Any]:
         """Hook on pinned modules whose output keeps the pin's dtype, as the plan says."""
