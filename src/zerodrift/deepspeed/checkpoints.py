@@ -1,9 +1,13 @@
-"""`save_checkpoint` and `load_checkpoint`: DeepSpeed's calls on zerodrift's checkpoints.
+"""`save_checkpoint`, `load_checkpoint` and state dicts: DeepSpeed's calls on zerodrift's checkpoints.
 
 A folder has one folder per tag and a file `latest`. A tag loads on any number of ranks, at any stage. The
 client state is rank 0's, made of plain values, because loading a checkpoint runs no code from it. A
 checkpoint that DeepSpeed itself saved is converted by rank 0 into a temporary folder beside it, and loaded
 from there.
+
+`module_state_dict` and `save_16bit_model` gather a whole model, one unit at a time, in the `export` dtypes;
+`zerodrift.export` writes a sharded one. A loaded value reaches the master weights at every stage; a value
+that was not loaded keeps every bit.
 
 Invariant: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
 either.
@@ -15,6 +19,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,14 +35,16 @@ from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
 from zerodrift.checkpoint.paths import kind_at
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.deepspeed.errors import MissingCheckpointError
-from zerodrift.deepspeed.log import logger
-from zerodrift.deepspeed.state_dicts import model_state, save_model
+from zerodrift.deepspeed.functions import logger
+from zerodrift.deepspeed.modules import MissingCheckpointError
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.plan.table import Row
 from zerodrift.weights.convert import to_checkpoint
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.deepspeed.files import find_tag
+from zerodrift.weights.export import whole_values
 from zerodrift.weights.sources import TrainingState
 
 SCRIPT = """#!/usr/bin/env python
@@ -236,6 +243,110 @@ def require(folder: CheckpointFolder, tag: str) -> Path:
         return folder.find(tag)
     except CheckpointError as error:
         raise MissingCheckpointError.joined([error]) from error
+
+
+# --- state dicts of the model -----------------------------------------------------------------------------
+
+
+def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
+    """Return the model's state dict on every rank, or on rank 0's CPU and an empty one elsewhere."""
+    keep = everywhere or engine.mesh.rank() == 0
+    values: dict[str, torch.Tensor] = {}
+    for unit in engine.plan.units:
+        rows = [engine.plan.rows[index] for index in unit.rows]
+        rows = [row for row in rows if not (without_frozen and not row.trained)]
+        for row, value in zip(rows, whole_values(engine, rows, keep), strict=True):
+            if value is not None:
+                values |= dict.fromkeys(row.names, value if everywhere else value.cpu())
+    if not keep:
+        return {}
+    whole: dict[str, Any] = {}
+    with native(engine.executor).guard.names_only():
+        state = engine.module.state_dict()
+    for name, value in state.items():
+        if name in values:
+            whole[prefix + name] = values[name]
+        elif engine.plan.row(name) is None:  # a buffer
+            if isinstance(value, torch.Tensor):
+                value = value.detach().clone()
+                value = value if everywhere else value.cpu()
+            whole[prefix + name] = value
+    return whole
+
+
+def save_model(engine: Engine, folder: str | os.PathLike[str], filename: str, without_frozen: bool) -> bool:
+    """Write the model to one file on rank 0. An error there is an error on every rank."""
+    state = model_state(engine, "", without_frozen, everywhere=False)
+    path = Path(folder) / filename
+    with raise_on_all_ranks(engine.comm):
+        if engine.mesh.rank() == 0:
+            with new_file(path) as partial:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_state(state, partial, path.suffix == ".safetensors")
+    return True
+
+
+def write_state(state: dict[str, Any], path: Path, safe: bool) -> None:
+    """Write a state dict as safetensors, or as torch saves it."""
+    if not safe:
+        # torch's own writer reports a full disk as a failed write only.
+        with path.open("wb") as stream:
+            torch.save(state, stream)
+        return
+    from safetensors.torch import save_file
+
+    save_file(without_ties(state), path, metadata={"format": "pt"})
+
+
+def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep the first name of each tensor, because safetensors holds no tensor twice."""
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value.contiguous() for name, value in state.items() if first[id(value)] == name}
+
+
+def attach_loading(engine: Engine) -> None:
+    """Make `load_state_dict` of the engine's module and its parts work at every stage.
+
+    The parameters of a module are gathered while it loads, and rank 0's values become those of all ranks. A
+    master takes the loaded value itself if that is wider than the compute dtype.
+    """
+    reference = weakref.ref(engine)
+    exact: dict[str, tuple[Row, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def loading(rows: Mapping[str, Row], state: Mapping[str, Any]) -> Iterator[None]:
+        engine = reference()
+        if engine is None:
+            raise AssertionError("hooks of an engine that is gone")
+        engine.require_open()
+        with engine.values.gathered(rows, write=True):
+            yield
+        exact.update(
+            {n: (row, state[n]) for n, row in rows.items() if row.trained and _is_wider(state[n], row)}
+        )
+        if not native(engine.executor).guard.opened:  # a module loads before its children
+            for row, value in exact.values():
+                _set_master(engine, row, value)
+            exact.clear()
+
+    native(engine.executor).guard.loading = loading
+
+
+def _set_master(engine: Engine, row: Row, value: torch.Tensor) -> None:
+    exact = value.detach().to(engine.mesh.device, torch.float32, copy=True).contiguous()
+    engine.comm.broadcast(exact.view(-1), 0, "data")
+    engine.values.set_master(row, exact)
+
+
+def _is_wider(value: Any, row: Row) -> bool:
+    compute = row.columns.compute.torch
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == row.whole_shape
+        and value.is_floating_point()
+        and torch.promote_types(value.dtype, compute) is not compute
+        and value.dtype is not torch.float64
+    )
 
 
 # --- DeepSpeed's own checkpoints --------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from zerodrift.config.parser import read
 from zerodrift.config.plain_tree import plain, shown
 from zerodrift.config.schema import Config
 from zerodrift.config.suggestions import is_path
-from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 

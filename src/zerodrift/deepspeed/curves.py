@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from zerodrift.config.schema import Block
-from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, first_line, said
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")

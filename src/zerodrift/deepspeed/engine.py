@@ -19,23 +19,25 @@ from typing import Any
 import torch
 
 from zerodrift.alias import run_settings
-from zerodrift.deepspeed.checkpoints import CheckpointedEngine
-from zerodrift.deepspeed.collectives import get_world_group
+from zerodrift.deepspeed.checkpoints import CheckpointedEngine, attach_loading
+from zerodrift.deepspeed.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
 from zerodrift.deepspeed.data import DeepSpeedDataLoader, make_loader
-from zerodrift.deepspeed.errors import MisuseError, absent, unknown
-from zerodrift.deepspeed.first_step import FirstStep
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.launch import local_rank
+from zerodrift.deepspeed.modules import MisuseError, absent, unknown
 from zerodrift.deepspeed.names import ENGINE_ABSENT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
-from zerodrift.deepspeed.state_dicts import attach_loading
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
-from zerodrift.errors import Problem, UnsupportedError
+from zerodrift.errors import PrecisionError, Problem, UnsupportedError
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe_calls
+from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.operations import anything_compiled
+from zerodrift.inspect.trace.records import EngineRecord, merged
 
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
 """Attributes of zerodrift's engine that messages name and DeepSpeed has not."""
@@ -371,6 +373,47 @@ def _require_loss(loss: Any) -> None:
     elif isinstance(loss, torch.Tensor):
         got = "one without a graph: it was computed without gradients, or of nothing that is trained"
     raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=todo)
+
+
+class FirstStep:
+    """Under `zerodrift run`: records an engine's first step, and prints the precision that it used.
+
+    Operations are recorded inside calls of the engine only, from the first forward that trains to the end of
+    the step. A difference from the plan is printed and does not end the run, for the loop is the caller's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stack = contextlib.ExitStack()
+        self._observed: EngineRecord | None = None
+        self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def call(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for a forward or a backward."""
+        module = self._engine.module
+        if self._observed is None and module.training and torch.is_grad_enabled():
+            compiled = anything_compiled() or any(map(is_compiled, module.modules()))
+            observing = observe_calls(self._engine, operations=not compiled)
+            self._observed, self._calls = self._stack.enter_context(observing)
+        return self._calls()
+
+    def leave(self) -> None:
+        """Stop recording."""
+        self._stack.close()
+
+    def end(self) -> None:
+        """Print the result on rank 0. Collective."""
+        self.leave()
+        engine = self._engine
+        observed = merged(engine.comm.all_gather_object(self._observed or EngineRecord()))
+        if engine.mesh.rank() or self._observed is None:
+            return
+        lines = [compare.line(engine.plan, observed), *compare.widened(engine.plan, observed)]
+        try:
+            compare.require_declared(engine.plan, observed)
+        except PrecisionError as error:
+            lines.append(str(error))
+        print("\n".join(lines), flush=True)
 
 
 for _name, _getter in GETTERS.items():

@@ -21,11 +21,11 @@ from zerodrift.api import initialize as make_engine
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.load import load
 from zerodrift.config.schema import Config
+from zerodrift.deepspeed.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.errors import RefusedConfigError
-from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line

@@ -17,10 +17,11 @@ LOWER_CASE = "(its own name in lower case)"
 PRESENT: Mapping[str, str] = {
     "collectives": """
         comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
-            broadcast configure gather get_global_rank get_world_group has_all_gather_into_tensor
-            has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor irecv isend log_summary
-            logger monitored_barrier recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor
-            reset_log scatter send
+            broadcast configure gather get_global_rank get_local_rank=local_rank get_world_group
+            has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
+            has_reduce_scatter_tensor init_distributed irecv isend log_summary logger monitored_barrier recv
+            reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send
+        constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
         utils utils.groups: get_data_parallel_group=get_world_group get_model_parallel_rank
             get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank
             get_tensor_model_parallel_world_size=get_model_parallel_world_size
@@ -44,28 +45,21 @@ PRESENT: Mapping[str, str] = {
         accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
     """,
     "engine": "runtime.engine: DeepSpeedEngine",
-    "estimates": """
-        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
-            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
-        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
-            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
-    """,
-    "gathered_parameters": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters",
-    "launch": """
-        comm comm.comm: get_local_rank=local_rank init_distributed
-        constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
-    """,
-    "log": """
-        utils utils.logging: log_dist logger warning_once
-        runtime.utils: see_memory_usage
-    """,
-    "marks": """
+    "functions": """
+        checkpoint.utils: clone_tensors_for_torch_save
         moe
         moe.utils: has_moe_layers is_moe_param is_moe_param_group
+        runtime.activation_checkpointing
+        runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
+            non_reentrant_checkpoint reset
+        runtime.utils: move_to_device see_memory_usage
+        runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
         runtime.zero.utils runtime.zero.partition_parameters: is_zero_param
+        utils utils.logging: log_dist logger warning_once
+        utils utils.nvtx: instrument_w_nvtx
         utils utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
-            set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
-            z3_leaf_parameter
+            unset_z3_leaf_modules z3_leaf_module
+        utils.torch: required_torch_version
         zero runtime.zero runtime.zero.partition_parameters: register_external_parameter
             unregister_external_parameter
         zero runtime.zero: unwrap_model_for_generation
@@ -96,30 +90,18 @@ PRESENT: Mapping[str, str] = {
             get_default_autocast_lower_precision_modules has_comm_dtype sort_dtypes
         runtime.zero.config: ZERO_OPTIMIZATION ZeroStageEnum
         runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
+        utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
+            safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
+            safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+            safe_update_full_grad_vectorized
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
     "runner": """
         launcher
         launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main parse_args
     """,
-    "parameter_values": """
-        utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
-            safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
-            safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-            safe_update_full_grad_vectorized
-    """,
-    "torch_functions": """
-        checkpoint.utils: clone_tensors_for_torch_save
-        runtime.activation_checkpointing
-        runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
-            non_reentrant_checkpoint reset
-        runtime.utils: move_to_device
-        runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
-        utils utils.nvtx: instrument_w_nvtx
-        utils.torch: required_torch_version
-    """,
-    "zero_init": "zero runtime.zero runtime.zero.partition_parameters: Init",
+    "zero_contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
     "zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
@@ -273,6 +255,16 @@ ABSENT_NAMES: Mapping[str, str] = {
     "Annotate with `Callable[[torch.optim.Optimizer], Any]`.": "deepspeed: DeepSpeedSchedulerCallable",
     "Use `with torch.device('meta'):`, or `zero.Init`.": "deepspeed utils: OnDevice",
     # zero, optimizers, precision
+    "`zerodrift plan` prints the bytes of a config; the formulas are of DeepSpeed's own memory.": """
+        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
+    """,
+    "Leave it out: a unit is gathered whole, and no module needs a mark.": """
+        utils utils.z3_leaf_module: set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
+            z3_leaf_parameter
+    """,
     "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.": """
         zero runtime.zero: MiCS_Init
     """,

@@ -1,7 +1,8 @@
 """The optimizer that `initialize` returns: the engine's parameter groups, with DeepSpeed's additions.
 
 Groups and their numbers are live: schedules of torch and of DeepSpeed write them, and every step reads them.
-`engine.step()` does the update.
+`engine.step()` does the update. As in DeepSpeed, a state dict has this rank's shard, for a run with the same
+plan and ranks; `engine.save_checkpoint` saves a run.
 
 Invariant: nothing is stored here; every answer is the engine's.
 """
@@ -9,17 +10,22 @@ Invariant: nothing is stored here; every answer is the engine's.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerodrift.deepspeed import state_dicts
-from zerodrift.deepspeed.errors import absent
+from zerodrift.checkpoint.state import groups, put_groups, put_scale
+from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters import engine_gone
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import UnsupportedError
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.plan.table import Plan
+from zerodrift.versions import DEEPSPEED
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -91,7 +97,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
         """The ZeRO stage."""
-        self._passes = state_dicts.is_plain(engine.plan)
+        self._passes = is_plain(engine.plan)
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 
@@ -197,11 +203,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the optimizer state."""
-        return state_dicts.optimizer_state(self._running())
+        return optimizer_state(self._running())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's shard of the optimizer state. All ranks must call it."""
-        state_dicts.load_optimizer_state(self._running(), state_dict)
+        load_optimizer_state(self._running(), state_dict)
 
 
 class OptimizerOfStages(type):
@@ -215,3 +221,57 @@ class OptimizerOfStages(type):
 
 DeepSpeedZeroOptimizer = OptimizerOfStages("DeepSpeedZeroOptimizer", (), {"stages": (1, 2)})
 DeepSpeedZeroOptimizer_Stage3 = OptimizerOfStages("DeepSpeedZeroOptimizer_Stage3", (), {"stages": (3,)})
+
+
+# --- this rank's optimizer state --------------------------------------------------------------------------
+
+
+def is_plain(plan: Plan) -> bool:
+    """Return True if DeepSpeed would return the caller's own optimizer. The weights are their own masters
+    then, and belong to the model's state."""
+    mode = plan.policy.mode
+    return plan.policy.sharding.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
+
+
+def optimizer_state(engine: Engine) -> dict[str, Any]:
+    """Return this rank's master weights and moments in fp32, with groups, counters and loss scale."""
+    plain = is_plain(engine.plan)
+    return {
+        "of": _identity(engine),
+        "zero_stage": engine.plan.policy.sharding.stage,
+        "ds_version": DEEPSPEED,
+        "param_groups": groups(engine),
+        "loss_scaler": engine.scaler.state_dict() if engine.scaler.active else None,
+        "counters": {} if engine.updater is None else engine.updater.counters(),
+        "pieces": [
+            {"master": None if plain else piece.weights(), "moments": piece.moments()}
+            for piece in Shards(engine).pieces()
+            if piece.updated
+        ],
+    }
+
+
+def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` returned on this rank. The weights follow the master weights."""
+    found = state.get("of")
+    if found != _identity(engine) or engine.updater is None:
+        raise CheckpointError(
+            "optimizer.load_state_dict",
+            "must get what `optimizer.state_dict` returned on this rank, under this plan",
+            got="another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}",
+            do="`engine.load_checkpoint` loads a checkpoint on any number of ranks.",
+        )
+    engine.updater.set_counters(state["counters"])
+    pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
+    for piece, held in zip(pieces, state["pieces"], strict=True):
+        if held["master"] is not None:
+            piece.set_weights(held["master"])
+        for key, values in held["moments"].items():
+            piece.set_moment(key, values)
+    put_groups(engine, state["param_groups"])
+    put_scale(engine, state["loss_scaler"])
+    Shards(engine).sync_storage()
+
+
+def _identity(engine: Engine) -> dict[str, Any]:
+    return {"plan": engine.plan.digest, "rank": engine.mesh.rank(), "ranks": engine.mesh.size("world")}
