@@ -52,11 +52,9 @@ def init_distributed(
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise MeshError(
-            "dist_init_required",
-            "must not be false where torch.distributed does not run yet",
-            do="Leave it out, or call `torch.distributed.init_process_group` first.",
-        )
+        must = "must not be false where torch.distributed does not run yet"
+        do = "Leave it out, or call `torch.distributed.init_process_group` first."
+        raise MeshError("dist_init_required", must, do=do)
     if auto_mpi_discovery and init_method is None:
         _translate(distributed_port)
     leave_slowly()
@@ -70,15 +68,10 @@ def init_distributed(
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, timeout=timeout, rank=0, world_size=1)
     except (RuntimeError, ValueError) as error:
-        raise RankError(
-            "init_distributed",
-            f"all ranks must join within {timeout.total_seconds():g} s",
-            got=repr(first_line(error)),
-            do=(
-                "Start with `torchrun` or `deepspeed`, which set RANK, WORLD_SIZE, LOCAL_RANK, "
-                "MASTER_ADDR and MASTER_PORT."
-            ),
-        ) from error
+        must, got = f"all ranks must join within {timeout.total_seconds():g} s", repr(first_line(error))
+        variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        do = f"Start with `torchrun` or `deepspeed`, which set {variables}."
+        raise RankError("init_distributed", must, got=got, do=do) from error
 
 
 def _translate(port: int) -> None:
@@ -90,12 +83,9 @@ def _translate(port: int) -> None:
         if values[0] is None or values[1] is None or int(values[1]) == 1:
             continue
         if "MASTER_ADDR" not in os.environ:
-            raise MeshError(
-                "MASTER_ADDR",
-                f"must name the machine of rank 0 for {names[1]}={values[1]} ranks",
-                got="nothing",
-                do="Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`.",
-            )
+            must = f"must name the machine of rank 0 for {names[1]}={values[1]} ranks"
+            do = "Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`."
+            raise MeshError("MASTER_ADDR", must, got="nothing", do=do)
         os.environ.update({usual: value for usual, value in zip(USUAL, values, strict=True) if value})
         os.environ.setdefault("MASTER_PORT", str(port))
         return
@@ -125,16 +115,15 @@ def get_model_parallel_world_size() -> int:
     return 1
 
 
-def _yes() -> bool:
+def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def _no() -> bool:
+def has_coalescing_manager() -> bool:
     return False
 
 
-has_reduce_scatter_tensor = has_all_gather_into_tensor = _yes
-has_all_reduce_coalesced = has_coalescing_manager = _no
+has_reduce_scatter_tensor, has_all_reduce_coalesced = has_all_gather_into_tensor, has_coalescing_manager
 
 
 # --- the log of collectives -------------------------------------------------------------------------------

@@ -52,20 +52,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 # --- helpers that torch nearly has ------------------------------------------------------------------------
 
 
-def move_to_device(
-    item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None
-) -> Any:
-    """Move the tensors in lists, tuples and dicts to a device, or only those that `criterion_func`
-    accepts."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(part, device, criterion_func) for part in item)
-    if isinstance(item, dict):
-        return {key: move_to_device(part, device, criterion_func) for key, part in item.items()}
-    return item
-
-
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
     """Copy tensors to a device, so that `torch.save` does not write the buffers that they are views of."""
     if isinstance(item, torch.Tensor):

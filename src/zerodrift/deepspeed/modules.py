@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.names import ABSENT_MODULES, ABSENT_NAMES, LOWER_CASE, PRESENT, ROOT
+from zerodrift.deepspeed.names import ABSENT, PRESENT, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -102,21 +102,25 @@ class Placeholder:
 HOME = "zerodrift.deepspeed"
 
 
-def read_table(table: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return for each module of a table its names, each with the text of the table."""
-    modules: dict[str, dict[str, str]] = defaultdict(dict)
+def read_table(table: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return for each module of a table its names, each with the text of the table; and the text of modules
+    that are listed without names."""
+    names: dict[str, dict[str, str]] = defaultdict(dict)
+    bare: dict[str, str] = {}
     for text, lines in table.items():
         for line in textwrap.dedent(lines).strip().replace("\n    ", " ").splitlines():
-            listed, _, names = line.partition(":")
+            listed, _, held = line.partition(":")
             for module in listed.split():
-                modules[module] |= dict.fromkeys(names.split(), text)
-    return modules
+                if held:
+                    names[module] |= dict.fromkeys(held.split(), text)
+                else:
+                    bare[module] = text
+    return names, bare
 
 
-NAMES_HERE = read_table(PRESENT)
-NAMES_ABSENT = read_table(ABSENT_NAMES)
-MODULES_ABSENT = {name: text for text, names in ABSENT_MODULES.items() for name in names.split()}
-MODULES = (NAMES_HERE.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
+NAMES_HERE, EMPTY = read_table(PRESENT)
+NAMES_ABSENT, MODULES_ABSENT = read_table(ABSENT)
+MODULES = (NAMES_HERE.keys() | EMPTY.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
 
 
 def children(module: str) -> list[str]:
@@ -187,7 +191,5 @@ class DeepSpeedModules(MetaPathFinder, Loader):
 
 def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
-    if home == LOWER_CASE:
-        return name.lower()
     module = importlib.import_module(home if "." in home else f"{HOME}.{home}")
     return getattr(module, other or name)

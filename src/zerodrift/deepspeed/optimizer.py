@@ -28,10 +28,6 @@ from zerodrift.plan.table import Plan
 from zerodrift.versions import DEEPSPEED
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a method of DeepSpeed that has nothing to do here."""
-
-
 class ParameterOffload:
     """`optimizer.parameter_offload` of stage 3, whose hooks TRL and others remove around a generation.
 
@@ -39,8 +35,11 @@ class ParameterOffload:
     context ends. The lists of hooks are empty, and nothing done with them changes the engine.
     """
 
-    empty_partition_cache = setup_zero_stage3_hooks = staticmethod(_nothing)
-    _register_deepspeed_module = _register_hooks_recursively = staticmethod(_nothing)
+    def _nothing(*args: Any, **kwargs: Any) -> None:
+        """Stand in for a method of DeepSpeed that has nothing to do here."""
+
+    empty_partition_cache = setup_zero_stage3_hooks = _nothing
+    _register_deepspeed_module = _register_hooks_recursively = _nothing
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -51,8 +50,8 @@ class ParameterOffload:
             is_complete_trace=lambda: False,
             is_invalid_trace=lambda: True,
             is_record_trace=lambda: False,
-            _invalidate_trace=_nothing,
-            reset_step=_nothing,
+            _invalidate_trace=self._nothing,
+            reset_step=self._nothing,
         )
 
     def get_param_coordinator(self) -> SimpleNamespace:
@@ -67,11 +66,11 @@ class LossScaler:
         scale = engine.plan.policy.loss_scale
         self.use_grad_scaling = scale is not None
         self.scale_factor = 2.0
-        self.dynamic = self.dynamic_loss_scale = scale is not None and scale.dynamic
-        self.scale_window = None if scale is None else scale.window
-        self.min_scale = self.min_loss_scale = None if scale is None else scale.minimum
-        self.delayed_shift = None if scale is None else scale.hysteresis
-        self.consecutive_hysteresis = scale is not None and scale.consecutive
+        self.dynamic = self.dynamic_loss_scale = bool(scale and scale.dynamic)
+        self.scale_window = scale and scale.window
+        self.min_scale = self.min_loss_scale = scale and scale.minimum
+        self.delayed_shift = scale and scale.hysteresis
+        self.consecutive_hysteresis = bool(scale and scale.consecutive)
 
     @property
     def cur_scale(self) -> float:
@@ -141,8 +140,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
-        instead = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
-        raise absent(f"optimizer.{name}", instead)
+        do = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
+        raise absent(f"optimizer.{name}", do)
 
     def __repr__(self) -> str:
         return f"DeepSpeedOptimizer({self.optimizer})"
@@ -183,12 +182,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         Lightning's Fabric calls this method."""
         engine = self._running()
         if closure is not None or not engine.micro_batches or not engine.progress.is_boundary:
-            raise UnsupportedError(
-                "optimizer.step",
-                "must be called without a closure after the last backward of a step",
-                got="a closure" if closure is not None else f"{engine.micro_batches} backwards",
-                do="Call `engine.step()` after every backward instead: it counts them.",
-            )
+            must = "must be called without a closure after the last backward of a step"
+            got = "a closure" if closure is not None else f"{engine.micro_batches} backwards"
+            do = "Call `engine.step()` after every backward instead: it counts them."
+            raise UnsupportedError("optimizer.step", must, got=got, do=do)
         schedule, engine.progress.schedule = engine.progress.schedule, None
         try:
             engine.step()
@@ -255,12 +252,10 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Load what `optimizer_state` returned on this rank. The weights follow the master weights."""
     found = state.get("of")
     if found != _identity(engine) or engine.updater is None:
-        raise CheckpointError(
-            "optimizer.load_state_dict",
-            "must get what `optimizer.state_dict` returned on this rank, under this plan",
-            got="another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}",
-            do="`engine.load_checkpoint` loads a checkpoint on any number of ranks.",
-        )
+        must = "must get what `optimizer.state_dict` returned on this rank, under this plan"
+        got = "another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}"
+        do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
+        raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)
     engine.updater.set_counters(state["counters"])
     pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
     for piece, held in zip(pieces, state["pieces"], strict=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,6 @@ from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import ParameterHandle
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Row
-from zerodrift.policy.resolve import SAFE_MODULES
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
@@ -102,12 +101,11 @@ def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
     """Return the engine that runs a parameter, and the parameter's name in it."""
     owner = engine_parameter(parameter)
     if owner is None:
-        raise ModelError(
-            "parameter",
+        must, got = (
             "must be one of a model that `initialize` was given",
-            got=f"another, of shape {list(parameter.shape)}",
-            do="Pass parameters of `engine.module`.",
+            f"another, of shape {list(parameter.shape)}",
         )
+        raise ModelError("parameter", must, got=got, do="Pass parameters of `engine.module`.")
     return owner.running(), owner.name
 
 
@@ -133,19 +131,15 @@ def mark_parameters(engine: Engine) -> None:
     native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
-            module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
-
-
-def _external_parameters() -> ItemsView[str, nn.Parameter]:
-    """Return no parameters: those of other modules are gathered with their units."""
-    return {}.items()
+            # Parameters of other modules are gathered with their units.
+            module.ds_external_parameters = {}.items  # type: ignore[assignment]
 
 
 def mark(parameter: nn.Parameter, number: int) -> None:
     """Set the attributes that DeepSpeed sets at stage 3, on parameters that are whole here too. The status is
     AVAILABLE only inside `GatheredParameters`."""
     status, kind, modules = ZeroParamStatus.NOT_AVAILABLE, ZeroParamType.PARTITIONED, set[nn.Module]()
-    values = (number, parameter.shape, parameter.numel(), status, kind, modules)
+    values = number, parameter.shape, parameter.numel(), status, kind, modules
     for name, value in zip(DS_ATTRIBUTES, values, strict=True):
         setattr(parameter, name, value)
 
@@ -267,12 +261,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     engine, segment, row = _locate(param)
     moments = {} if engine.updater is None else engine.updater.states(segment.number)
     if engine.updater is None or optim_state_key not in moments:
-        raise ModelError(
-            row.name,
-            f"must have optimizer state {optim_state_key!r}",
-            got=", ".join(moments) or "none yet",
-            do="State is there after the first step.",
-        )
+        must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
+        raise ModelError(row.name, must, got=got, do="State is there after the first step.")
     _write(moments[optim_state_key], segment, row, value)
     engine.updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
 
@@ -311,12 +301,6 @@ def _span(flat: torch.Tensor, segment: FlatSegment, row: Row) -> slice:
 # --- `deepspeed.runtime.torch_autocast`: the dtype of a gradient on the wire ------------------------------
 
 
-def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Return the classes whose gradients are sent in the autocast dtype, unless the config names others."""
-    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in SAFE_MODULES]
-    return [f"{kind.__module__}.{kind.__name__}" for kind in classes]
-
-
 def has_comm_dtype(param: nn.Parameter) -> bool:
     """Return True if the gradient is sent in the autocast dtype."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
@@ -331,11 +315,3 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
         if row is not None and row.columns.update is not None:
             return row.columns.update.reduce.wire.torch
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
-
-
-def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    return {get_comm_dtype(parameter) for parameter in params}
-
-
-def sort_dtypes(dtypes: list[torch.dtype]) -> list[torch.dtype]:
-    return sorted(dtypes, key=str)

@@ -127,12 +127,9 @@ class GatheredParameters:
             if not changed:
                 raise  # else the error below says it in DeepSpeed's words
         if changed:
-            raise ModelError(
-                "GatheredParameters",
-                "must have a `modifier_rank` where parameters are written",
-                got=f"changed values of {changed} of them without one, which would be lost",
-                do="Pass `modifier_rank=0`.",
-            )
+            must = "must have a `modifier_rank` where parameters are written"
+            got = f"changed values of {changed} of them without one, which would be lost"
+            raise ModelError("GatheredParameters", must, got=got, do="Pass `modifier_rank=0`.")
 
     def _count_changed(self) -> int:
         """Return the number of parameters that were written and may not be, on any rank."""
@@ -224,12 +221,9 @@ class Init:
         comm.init_distributed()
         group, ranks = data_parallel_group, dist.get_world_size()
         if group is not None and dist.get_world_size(group) != ranks:
-            raise UnsupportedError(
-                "zero.Init(data_parallel_group)",
-                "must be all ranks",
-                got="fewer",
-                do="Use `mics_shard_size` or `sharding.replicate` in the config for smaller groups.",
-            )
+            where = "zero.Init(data_parallel_group)"
+            do = "Use `mics_shard_size` or `sharding.replicate` in the config for smaller groups."
+            raise UnsupportedError(where, "must be all ranks", got="fewer", do=do)
         if module is not None:
             for part in module.modules():
                 self._shard(part)
