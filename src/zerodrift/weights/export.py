@@ -31,7 +31,7 @@ from zerodrift.plan.stages import whole_row
 from zerodrift.plan.table import Plan, Row
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
-from zerodrift.weights.progress import ProgressBar
+from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
 
 if TYPE_CHECKING:

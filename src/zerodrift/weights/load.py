@@ -47,8 +47,7 @@ from zerodrift.weights.matching import (
     expected_tensors,
     match,
 )
-from zerodrift.weights.progress import ProgressBar
-from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.weights.reader import ProgressBar, SafetensorsReader
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine

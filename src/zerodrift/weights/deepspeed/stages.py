@@ -1,7 +1,7 @@
 """Cut DeepSpeed's buffers into parameters by name, for each ZeRO stage.
 
-Stage 0 saves an optimizer's state by its own numbers. At stages 1 and 2 a parameter group is one flat buffer,
-cut into equal pieces, one per rank. At stage 3 every parameter is cut by itself.
+At stages 1 and 2 a parameter group is one flat buffer, cut into equal pieces, one per rank. At stage 3 every
+parameter is cut by itself. Stage 0 gives its weights alone.
 
 Invariant: every element of a parameter is in exactly one run; lengths and, if they were saved, the weights
 agree with the place that a parameter is taken from, or there is an error.
@@ -24,9 +24,6 @@ from zerodrift.weights.sources import Run
 GLANCE = 4096
 """Number of elements of each run that are compared with the model's weights."""
 _OTHER_SAVE = "The files are of different saves, or of a DeepSpeed that lays them out in another way."
-
-_Held = dict[str, tuple[int, "torch.Tensor | None", dict[str, torch.Tensor]]]
-"""Name -> (group, fp32 master, moments)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,121 +216,29 @@ def _shares(flats: Sequence[Sequence[torch.Tensor]], start: int, share: int, num
 
 
 def stage_0(files: DeepSpeedFiles) -> StageContents:
-    """Match the optimizer's numbers with parameters by shapes or values; if both leave a choice, masters and
-    moments are left out with a note."""
+    """Return the weights alone: the optimizer's state is saved by numbers, without names."""
     model = files.models[0]
     buffers = set(model.get("buffer_names") or ())
-    own: dict[str, torch.Tensor] = {}
-    aliases: dict[str, tuple[str, ...]] = {}
-    first: dict[tuple[int, int, int], str] = {}
+    names: dict[tuple[int, int, int], list[str]] = {}
+    """Storage, offset and size -> names; tied parameters share memory."""
     for name, value in model["module"].items():
-        if name in buffers:
-            continue
-        place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), value.numel())
-        home = first.setdefault(place, name) if value.numel() else name  # tied parameters share memory
-        if home == name:
-            own[name] = value
-        else:
-            aliases[home] = (*aliases.get(home, ()), name)
+        if name not in buffers:
+            place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), value.numel())
+            key = place if value.numel() else (-1, len(names), 0)
+            names.setdefault(key, []).append(name)
+    parameters = []
+    for name, *aliases in names.values():
+        value = model["module"][name]
+        weight = ((0, value.reshape(-1)),) if value.numel() else ()
+        parameters.append(DeepSpeedParameter(name, tuple(aliases), tuple(value.shape), 0, weight, {}))
     saved = model.get("optimizer") or {}
     base = saved.get("optimizer_state_dict", saved)
     groups, state = base.get("param_groups", ()), base.get("state", {})
-    if "fp32_groups_flat" in saved:
-        held = _held_flat(own, saved["fp32_groups_flat"], state)
-    else:
-        held = _held_by_number(own, groups, saved.get("fp32_groups"), state)
-    parameters = []
-    for name, value in own.items():
-        # Without any state, all parameters count as trained.
-        group, master, moments = held.get(name, (-1 if held else 0, None, {}))
-        values = value if master is None else master
-        weight = ((0, values.reshape(-1)),) if value.numel() else ()
-        runs = {key: ((0, moment.reshape(-1)),) for key, moment in moments.items()}
-        names = name, aliases.get(name, ())
-        parameters.append(DeepSpeedParameter(*names, tuple(value.shape), group, weight, runs))
     note = (
-        "Stage 0 saves the optimizer's state without names, and shapes do not tell its parameters apart: "
-        "masters and moments were left out. Save once at stage 1 to keep them."
+        "Stage 0 saves the optimizer's state without names: masters and moments were left out. Save once at "
+        "stage 1 to keep them."
     )
     scaler = saved if "cur_scale" in saved else None
-    notes = (note,) if groups and not held else ()
-    return StageContents(parameters, groups, _count_updates([state], groups), scaler, notes)
-
-
-def _moments(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {k: value for k, value in state.items() if isinstance(value, torch.Tensor) and k != "step"}
-
-
-def _held_by_number(
-    own: Mapping[str, torch.Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    masters: Sequence[Sequence[torch.Tensor]] | None,
-    state: Mapping[int, Mapping[str, Any]],
-) -> _Held:
-    named = _names_by_shape(own, groups, state) or _names_by_value(own, groups, masters or ())
-    held: _Held = {}
-    for group, options in enumerate(groups):
-        for place, number in enumerate(options["params"]):
-            if number in named:
-                master = masters[group][place] if masters else None
-                held[named[number]] = (group, master, _moments(state.get(number, {})))
-    return held
-
-
-def _names_by_shape(
-    own: Mapping[str, torch.Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[int, Mapping[str, Any]],
-) -> dict[int, str]:
-    """Return the name of each number, or nothing if there is a choice. A group's parameters are in the order
-    of the model; if it holds all parameters of its shapes, there is one way to assign them."""
-    names: dict[int, str] = {}
-    for options in groups:
-        shapes = []
-        for number in options["params"]:
-            found = {tuple(moment.shape) for moment in _moments(state.get(number, {})).values()}
-            if len(found) != 1:
-                return {}
-            shapes.append(found.pop())
-        fitting = [name for name, value in own.items() if tuple(value.shape) in set(shapes)]
-        if [tuple(own[name].shape) for name in fitting] != shapes:
-            return {}
-        names |= dict(zip(options["params"], fitting, strict=True))
-    return names if len(set(names.values())) == len(names) else {}
-
-
-def _names_by_value(
-    own: Mapping[str, torch.Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    masters: Sequence[Sequence[torch.Tensor]],
-) -> dict[int, str]:
-    """Return the name of each number whose master rounds to one parameter alone, or nothing."""
-    names: dict[int, str] = {}
-    for options, own_masters in zip(groups, masters, strict=True) if masters else ():
-        for number, master in zip(options["params"], own_masters, strict=True):
-            fitting = [
-                name
-                for name, value in own.items()
-                if master.shape == value.shape and torch.equal(master.to(value.dtype), value)
-            ]
-            if len(fitting) != 1:
-                return {}
-            names[number] = fitting[0]
-    return names
-
-
-def _held_flat(
-    own: Mapping[str, torch.Tensor], masters: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, Any]]
-) -> _Held:
-    """Cut one group that is one flat buffer, in the order of the model; several cannot be assigned."""
-    total = sum(value.numel() for value in own.values())
-    if len(masters) != 1 or masters[0].numel() != total:
-        return {}
-    flats = {k: v for k, v in state.get(0, {}).items() if isinstance(v, torch.Tensor) and v.numel() == total}
-    held: _Held = {}
-    end = 0
-    for name, value in own.items():
-        part = slice(end, end + value.numel())
-        held[name] = (0, masters[0][part], {key: flat[part] for key, flat in flats.items()})
-        end += value.numel()
-    return held
+    return StageContents(
+        parameters, groups, _count_updates([state], groups), scaler, (note,) if groups else ()
+    )
