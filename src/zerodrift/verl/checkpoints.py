@@ -35,8 +35,7 @@ class SavedRuns:
 
     def __init__(self, contents: Any, model: Any) -> None:
         """`contents` is verl's `checkpoint` block, `model` its `model`."""
-        self._contents = contents
-        self._model = model
+        self._contents, self._model = contents, model
         self._adapter_alone = bool(contents.save_lora_only and model.lora_rank)
         self._saved: list[Path] = []
 
@@ -114,9 +113,6 @@ def _export(engine: Engine, folder: Path) -> None:
 
 def _require_own(path: Path) -> None:
     if (path / "fsdp_config.json").is_file() and not (path / TAG).is_dir():
-        raise CheckpointError(
-            str(path),
-            "must have been saved by this engine",
-            got="a checkpoint of verl's engine for fsdp",
-            do="Merge it with `python -m verl.model_merger`, and name what comes of it in `model.path`.",
-        )
+        must, got = "must have been saved by this engine", "a checkpoint of verl's engine for fsdp"
+        do = "Merge it with `python -m verl.model_merger`, and name what comes of it in `model.path`."
+        raise CheckpointError(str(path), must, got=got, do=do)

@@ -26,19 +26,14 @@ from zerodrift.weights.export import whole_values
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def empty_model(given: Any) -> nn.Module:
-    """Build a language model without weights."""
-    build = get_hf_auto_model_class(hf_config=given.hf_config)
-    with empty():
-        model = build.from_config(
-            given.hf_config, dtype=given.hf_config.dtype, trust_remote_code=given.trust_remote_code
-        )
-    return _patched(model, given)
-
-
-def read_model(given: Any) -> nn.Module:
-    """Read a model with its weights, for one that gets an adapter or has a new head."""
+def prepared_model(given: Any) -> tuple[nn.Module, Any]:
+    """Build a language model without weights, and return the path of its weights; or read a model that gets
+    an adapter or has a new head."""
     build, config = get_hf_auto_model_class(hf_config=given.hf_config), given.hf_config
+    if given.model_type == "language_model" and not given.lora_rank:
+        with empty():
+            model = build.from_config(config, dtype=config.dtype, trust_remote_code=given.trust_remote_code)
+        return _patched(model, given), given.local_path
     if given.model_type == "value_model":
         build = AutoModelForTokenClassification
         if type(config) not in build._model_mapping:
@@ -48,7 +43,7 @@ def read_model(given: Any) -> nn.Module:
     model = build.from_pretrained(
         given.local_path, dtype=torch.float32, config=config, trust_remote_code=given.trust_remote_code
     )
-    return _patched(model, given)
+    return _patched(model, given), None
 
 
 def _patched(model: Any, given: Any) -> nn.Module:
@@ -59,10 +54,11 @@ def _patched(model: Any, given: Any) -> nn.Module:
     try:
         apply_monkey_patch(model=model, use_remove_padding=given.use_remove_padding, ulysses_sp_size=1)
     except (AssertionError, AttributeError, KeyError, NotImplementedError) as error:
-        got = f"{type(model).__name__}: {first_line(error)}"
-        raise UnsupportedError(
-            "model.path", "must be of an architecture that verl can patch", got=got
-        ) from error
+        must, got = (
+            "must be of an architecture that verl can patch",
+            f"{type(model).__name__}: {first_line(error)}",
+        )
+        raise UnsupportedError("model.path", must, got=got) from error
     if given.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     patched: nn.Module = model
@@ -126,11 +122,12 @@ def counted(weights: Weights, sent: dict[str, str], changes: Callable[[], int]) 
     def read() -> Weights:
         for name, value in weights:
             if changes() != before:
-                raise UnsupportedError(
-                    "get_per_tensor_param",
+                must, got = (
                     "must be read to its end before weights change",
-                    got=f"an update after {len(sent)} tensors",
-                    do="Send the weights, then train.",
+                    f"an update after {len(sent)} tensors",
+                )
+                raise UnsupportedError(
+                    "get_per_tensor_param", must, got=got, do="Send the weights, then train."
                 )
             sent[name] = tensor_digest(name, value)
             yield name, value
@@ -147,9 +144,6 @@ def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     """Raise if a sampler holds other tensors than it was sent."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
-        raise RankError(
-            "sampler",
-            "must hold the weights that it was sent",
-            got=f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first",
-            do="Look for what casts them on their way, or loads them under other names.",
-        )
+        got = f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
+        do = "Look for what casts them on their way, or loads them under other names."
+        raise RankError("sampler", "must hold the weights that it was sent", got=got, do=do)
