@@ -88,9 +88,7 @@ PRESENT: Mapping[str, str] = {
         runtime.zero.config: ZERO_OPTIMIZATION ZeroStageEnum
         runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
         utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
-            safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
             safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
             safe_update_full_grad_vectorized
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
@@ -279,6 +277,9 @@ ABSENT: Mapping[str, str] = {
     """,
     "Use `zero_to_fp32`, and cast what it wrote.": "utils: zero_to_torch",
     "Use `safe_get_full_fp32_param` and its kin.": """
+        utils utils.tensor_fragment: safe_get_local_fp32_param safe_get_local_grad
+            safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad
+            safe_set_local_optimizer_state
         utils utils.tensor_fragment: get_full_hp_param link_hp_params set_full_hp_param fragment_address
             get_hp_fragment_mapping
         utils: get_full_hp_grad set_full_hp_grad lazy_init_hp_params_optimizer_state map_to_flat_opt_states
