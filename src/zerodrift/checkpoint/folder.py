@@ -107,7 +107,7 @@ class CheckpointFolder:
     """The checkpoints below one path. Every change is made under the folder's lock."""
 
     def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:
-        """In a `shared` folder a save may replace a checkpoint of DeepSpeed."""
+        """Let a save replace a checkpoint of DeepSpeed if the folder is `shared`."""
         self.path, self._shared = Path(path), shared
 
     def tags(self) -> list[str]:

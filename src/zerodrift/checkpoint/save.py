@@ -185,11 +185,10 @@ class Save:
                 made = work()
             except Exception as error:
                 made = _refused(error, self._folder.path)
-        made = self._comm.broadcast_object(made, 0)
-        if isinstance(made, ZerodriftError):
-            raise CheckpointError.joined([made])
-        assert made is not None
-        return made
+        sent: Any = self._comm.broadcast_object(made, 0)
+        if isinstance(sent, ZerodriftError):
+            raise CheckpointError.joined([sent])
+        return Path(sent)
 
     def _publish(
         self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, head: Head | None

@@ -5,7 +5,7 @@ name that is not here can be imported, and raises an error that says what to use
 
 DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `modules.py` from the tables in
 `names.py`. The code is in `initialization` (`initialize`), `engine`, `getters`, `optimizer`, `checkpoints`,
-`zero_init` and `gathered_parameters`, `parameter_values`, and small files named by their contents.
+`zero_contexts`, `parameters`, and small files named by their contents.
 """
 
 from __future__ import annotations

@@ -126,13 +126,14 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         return None
     kind, (module, base, own) = block["type"], TORCH_CLASSES[key]
-    named: Any = getattr(module, kind, None)
+    named = getattr(module, kind, None)
     if not (isinstance(named, type) and issubclass(named, base)) or {kind, kind.lower()} & own.keys():
         return None
+    build: Any = named
 
     def make(over: Any) -> Any:
         try:
-            return named(over, **(block.get("params") or {}))
+            return build(over, **(block.get("params") or {}))
         except (TypeError, ValueError) as error:
             must = f"must be arguments of `torch.optim`'s {kind}"
             raise ConfigError(f"{key}.params", must, got=first_line(error)) from error
