@@ -133,7 +133,9 @@ class Checkpoints:
         self.wait()
         tag = automatic(engine.global_steps) if tag is None else tag
         check_tag(tag)
-        mine = (states.buffer_digests(engine.module), states.fingerprint(client))
+        # Digests find the buffers that differ between ranks.
+        buffers = {name: states.bits_digest(value) for name, value in engine.module.named_buffers()}
+        mine = (buffers, states.fingerprint(client))
         digests, first = comm.broadcast_object(mine, 0)
         different = frozenset(name for name, digest in mine[0].items() if digests.get(name) != digest)
 
@@ -157,7 +159,8 @@ class Checkpoints:
         if self._asynchronous:
             self._pending = (save, head)
             engine.progress.background = self
-            save.start(lambda: contents.copied(engine, frozen), own)
+            items = contents.items(engine, frozen)
+            save.start(lambda: [item.copied() for item in items], own)
         else:
             save.write(contents.items(engine, frozen), own)
             self._print(f"saved {save.finish(head, self._keep)}")

@@ -30,7 +30,6 @@ from zerodrift.versions import __version__
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
     from zerodrift.optim.updater import Counters
-    from zerodrift.plan.table import Row
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 FORM = "form"
@@ -50,21 +49,12 @@ class StageSummary:
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
     """Yield this rank's share of weights and moments, one segment at a time."""
     shards = Shards(engine)
-    saved = {row.name for row in _saved_rows(engine, frozen)}
+    saved = {row.name for row in engine.plan.rows if frozen or row.trained}
     for part in shards.weights():
         if part.name in saved:
             yield Item(weight_key(part.name), part.numel, part.start, part.values)
     for key, part in shards.moments():
         yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
-
-
-def copied(engine: Engine, frozen: bool = True) -> list[Item]:
-    """Copy the items to host memory, to be written while training goes on."""
-    return [Item(i.key, i.numel, i.start, i.values.to("cpu", copy=True)) for i in items(engine, frozen)]
-
-
-def _saved_rows(engine: Engine, frozen: bool) -> list[Row]:
-    return [row for row in engine.plan.rows if frozen or row.trained]
 
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
@@ -89,7 +79,8 @@ def head(
 ) -> Head:
     """Collect what rank 0 writes for all ranks; `alike` says that all gave the same client state."""
     counters = merged([stage.counters for stage in stages])
-    plan, updater, rows = engine.plan, engine.updater, _saved_rows(engine, frozen)
+    plan, updater = engine.plan, engine.updater
+    rows = [row for row in plan.rows if frozen or row.trained]
     manifest = Manifest(
         run=run,
         tag=tag,

@@ -265,7 +265,7 @@ def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> C
 def _write_checkpoint(
     source: ConvertSource, trained: TrainingState, path: Path, tag: str, shown: bool
 ) -> int:
-    entries = tuple(_as_fp32(entry) for entry in source.entries)
+    entries = tuple(map(_as_fp32, source.entries))
     total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
     shared = {
         "global_steps": trained.step,
