@@ -10,7 +10,6 @@ Invariant: nothing is stored here; every answer is the engine's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, UnsupportedError
-from zerodrift.plan.table import Plan
 from zerodrift.versions import DEEPSPEED
 
 
@@ -96,7 +94,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
         """The ZeRO stage."""
-        self._passes = is_plain(engine.plan)
+        mode = engine.plan.policy.mode
+        self._passes = self.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
+        """True if DeepSpeed would return the caller's own optimizer. The weights are their own masters then,
+        and belong to the model's state."""
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 
@@ -199,12 +200,45 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._running().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the optimizer state."""
-        return optimizer_state(self._running())
+        """Return this rank's master weights and moments in fp32, with groups, counters and loss scale."""
+        engine = self._running()
+        return {
+            "of": _identity(engine),
+            "zero_stage": self.stage,
+            "ds_version": DEEPSPEED,
+            "param_groups": groups(engine),
+            "loss_scaler": engine.scaler.state_dict() if engine.scaler.active else None,
+            "counters": {} if engine.updater is None else engine.updater.counters(),
+            "pieces": [
+                {"master": None if self._passes else piece.weights(), "moments": piece.moments()}
+                for piece in Shards(engine).pieces()
+                if piece.updated
+            ],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's shard of the optimizer state. All ranks must call it."""
-        load_optimizer_state(self._running(), state_dict)
+        """Load what `state_dict` returned on this rank. All ranks must call it. The weights follow the master
+        weights."""
+        engine, state, found = self._running(), state_dict, state_dict.get("of")
+        if found != _identity(engine) or engine.updater is None:
+            must = "must get what `optimizer.state_dict` returned on this rank, under this plan"
+            got = "another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}"
+            do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
+            raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)
+        engine.updater.set_counters(state["counters"])
+        pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
+        for piece, held in zip(pieces, state["pieces"], strict=True):
+            if held["master"] is not None:
+                piece.set_weights(held["master"])
+            for key, values in held["moments"].items():
+                piece.set_moment(key, values)
+        put_groups(engine, state["param_groups"])
+        put_scale(engine, state["loss_scaler"])
+        Shards(engine).sync_storage()
+
+
+def _identity(engine: Engine) -> dict[str, Any]:
+    return {"plan": engine.plan.digest, "rank": engine.mesh.rank(), "ranks": engine.mesh.size("world")}
 
 
 class OptimizerOfStages(type):
@@ -218,55 +252,3 @@ class OptimizerOfStages(type):
 
 DeepSpeedZeroOptimizer = OptimizerOfStages("DeepSpeedZeroOptimizer", (), {"stages": (1, 2)})
 DeepSpeedZeroOptimizer_Stage3 = OptimizerOfStages("DeepSpeedZeroOptimizer_Stage3", (), {"stages": (3,)})
-
-
-# --- this rank's optimizer state --------------------------------------------------------------------------
-
-
-def is_plain(plan: Plan) -> bool:
-    """Return True if DeepSpeed would return the caller's own optimizer. The weights are their own masters
-    then, and belong to the model's state."""
-    mode = plan.policy.mode
-    return plan.policy.sharding.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
-
-
-def optimizer_state(engine: Engine) -> dict[str, Any]:
-    """Return this rank's master weights and moments in fp32, with groups, counters and loss scale."""
-    plain = is_plain(engine.plan)
-    return {
-        "of": _identity(engine),
-        "zero_stage": engine.plan.policy.sharding.stage,
-        "ds_version": DEEPSPEED,
-        "param_groups": groups(engine),
-        "loss_scaler": engine.scaler.state_dict() if engine.scaler.active else None,
-        "counters": {} if engine.updater is None else engine.updater.counters(),
-        "pieces": [
-            {"master": None if plain else piece.weights(), "moments": piece.moments()}
-            for piece in Shards(engine).pieces()
-            if piece.updated
-        ],
-    }
-
-
-def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned on this rank. The weights follow the master weights."""
-    found = state.get("of")
-    if found != _identity(engine) or engine.updater is None:
-        must = "must get what `optimizer.state_dict` returned on this rank, under this plan"
-        got = "another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}"
-        do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
-        raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)
-    engine.updater.set_counters(state["counters"])
-    pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
-    for piece, held in zip(pieces, state["pieces"], strict=True):
-        if held["master"] is not None:
-            piece.set_weights(held["master"])
-        for key, values in held["moments"].items():
-            piece.set_moment(key, values)
-    put_groups(engine, state["param_groups"])
-    put_scale(engine, state["loss_scaler"])
-    Shards(engine).sync_storage()
-
-
-def _identity(engine: Engine) -> dict[str, Any]:
-    return {"plan": engine.plan.digest, "rank": engine.mesh.rank(), "ranks": engine.mesh.size("world")}

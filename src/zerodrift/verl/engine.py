@@ -30,9 +30,16 @@ from verl.workers.engine.utils import (
 from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, UnsupportedError, first_line
-from zerodrift.verl.checkpoints import SavedRuns
 from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported, written
-from zerodrift.verl.model import Weights, adapter_of, adapter_weights, counted, model_weights, prepared_model
+from zerodrift.verl.model import (
+    SavedRuns,
+    Weights,
+    adapter_of,
+    adapter_weights,
+    counted,
+    model_weights,
+    prepared_model,
+)
 
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
