@@ -334,12 +334,6 @@ def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     )
 
 
-def per_parameter(count: int, cost: Cost) -> str:
-    """Format the bytes per parameter of one rank."""
-    bytes_each = count / cost.parameters if cost.parameters else 0.0
-    return "<0.001" if 0.0 < bytes_each < 0.001 else figures.significant(bytes_each)
-
-
 def padding(plan: Plan, cost: Cost) -> str:
     """Describe the padding of segments in a clause."""
     text = f"{figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"

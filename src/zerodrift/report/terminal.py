@@ -303,12 +303,12 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
     table.add_column(width=14, no_wrap=True)
     shown = [(label, count) for label, count in parts if count]
     for label, count in shown:
-        per_parameter = summary.per_parameter(count, cost)
+        per_parameter = figures.per_parameter(count, cost.parameters)
         table.add_row(label, figures.size(count), per_parameter, Text(_bar(count, most, 14), style="blue"))
     table.add_row(
         Text("total", style="bold"),
         Text(figures.size(total), style="bold"),
-        Text(summary.per_parameter(total, cost), style="bold"),
+        Text(figures.per_parameter(total, cost.parameters), style="bold"),
         Text("bytes/param", style="dim"),
     )
     return Group(Text(heading, style="bold"), table)
