@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.plan import is_job, write_page
+from zerodrift.cli.plan import is_job, require_model, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def audit(
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:
-                subject = load_subject(source, _require_model(model), weights, tokens, batches, set_ or [])
+                subject = load_subject(source, require_model(model), weights, tokens, batches, set_ or [])
             found = audit_subject(*subject, share, cast(Any, of), confirm, report)
         if rank:
             return
@@ -83,12 +83,6 @@ def _progress(rank: int) -> AbstractContextManager[Progress]:
     if rank or not streams.is_watched():
         return nullcontext(lambda what, done, of: None)
     return streams.count_progress()
-
-
-def _require_model(model: str | None) -> str:
-    if model is None:
-        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
-    return model
 
 
 def _load_job(
