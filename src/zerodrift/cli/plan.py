@@ -198,8 +198,8 @@ def _plan_text(
 ) -> str:
     """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
     from zerodrift.plan.cost import cost
-    from zerodrift.report import as_json, names, terminal
-    from zerodrift.report.explain import explain_row
+    from zerodrift.report import as_json, terminal
+    from zerodrift.report.explain import explain_row, matching
     from zerodrift.report.rows import group_rows, list_rows
 
     bill, timeline = cost(planned, micro_batches), _timeline(planned)
@@ -211,7 +211,7 @@ def _plan_text(
         if json:
             return as_json.plan_json(planned, bill, timeline)
         return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.layout())
-    chosen = names.matching(planned, rows, "--rows")
+    chosen = matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
     return terminal.rows_text(planned, list_rows(planned, chosen), **streams.layout())
