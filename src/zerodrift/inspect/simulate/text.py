@@ -157,7 +157,7 @@ def sweep_json(cluster: str, fit: Sequence[SweepResult], others: Sequence[SweepR
 
 def _values(simulation: Simulation) -> dict[str, Any]:
     values: dict[str, Any] = encode(simulation)
-    del values["intervals"]
+    del values["sent"]
     memory = values["memory"] | {"total": simulation.memory.total, "fits": simulation.memory.fits}
     more = {"exposed": simulation.exposed, "tokens_per_second": simulation.tokens_per_second}
     return values | more | {"memory": memory}
