@@ -35,7 +35,20 @@ def audit(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure what every dtype of a model costs, and which pins pay for themselves."""
+    """Measure what every dtype of a model costs in log-probabilities, and which pins buy it back.
+
+    Every cell is estimated in three passes; what is worth most is replayed, one cell at a time; pins are
+    taken while they fit the budget, each set is run, and the rules to paste are printed. What is not as it
+    should be is told first. Under torchrun every rank takes its share.
+
+    \b
+    Examples:
+      zerodrift audit job.yaml
+      zerodrift audit config.yaml --model path/to/model --data ids.npy \\
+        --html audit.html
+      zerodrift audit config.yaml --model package.module:function \\
+        --budget 0.5% --of wire
+    """
     with streams.errors(debug):
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")

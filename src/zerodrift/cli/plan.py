@@ -44,7 +44,32 @@ def plan(
     recompute: options.Recompute = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show every dtype of every parameter, why it is so, and what a step costs."""
+    """Show every dtype of every parameter, why it is so, and what a step costs.
+
+    Nothing is started and no weights are read, so a laptop can plan for thousands of ranks.
+
+    \b
+    Examples:
+      zerodrift plan ds_config.json --model path/to/model --world-size 64
+      zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
+      zerodrift plan config.yaml --model path/to/model --html plan.html
+      zerodrift plan config.yaml --model path/to/model --trace
+      zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16
+      zerodrift plan config.yaml --model path/to/model --world-size 64 \\
+        --simulate h100 --tokens 4096
+      zerodrift plan job.yaml --world-size 8
+
+    --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
+
+    --trace runs one forward and backward without weights, in seconds, and prints the dtypes of every
+    operation in place of the plan. Values that are widened and rounded again, pins that the model's code
+    casts and operations that torch would refuse come first. They do not change the exit code. A model of
+    transformers is called with what its class takes; for any other, --inputs names a function that returns
+    a dict of arguments, a tuple or a tensor, unless its forward takes input_ids.
+
+    --simulate prints what a step would take on the machines of a YAML file, in the order of the engine: time,
+    what nothing hides, memory. --sweep ranks stages, wires, orders, replicas and recomputation.
+    """
     with streams.errors(debug):
         simulated = simulate is not None
         others = trace or rows is not None or html is not None or micro_batches is not None
@@ -86,7 +111,13 @@ def explain(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one parameter: its dtypes, what set each of them, and which rank owns which part."""
+    """Show one parameter: its dtypes, what set each of them, and which rank owns which part.
+
+    \b
+    Example:
+      zerodrift explain config.yaml --model path/to/model \\
+        model.layers.3.mlp.router.weight
+    """
     with streams.errors(debug):
         from zerodrift.report import as_json, terminal
         from zerodrift.report.explain import explain as explained
@@ -103,7 +134,13 @@ def explain(
 def support(
     markdown: options.Markdown = False, json: options.Json = False, debug: options.Debug = False
 ) -> None:
-    """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together."""
+    """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together.
+
+    \b
+    Examples:
+      zerodrift support
+      zerodrift support --markdown > docs/support.md
+    """
     with streams.errors(debug):
         from zerodrift.policy.support import states, table
         from zerodrift.report import as_json

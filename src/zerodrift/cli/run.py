@@ -36,7 +36,20 @@ def run(
     config: options.AddedFile = None,
     debug: options.Debug = False,
 ) -> None:
-    """Run a command in which `import deepspeed` is zerodrift."""
+    """Run a command in which `import deepspeed` is zerodrift, in each of its Python processes.
+
+    Nothing of the command is changed, and DeepSpeed need not be installed. Keys that are added must not
+    contradict the config that the command passes. The plan is printed as ever. Exit code: the command's; 2
+    where its Python processes could not be reached.
+
+    \b
+    Examples:
+      zerodrift run -- torchrun --nproc-per-node 8 train.py
+      zerodrift run -- accelerate launch --config_file zero3.yaml train.py
+      zerodrift run -- deepspeed --num_gpus 8 train.py --deepspeed ds.json
+      zerodrift run --pin '*.router.*' -- trl sft --config sft.yaml
+      zerodrift run --set precision.reduce=fp32 -- llamafactory-cli train sft.yaml
+    """
     with streams.errors(debug):
         if as_ != alias.NAME:
             raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
