@@ -8,14 +8,13 @@ Invariant: no line is wider than asked for, and colour carries no information of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table as Grid
 from rich.text import Text
 
 from zerodrift.errors import listed
@@ -26,7 +25,7 @@ from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation
-from zerodrift.report.frame import WIDTH, elide, grid, pairs, render, section, title
+from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
 from zerodrift.report.rows import ColumnSet, Line, Table
 
 _INDENT = 3
@@ -266,7 +265,7 @@ def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
     rest = _bill("at rest", summary.rest_parts(cost), cost.rest.total, cost)
     peak = _bill("at peak, without activations", summary.peak_parts(cost), cost.peak.total, cost)
     if width >= 2 * _BILL:
-        yield _columns([width // 2] * 2, [(rest, peak)])
+        yield columns([width // 2] * 2, [(rest, peak)])
     else:
         yield from (rest, Text(), peak)
     yield Text()
@@ -285,7 +284,7 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
             rows.append((label, figures.size(count), per_parameter, Text(bar, style="blue")))
     totals = ("total", figures.size(total), figures.per_parameter(total, cost.parameters))
     rows.append((*(Text(text, style="bold") for text in totals), Text("bytes/param", style="dim")))
-    return Group(Text(heading, style="bold"), _columns((10, 9, 7, 14), rows, right=(1, 2), gap=2))
+    return Group(Text(heading, style="bold"), columns((10, 9, 7, 14), rows, right=(1, 2), gap=2))
 
 
 def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
@@ -304,22 +303,7 @@ def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
         row = (line.op, line.purpose, line.dtype, line.axis, f"x{line.count:,}", figures.size(line.bytes))
         rows.append((*row, bar)[: 7 if length else 6])
     rows.append((Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold")))
-    yield _columns([*widths, *([length] if length else [])], rows, right=(4, 5), gap=gap)
-
-
-def _columns(
-    widths: Sequence[int],
-    rows: Iterable[Sequence[RenderableType]],
-    right: Collection[int] = (),
-    gap: int = 0,
-) -> RenderableType:
-    """Set cells in columns of fixed widths. Columns in `right` are aligned right."""
-    table = Grid.grid(padding=(0, gap, 0, 0))
-    for number, width in enumerate(widths):
-        table.add_column(width=width, justify="right" if number in right else "left", no_wrap=bool(gap))
-    for row in rows:
-        table.add_row(*row)
-    return table
+    yield columns([*widths, *([length] if length else [])], rows, right=(4, 5), gap=gap)
 
 
 def _bar(value: int, of: int, width: int) -> str:
