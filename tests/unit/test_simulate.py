@@ -440,10 +440,3 @@ def test_what_a_cluster_lacks_for_a_plan_is_told() -> None:
         cluster().peak(DType.FP16)
     with pytest.raises(UnsupportedError, match="`backend`"):
         simulate(plan(2, backend="fsdp2"), work(made), cluster())
-
-
-def test_a_simulation_holds_what_it_is_made_of() -> None:
-    made = plan(2)
-    found: Simulation = simulate(made, work(made), cluster())
-    assert found.memory.total == found.memory.plan + found.memory.activations + found.memory.workspace
-    assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)

@@ -208,6 +208,8 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     def escaped(value: Any) -> Any:
+        if isinstance(value, float):
+            return f"{value:g}"
         is_text = isinstance(value, str) and not isinstance(value, Markup)
         return Markup(html.escape(lines(value))) if is_text else value
 

@@ -75,7 +75,7 @@ class Drawing:
 
     title: str
     last: str
-    """Last value of the first line that has one, or `""`."""
+    """Last value of the first line over steps that has one, or `""`."""
     labels: list[tuple[str, str]]
     rules: Sequence[tuple[float, str]] = ()
     """(y, text) of the vertical axis."""
@@ -102,7 +102,7 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     """Draw a chart. `tokens` of a step add a second row below the steps."""
     labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
     last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
-    shown = spec.shown(last) if math.isfinite(last) else ""
+    shown = spec.shown(last) if math.isfinite(last) and spec.across is None else ""
     kept = [
         [
             number

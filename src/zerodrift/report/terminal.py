@@ -9,7 +9,6 @@ Invariant: no line is wider than asked for, and colour carries no information of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -26,7 +25,7 @@ from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.explain import Explanation
 from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
-from zerodrift.report.rows import ColumnSet, Line, Table
+from zerodrift.report.rows import Line, Table
 
 _INDENT = 3
 _BILL = 47
@@ -47,7 +46,7 @@ def plan_text(
         title("plan", plan.digest, width),
         pairs(summary.facts(plan), width=width),
         Text(),
-        _Columns.of(table.shown(), width).draw(table),
+        _table(table, width),
         section("marks"),
         _legend(plan, table, width),
         section("why"),
@@ -106,7 +105,7 @@ def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> s
         title("rows", plan.digest, width),
         pairs([("model", plan.source), ("shown", shown)], width=width),
         Text(),
-        _Columns.of(table.shown(), width).draw(table),
+        _table(table, width),
         section("marks"),
         _legend(plan, table, width),
         section("why"),
@@ -147,73 +146,49 @@ def _boundary(boundary: Boundary, klass: str) -> str:
 # --- the table ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Positions of the nine columns on a line."""
+def _table(table: Table, width: int) -> RenderableType:
+    """Render the headers, and each column set followed by its lines.
 
-    widths: tuple[int, ...]
-    gap: int
-    left: int
-    """Cells before the first column."""
-    width: int
+    Where the nine columns do not fit on a line, each cell is written behind its name.
+    """
+    sets = [(item, item.columns.cells()) for item in table.shown()]
+    widths = [max(len(column), *(len(cells[column]) for _, cells in sets)) for column in COLUMNS]
+    # Two blanks between columns, one where rare dtypes make all of them wide.
+    gap = 2 if sum(widths) + 2 * len(widths) <= width - 6 else 1
+    left = max(0, width - sum(widths) - gap * len(widths))
+    fits = left >= len("set") or width >= WIDTH
 
-    @staticmethod
-    def of(sets: Sequence[ColumnSet], width: int) -> _Columns:
-        cells = [item.columns.cells() for item in sets]
-        widths = tuple(max(len(column), *(len(cell[column]) for cell in cells)) for column in COLUMNS)
-        # Two blanks between columns, one where rare dtypes make all of them wide.
-        gap = 2 if sum(widths) + 2 * len(widths) <= width - 6 else 1
-        return _Columns(widths, gap, max(0, width - sum(widths) - gap * len(widths)), width)
+    def line(label: Text, cells: Iterable[Text]) -> Text:
+        shown = label.copy()
+        shown.append(" " * (left - len(label)))
+        for cell, wide in zip(cells, widths, strict=True):
+            shown.append(" " * gap).append_text(cell).append(" " * (wide - len(cell)))
+        shown.rstrip()
+        return shown
 
-    @property
-    def fits(self) -> bool:
-        """True if all columns fit on a line. Otherwise each cell is written behind its name."""
-        return self.left >= len("set") or self.width >= WIDTH
-
-    def draw(self, table: Table) -> RenderableType:
-        """Render the headers, and each column set followed by its lines."""
-        heads = [self._line(Text("set"), map(Text, COLUMNS))] if self.fits else [Text("set")]
-        parts: list[RenderableType] = [*heads, Rule(style="dim")]
-        for number, item in enumerate(table.shown()):
-            if number:
-                parts.append(Text())
-            parts.append(self._head(item, table))
-            parts.extend(_lines(table.members(item), item.columns.pinned, self.width))
-        return Group(*parts)
-
-    def _head(self, item: ColumnSet, table: Table) -> RenderableType:
-        cells = item.columns.cells()
-        if not self.fits:
-            return self._named(item, table)
-        label = Text().append(item.letter, style="bold")
+    parts: list[RenderableType] = [line(Text("set"), map(Text, COLUMNS)) if fits else Text("set")]
+    parts.append(Rule(style="dim"))
+    for number, (item, cells) in enumerate(sets):
+        parts += [Text()] if number else []
         kind, share = summary.kind(item.columns), summary.percent_of_elements(item, table)
-        for words in ((kind, share), (kind or share,)):
-            text = "  ".join(filter(None, words))
-            if text and len(label) + 2 + len(text) <= self.left:
-                label.append("  ").append(text, style="bold yellow" if kind else "dim")
-                break
-        return self._line(label, (_cell(cells[column]) for column in COLUMNS))
-
-    def _named(self, item: ColumnSet, table: Table) -> RenderableType:
-        """Render the cells of a set behind their names, on several lines."""
-        words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
-        label = Text(f"{item.letter}  {'  '.join(words)}", style="bold")
-        # A column stays with its value: NBSP does not break.
-        cells = [
-            Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text))
-            for name, text in item.columns.cells().items()
-        ]
-        return Group(label, Padding(Text("  ").join(cells), (0, 0, 0, _INDENT)))
-
-    def _line(self, label: Text, cells: Iterable[Text]) -> Text:
-        line = label.copy()
-        line.append(" " * (self.left - len(label)))
-        for cell, width in zip(cells, self.widths, strict=True):
-            line.append(" " * self.gap)
-            line.append_text(cell)
-            line.append(" " * (width - len(cell)))
-        line.rstrip()
-        return line
+        label = Text(item.letter, style="bold")
+        if fits:
+            for words in ((kind, share), (kind or share,)):
+                text = "  ".join(filter(None, words))
+                if text and len(label) + 2 + len(text) <= left:
+                    style = "bold yellow" if kind else "dim"
+                    label = Text.assemble((item.letter, "bold"), "  ", (text, style))
+                    break
+            parts.append(line(label, (_cell(cells[column]) for column in COLUMNS)))
+        else:
+            label.append("".join(f"  {word}" for word in (kind, share) if word))
+            # A column stays with its value: NBSP does not break.
+            named = [
+                Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text)) for name, text in cells.items()
+            ]
+            parts += [label, Padding(Text("  ").join(named), (0, 0, 0, _INDENT))]
+        parts.extend(_lines(table.members(item), item.columns.pinned, width))
+    return Group(*parts)
 
 
 def _cell(text: str) -> Text:

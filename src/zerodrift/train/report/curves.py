@@ -37,7 +37,8 @@ def charts(lines: RunLines) -> list[BlockRow | ChartLegend]:
     words = f"Losses are smoothed over {smoothing_steps(steps)} steps; behind are all of them."
     meanings = (("resume", "gone on with from a checkpoint"), ("skip", "a skipped step"))
     kinds = [pair for pair in meanings if pair[0] in {mark.kind for mark in marks}]
-    return [drawn, ChartLegend(words if steps > 1 else "", kinds)]
+    legend = [ChartLegend(words if steps > 1 else "", kinds)] if steps > 1 or kinds else []
+    return [drawn, *legend]
 
 
 def _number(value: float) -> str:
