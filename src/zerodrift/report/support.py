@@ -39,7 +39,7 @@ class _Matrix:
         self.backends = tuple(dict.fromkeys(cell.backend for cell in cells))
         self.rows = tuple(dict.fromkeys((cell.mode, cell.accumulate) for cell in cells))
         self.places: tuple[Place, ...] = tuple(sorted({(cell.pipeline, cell.stage) for cell in cells}))
-        self._cells = {
+        self._cells: dict[tuple[str, tuple[str, str], Place], SupportCell] = {
             (cell.backend, (cell.mode, cell.accumulate), (cell.pipeline, cell.stage)): cell for cell in cells
         }
         self.letters: dict[str, str] = {}

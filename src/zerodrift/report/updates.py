@@ -106,11 +106,9 @@ class UpdateReport:
 def combine_lines(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
     """Combine lines into one."""
     counted = ("numel", "moved", "unseen", "lost", "underflow")
-    counts = {key: sum(getattr(line, key) for line in lines) for key in counted}
-    norms = {
-        key: math.hypot(*(getattr(line, key) for line in lines)) for key in ("change_norm", "weight_norm")
-    }
-    return UpdateLine(name, **counts, **norms)
+    counts = (sum(getattr(line, key) for line in lines) for key in counted)
+    norms = (math.hypot(*(getattr(line, key) for line in lines)) for key in ("change_norm", "weight_norm"))
+    return UpdateLine(name, *counts, *norms)
 
 
 _WORDS = (
