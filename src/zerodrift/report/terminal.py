@@ -240,7 +240,7 @@ def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
     rest = _bill("at rest", summary.rest_parts(cost), cost.rest.total, cost)
     peak = _bill("at peak, without activations", summary.peak_parts(cost), cost.peak.total, cost)
     if width >= 2 * _BILL:
-        yield columns([width // 2] * 2, [(rest, peak)])
+        yield columns([width // 2] * 2, [(rest, peak)], folds=True)
     else:
         yield from (rest, Text(), peak)
     yield Text()

@@ -152,7 +152,7 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
         style = "" if number else "dim"
         words = legible_text(elide(row[0], first), style), legible_text(row[1], "dim")
         lines.append([*words, *(Text(cell, style=style) for cell in row[2:])])
-    return columns((first, room - first, *numbers), lines, right=(2, 3, 4), gap=2)
+    return columns((first, room - first, *numbers), lines, right=(2, 3, 4), gap=2, folds=True)
 
 
 def comparison_json(found: SideComparison) -> str:
