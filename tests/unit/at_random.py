@@ -35,8 +35,8 @@ from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterS
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import REQUIRED, SCHEDULES
-from zerodrift.report import as_json, names, page, rows, terminal
-from zerodrift.report.explain import explain, explain_row
+from zerodrift.report import as_json, page, rows, terminal
+from zerodrift.report.explain import explain, explain_row, matching
 
 SECONDS = 1.0
 """Of processor time, for one case."""
@@ -356,7 +356,7 @@ def look(made: Plan) -> None:
         row = explain_row(made, smallest)
         shown(terminal.explanation_text(row, made.digest, color=False), 100)
         json.loads(as_json.explanation_json(row, made))
-    chosen = names.matching(made, "*", "--rows")
+    chosen = matching(made, "*", "--rows")
     shown(terminal.rows_text(made, rows.list_rows(made, chosen[:50]), color=False), 100)
     try:
         explain(made, "no such name")

@@ -37,14 +37,11 @@ from zerodrift.train.report.summary import data_text, head_text
 
 
 @worded_for_a_job()
-def plan_of(job: Job, config: Config, world: int) -> Plan:
-    """Return the plan of a job. Its data is only read for a number of steps."""
-    model, auto = planned_from(job, config, world)
-    return make_plan(config, model, world, auto=auto)
-
-
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
-    """Return the model of a job's plan, and the values of "auto" keys."""
+    """Return the model of a job's plan, and the values of "auto" keys.
+
+    The data is only read for a number of steps.
+    """
     steps = job.run.steps or 1
     if needs_length(job, config):
         letters = tokenizer(job.data.tokenizer, job.model.source)
