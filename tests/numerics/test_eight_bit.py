@@ -40,6 +40,12 @@ def at_stages(stages: tuple[int, ...], kind: str, steps: int) -> list[Run]:
 KINDS = ["AdamW", "SGD", "Lion"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_learns(kind: str) -> None:
+    ((run,),) = run_ranks(at_stages, 1, (0,), kind, 12)
+    assert run.losses[-1] < run.losses[0] - 0.05
+
+
 Worlds = dict[int, tuple[int, ...]]
 """Ranks -> stages."""
 

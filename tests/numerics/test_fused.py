@@ -330,6 +330,15 @@ def test_split_equals_an_fp32_master_that_rounds_away(algorithm: Algorithm) -> N
     assert torch.equal(read(halves, one), read(whole, other))
 
 
+def test_a_strided_gradient_is_accepted() -> None:
+    scheme = Scheme(DType.FP32, Master.SAME, State.FP32)
+    one, other = make(scheme), make(scheme)
+    gradient = torch.stack([gradient_of(NUMEL, 1)] * 2, 1)[:, 0]
+    fused.update(scheme, one, gradient, step_of(optimizers.ADAMW, 1))
+    fused.update(scheme, other, gradient.contiguous(), step_of(optimizers.ADAMW, 1))
+    assert_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("storage", "master", "told"),
     [

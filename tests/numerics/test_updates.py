@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerodrift import optimizers
 from zerodrift.dtypes import DType
-from zerodrift.kernels.probe import contraction, exact_sqrt
+from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
 from zerodrift.optim.fused import update
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
@@ -131,6 +131,13 @@ def test_the_probe_tells_contraction_apart() -> None:
     once = (a.double() + b.double() * torch.tensor(0.1).double()).float()
     assert contraction().add == (not torch.equal(found, twice))
     assert torch.equal(found, once) or not contraction().add
+
+
+def test_the_vector_root_is_known_on_x86() -> None:
+    root = vector_root()
+    if not torch.backends.mkl.is_available() and root is None:
+        pytest.skip("this torch has a square root of its own")
+    assert root is not None
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -11,9 +11,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from zerodrift.comm import collectives, pairs
@@ -143,6 +145,30 @@ def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
         assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
 
 
+def messages_of_a_sum(carrier: Carrier) -> list[tuple[int, int]]:
+    """Messages that a rank sends for a sum by halves and for a direct one, and their elements."""
+    comm, sizes = joined(carrier), list[int]()
+    isend = dist.isend
+
+    def counted(tensor: torch.Tensor, **rest: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return isend(tensor, **rest)
+
+    dist.isend = counted
+    found = []
+    for halving in (4, 8):
+        from_so_many_ranks(halving)
+        comm.reduce_scatter(torch.empty(6), torch.ones(24), "shard", Sum(FP32, order="tree"))
+        found.append((len(sizes), sum(sizes) // 4))
+        sizes.clear()
+    dist.isend = isend
+    return found
+
+
+def test_halves_are_two_messages_where_slices_are_three() -> None:
+    assert run_ranks(messages_of_a_sum, 4, "pairs") == [[(2, 18), (3, 18)]] * 4
+
+
 def test_the_reference_tells_one_order_from_another() -> None:
     parts = [values_of(rank, 1000, FP32) for rank in range(4)]
     before = torch.zeros(1000)
@@ -262,6 +288,24 @@ def overlap(order: list[int], carrier: Carrier) -> list[bool]:
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
 def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
     assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
+
+
+def keep_scratch() -> tuple[int, int]:
+    comm = joined("pairs")
+    small_messages()
+    for count in (10, 4000, 100, 4000, 10):
+        comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
+    held = comm._pairs._scratch._free
+    sizes = len(held), sum(buffer.numel() for buffer in held)
+    comm.release()
+    assert not held
+    return sizes
+
+
+def test_a_reduction_receives_a_window_however_large_it_is() -> None:
+    for buffers, size in run_ranks(keep_scratch, 2):
+        assert buffers == 2
+        assert size <= pairs.DEPTH * 512 + 2 * 512  # the window, and a chunk in the dtype of the sum
 
 
 # Rows to other ranks

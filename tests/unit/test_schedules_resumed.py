@@ -43,6 +43,9 @@ def of_block(kind: str, groups: torch.optim.Optimizer) -> Any:
 
 OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda groups: torchs.StepLR(groups, 2, 0.5),
+    "ExponentialLR": lambda groups: torchs.ExponentialLR(groups, 0.9),
+    "CosineAnnealingLR": lambda groups: torchs.CosineAnnealingLR(groups, 10),
+    "PolynomialLR": lambda groups: torchs.PolynomialLR(groups, 8),
     "OneCycleLR": lambda groups: torchs.OneCycleLR(groups, 1e-2, 20, cycle_momentum=False),
     "LambdaLR": lambda groups: torchs.LambdaLR(groups, lambda step: 1 / (1 + step)),
     "SequentialLR": lambda groups: torchs.SequentialLR(
