@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
-from tests.numerics.runs import Run, config, finish, make, train
+from tests.numerics.runs import Run, config, finish, make, masters, train, unlike, whole_values
 from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint import contents
 from zerodrift.checkpoint.checkpoints import Checkpoints
@@ -30,12 +30,19 @@ def later(engine: Engine, start: int, steps: int) -> Run:
     return train(engine, steps, data=lambda step, rank, micro: batch(start + step, rank, micro))
 
 
-def twice(folder: str, written: dict[str, Any], build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> Any:
+Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
+
+
+def save(engine: Engine, folder: str, **rest: Any) -> None:
+    Checkpoints(engine, folder, quiet=True).save(**rest)
+
+
+def twice(folder: str, written: dict[str, Any], build: Build) -> list[str]:
     """Two steps, saved, one more; and that one again in an engine that was just made. What differs."""
     model, rest = build()
     engine = make(written, model, **rest)
     later(engine, 0, 2)
-    Checkpoints(engine, folder, quiet=True).save()
+    save(engine, folder)
     expected = later(engine, 2, 1)
     engine.destroy()
     model, rest = build()
@@ -49,6 +56,10 @@ def twice(folder: str, written: dict[str, Any], build: Callable[[], tuple[nn.Mod
     engine.destroy()
     assert any(any(bool(m.any()) for m in state.values()) or not state for state in expected.states.values())
     return [*expected.differs(found), *map(str, loaded.differences)]
+
+
+def all_twice(folder: str, cases: dict[str, tuple[dict[str, Any], Build]]) -> dict[str, list[str]]:
+    return {name: twice(f"{folder}/{name}", *case) for name, case in cases.items()}
 
 
 def plain() -> tuple[nn.Module, dict[str, Any]]:
@@ -81,37 +92,28 @@ def without_block(stage: int, mode: str) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    for found in run_ranks(twice, 2, str(tmp_path), without_block(3, "bf16"), OPTIMIZERS[name]):
-        assert found == []
-
-
+DECAY = {"warmup_num_steps": 3, "total_num_steps": 10}
 SCHEMES = {
     "fp32": config(2, "fp32"),
     "split": config(3, "bf16", precision={"master": "split"}),
     "master fp32": config(1, "bf16", precision={"master": "fp32"}),
-    "fp16": config(3, "fp16", fp16={"enabled": True, "initial_scale_power": 6, "loss_scale_window": 3}),
+    "fp16": config(3, "fp16", fp16={"initial_scale_power": 6, "loss_scale_window": 3}),
     "autocast": config(0, "autocast-bf16"),
     "bf16 state": config(3, "bf16", precision={"state": "bf16-stochastic"}),
     "8bit state": config(3, "bf16", precision={"state": "8bit"}),
     "lion": config(3, "bf16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
     "muon": config(2, "bf16", optimizer={"type": "Muon", "params": {"lr": 1e-2}}),
-    "schedule": config(
-        3,
-        "bf16",
-        scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}},
-    ),
+    "schedule": config(3, "bf16", scheduler={"type": "WarmupDecayLR", "params": DECAY}),
+}
+CASES: dict[str, tuple[dict[str, Any], Build]] = {
+    **{name: (written, plain) for name, written in SCHEMES.items()},
+    **{f"torch {name}": (without_block(3, "bf16"), build) for name, build in OPTIMIZERS.items()},
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    written = dict(SCHEMES[name])
-    if "fp16" in written:
-        del written["precision"]
-    for found in run_ranks(twice, 2, str(tmp_path), written, plain):
-        assert found == []
+def test_every_scheme_and_optimizer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for found in run_ranks(all_twice, 2, str(tmp_path), CASES, timeout=120):
+        assert found == {name: [] for name in CASES}
 
 
 # --- the rest of a run ------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def with_everything(folder: str, asynchronous: bool) -> Any:
         if resumed:
             loaded = checkpoints.resume()
             assert loaded is not None and loaded.differences == ()
-            assert loaded.client == {"epoch": 1, "order": torch.tensor([rank, 7])}["epoch"] + rank
+            assert loaded.client == 1 + rank
         else:
             seeded(rank)
             train(engine, 2, data=drawn)
@@ -173,8 +175,7 @@ def with_everything(folder: str, asynchronous: bool) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
 def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, tmp_path: Path) -> None:
-    for found in run_ranks(with_everything, 2, str(tmp_path), asynchronous):
-        assert found == []
+    assert run_ranks(with_everything, 2, str(tmp_path), asynchronous) == [[], []]
 
 
 def back_and_again(folder: str) -> Any:
@@ -195,8 +196,7 @@ def back_and_again(folder: str) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
-    for found in run_ranks(back_and_again, world, str(tmp_path)):
-        assert found == []
+    assert run_ranks(back_and_again, world, str(tmp_path)) == [[]] * world
 
 
 # --- other stages, ranks and schemes ----------------------------------------------------------------------
@@ -208,9 +208,8 @@ SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((3, 4), (2, 1))]
 def save_one(folder: str, written: dict[str, Any]) -> Run:
     engine = make(written, GPT(layers=1, moe=True))
     train(engine, 3)
-    run = Run()
-    finish(engine, run)
-    Checkpoints(engine, folder, quiet=True).save(client={"epoch": 3})
+    run = finish(engine)
+    save(engine, folder, client={"epoch": 3})
     engine.destroy()
     return run
 
@@ -218,8 +217,7 @@ def save_one(folder: str, written: dict[str, Any]) -> Run:
 def load_one(folder: str, written: dict[str, Any]) -> Any:
     engine = make(written, GPT(layers=1, moe=True, seed=5))
     loaded = Checkpoints(engine, folder, quiet=True).load()
-    run = Run()
-    finish(engine, run)
+    run = finish(engine)
     later(engine, 3, 1)  # it runs
     engine.destroy()
     return run, loaded.client, {difference.what for difference in loaded.differences}
@@ -229,7 +227,7 @@ def resharded(
     tmp_path: Path,
     source: tuple[int, int],
     target: tuple[int, int],
-    rest: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    rest: tuple[dict[str, Any], ...] = ({}, {}),
 ) -> None:
     """Masters, moments and weights are those that were saved."""
     folder = tmp_path / f"{source}"
@@ -265,12 +263,19 @@ def test_every_mesh_loads_what_any_other_saved(source: tuple[int, int], tmp_path
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 
 
+SPREAD = {"sharding": {"replicate": 2}}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("source", "target"), [((3, 2), (2, 4)), ((1, 4), (3, 1))], ids=str)
-def test_whole_matrices_go_to_whoever_owns_them(
-    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "target", "rest"),
+    [((3, 2), (2, 4), (MUON, MUON)), ((1, 4), (3, 1), (MUON, MUON)), ((3, 4), (2, 2), (SPREAD, {}))],
+    ids=["muon 2 to 4", "muon 4 to 1", "replicas"],
+)
+def test_whole_matrices_go_to_whoever_owns_them_and_replicas_save_once(
+    source: tuple[int, int], target: tuple[int, int], rest: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:
-    resharded(tmp_path, source, target, (MUON, MUON))
+    resharded(tmp_path, source, target, rest)
 
 
 def other_ranks(folder: str, load: bool) -> Any:
@@ -283,10 +288,8 @@ def other_ranks(folder: str, load: bool) -> Any:
     else:
         later(engine, 0, 3)
         checkpoints.save()
-    run = Run()
-    finish(engine, run)
-    held = [state for state in engine.optimizer.state.values()]
-    steps = {(float(state["step"]), float(state["mu_product"])) for state in held}
+    run = finish(engine)
+    steps = {(float(state["step"]), float(state["mu_product"])) for state in engine.optimizer.state.values()}
     engine.destroy()
     return run, steps
 
@@ -295,11 +298,6 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
     saved = run_ranks(other_ranks, 4, str(tmp_path), False)
     for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):
         assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
-
-
-@pytest.mark.long
-def test_replicas_save_once_and_load_all(tmp_path: Path) -> None:
-    resharded(tmp_path, (3, 4), (2, 2), ({"sharding": {"replicate": 2}}, {}))
 
 
 @pytest.mark.long
@@ -319,45 +317,29 @@ def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
 def shares(stage: int, replicate: int) -> Any:
     engine = make(config(stage, "bf16", sharding={"replicate": replicate}))
     train(engine, 1)
-    shards = Shards(engine)
-    parts = {
-        "weights": [(part.name, part.start, part.values.clone()) for part in shards.weights()],
-        "stored": [(part.name, part.start, part.values.clone()) for part in shards.stored()],
-        "exp_avg": [(p.name, p.start, p.values.clone()) for key, p in shards.moments() if key == "exp_avg"],
-    }
-    handles = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    full = {
-        "weights": {name: handle.master for name, handle in handles.items()},
-        "stored": {name: handle.value for name, handle in handles.items()},
-        "exp_avg": {name: handle.state["exp_avg"] for name, handle in handles.items()},
-    }
+    shards, whole = Shards(engine), whole_values(engine)
+    moments = (part for key, part in shards.moments() if key == "exp_avg")
+    kinds = {"master": shards.weights(), "stored": shards.stored(), "exp_avg": moments}
+    parts = {k: [(p.name, p.start, p.values.clone()) for p in of] for k, of in kinds.items()}
+    stored = {row.name: engine.parameter(row.name).value for row in engine.plan.rows}
     engine.destroy()
-    return parts, full
+    return parts, {"master": whole["master"], "stored": stored, "exp_avg": whole["exp_avg"]}
 
 
 @pytest.mark.parametrize(
     ("stage", "replicate"),
-    [
-        (0, 1),
-        (2, 4),
-        (3, 2),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(3, 1, marks=pytest.mark.slow),
-    ],
+    [(0, 1), (2, 4), (3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (3, 1)))],
 )
 def test_ranks_share_every_element_once(stage: int, replicate: int) -> None:
     results = run_ranks(shares, 4, stage, replicate)
     for kind, full in results[0][1].items():
         for name, expected in full.items():
             found, count = torch.full_like(expected.flatten(), float("nan")), 0
-            for parts, _ in results:
-                for part, start, values in parts[kind]:
-                    if part == name:
-                        found[start : start + len(values)] = values
-                        count += len(values)
-            assert count == expected.numel(), (kind, name)
-            assert torch.equal(found, expected.flatten()), (kind, name)
-    sizes = [sum(len(values) for *_, values in parts["weights"]) for parts, _ in results]
+            for _, start, values in (part for parts, _ in results for part in parts[kind] if part[0] == name):
+                found[start : start + len(values)] = values
+                count += len(values)
+            assert count == expected.numel() and torch.equal(found, expected.flatten()), (kind, name)
+    sizes = [sum(len(values) for *_, values in parts["master"]) for parts, _ in results]
     assert max(sizes) < 2 * min(sizes), "writing is not spread over the ranks"
 
 
@@ -377,10 +359,8 @@ def test_one_segment_is_read_at_a_time() -> None:
 
 def weights_alone(folder: str) -> Any:
     engine = make(config(3, "bf16"), GPT())
-    train(engine, 3)
-    run = Run()
-    finish(engine, run)
-    Checkpoints(engine, folder, quiet=True).save()
+    saved = train(engine, 3).masters
+    save(engine, folder)
     engine.destroy()
     lion = config(2, "fp32", optimizer={"type": "Lion", "params": {"lr": 1e-4}})
     engine = make(lion, GPT(seed=4))
@@ -389,22 +369,17 @@ def weights_alone(folder: str) -> Any:
         checkpoints.load()
     assert engine.global_steps == 0
     loaded = checkpoints.load(parts="weights")
-
-    def wrong() -> list[str]:
-        return [n for n, value in run.masters.items() if not torch.equal(engine.parameter(n).master, value)]
-
-    problems = [*wrong(), *(["steps"] if engine.global_steps else [])]
+    problems = [*unlike(saved, masters(engine)), *(["steps"] if engine.global_steps else [])]
     train(engine, 1)
     assert "optimizer" in {difference.what for difference in loaded.differences}
     checkpoints.load(allow=("optimizer",))
-    problems += [*wrong(), *(["no steps"] if engine.global_steps != 3 else [])]
+    problems += [*unlike(saved, masters(engine)), *(["no steps"] if engine.global_steps != 3 else [])]
     engine.destroy()
     return problems
 
 
 def test_weights_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
-    for found in run_ranks(weights_alone, 2, str(tmp_path)):
-        assert found == []
+    assert run_ranks(weights_alone, 2, str(tmp_path)) == [[], []]
 
 
 def frozen_then_trained(folder: str) -> Any:
@@ -417,12 +392,12 @@ def frozen_then_trained(folder: str) -> Any:
 
     engine = build(True)
     train(engine, 2)
-    expected = {name: engine.parameter(name).master for name in ("layers.0.mlp.up.weight", "norm.weight")}
-    Checkpoints(engine, folder, quiet=True).save()
+    expected = masters(engine)
+    save(engine, folder)
     engine.destroy()
     engine = build(False)
     loaded = Checkpoints(engine, folder, quiet=True).load()
-    problems = [name for name in expected if not torch.equal(engine.parameter(name).master, expected[name])]
+    problems = unlike(expected, masters(engine))
     problems += ["moments"] if engine.parameter("layers.0.mlp.up.weight").state["exp_avg"].any() else []
     problems += [] if engine.parameter("norm.weight").state["exp_avg"].any() else ["no moments"]
     said = [str(difference) for difference in loaded.differences]
@@ -432,5 +407,4 @@ def frozen_then_trained(folder: str) -> Any:
 
 
 def test_a_frozen_parameter_can_be_trained_later(tmp_path: Path) -> None:
-    for found in run_ranks(frozen_then_trained, 2, str(tmp_path)):
-        assert found == []
+    assert run_ranks(frozen_then_trained, 2, str(tmp_path)) == [[], []]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -21,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from tests.numerics.test_pipelines import PARTS
+from tests.numerics.test_pipelines import pipeline
 from tests.ranks.harness import run_ranks
-from zerodrift.api import initialize
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.step.segment import FlatSegment
@@ -97,7 +95,8 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
         return iter
     if issubclass(kind, FunctionType):
         return lambda item: [cell.cell_contents for cell in item.__closure__ or ()]
-    if _may_hold(kind):
+    # The plan and what it is made of are numbers and names: walking through them would take the time.
+    if issubclass(kind, torch.optim.Optimizer) or kind.__module__.startswith(ROOMS):
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         return lambda item: (
             *getattr(item, "__dict__", {}).values(),
@@ -107,14 +106,7 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
     return lambda item: ()
 
 
-def _may_hold(kind: type) -> bool:
-    """The plan and what it is made of are numbers and names: walking through them would take the time."""
-    if issubclass(kind, torch.optim.Optimizer):
-        return True
-    return kind.__module__.startswith("zerodrift") and kind.__module__.split(".")[1] in ROOMS
-
-
-ROOMS = ("engine", "optim", "comm")
+ROOMS = ("zerodrift.engine.", "zerodrift.optim.", "zerodrift.comm.")
 """Whose objects have tensors."""
 
 
@@ -126,25 +118,12 @@ def by_messages() -> None:
 # --- at rest --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class AtRest:
-    """Bytes of one rank between steps."""
-
-    planned: int
-    held: int
-    alive: int
-    """More than what was alive before the engine was made."""
-
-    def over(self) -> int:
-        """By how much the plan is missed, either way counted."""
-        return max(self.held - self.planned, self.alive - self.planned, key=abs)
+AtRest = tuple[int, int, int]
+"""Bytes of one rank between steps: planned, held by the engine, and alive beyond those before it was made."""
 
 
 def at_rest(
-    stages: tuple[int, ...],
-    mode: str,
-    rest: dict[str, Any],
-    kind: type[torch.optim.Optimizer] | None = None,
+    stages: tuple[int, ...], mode: str, rest: dict[str, Any], kind: type[torch.optim.Optimizer] | None = None
 ) -> dict[int, AtRest]:
     """`kind` is a torch optimizer to pass instead of the config's."""
     by_messages()
@@ -158,16 +137,17 @@ def at_rest(
             engine.backward(engine(batch(step, engine.mesh.rank(), samples=1)))
             engine.step()
         planned = cost(engine.plan).rest.total
-        found[stage] = AtRest(planned, sum(held(engine).values()), sum(alive().values()) - before)
+        found[stage] = planned, sum(held(engine).values()), sum(alive().values()) - before
         engine.destroy()
         del engine, model, optimizer
     assert abs(sum(alive().values()) - before) < 4096, "an engine that is gone leaves nothing"
     return found
 
 
-def assert_planned(found: dict[int, AtRest]) -> None:
-    for stage, rest in found.items():
-        assert abs(rest.over()) < CLOSE, f"stage {stage}: {rest}"
+def bytes_are_planned(*what: Any, least: int = -CLOSE) -> None:
+    for found in run_ranks(at_rest, 2, *what, timeout=120):
+        for stage, (planned, *counted) in found.items():
+            assert all(least < each - planned < CLOSE for each in counted), f"stage {stage}: {found[stage]}"
 
 
 @pytest.mark.parametrize(
@@ -181,30 +161,26 @@ def assert_planned(found: dict[int, AtRest]) -> None:
     ],
 )
 def test_bytes_at_rest_are_the_plans(mode: str, stages: tuple[int, ...]) -> None:
-    for found in run_ranks(at_rest, 2, stages, mode, {}, timeout=120):
-        print(mode, {stage: (rest.planned, rest.over()) for stage, rest in found.items()})
-        assert_planned(found)
+    bytes_are_planned(stages, mode, {})
 
 
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+LION = {"type": "Lion", "params": {"lr": 1e-4}}
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32 master": ("bf16", {"precision": {"master": "fp32"}}),
     "bf16 moments": ("bf16", {"precision": {"state": "bf16-stochastic"}}),
     "8-bit moments": ("bf16", {"precision": {"state": "8bit"}}),
-    "8-bit lion": (
-        "bf16",
-        {"precision": {"state": "8bit"}, "optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
-    ),
+    "8-bit lion": ("bf16", {"precision": {"state": "8bit"}, "optimizer": LION}),
     "one moment": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
-    "no moments": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
-    "lion": ("bf16", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+    "no moments": ("fp32", {"optimizer": SGD}),
+    "lion": ("bf16", {"optimizer": LION}),
 }
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str, stage: int) -> None:
-    for found in run_ranks(at_rest, 2, (stage,), *SCHEMES[name], timeout=120):
-        assert_planned(found)
+    bytes_are_planned((stage,), *SCHEMES[name])
 
 
 @pytest.mark.cells(1)
@@ -213,14 +189,11 @@ def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str, stage: int) -> 
 def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
     mode: str, kind: type[torch.optim.Optimizer]
 ) -> None:
-    for found in run_ranks(at_rest, 2, (1, 3), mode, {}, kind, timeout=120):
-        assert_planned(found)
+    bytes_are_planned((1, 3), mode, {}, kind)
 
 
 def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
-    for found in run_ranks(at_rest, 2, (1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, timeout=120):
-        for stage, rest in found.items():
-            assert rest.over() < CLOSE, f"stage {stage}: {rest}"
+    bytes_are_planned((1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, least=-(1 << 62))
 
 
 # --- during a step --------------------------------------------------------------------------------------
@@ -240,29 +213,23 @@ class Checkpointed(GPT):
         return self.head(self.norm(x))
 
 
-@dataclass
 class Poll:
     """The engine's buffers, looked at wherever a hook runs."""
 
-    engine: Engine
-    looks: int = 0
-    gathered: int = 0
-    """Units that were full at once, the root not counted."""
-    peak: int = 0
-    """Bytes of everything the engine holds."""
-    history: list[tuple[str, ...]] = field(default_factory=list)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.looks = self.peak = 0
+        self.gathered: list[int] = [0]
+        """How many units were full at each look, the root not counted."""
+
+    def full(self) -> int:
+        units = (unit for unit in self.engine.executor.units if not unit.is_root)
+        return sum(any(_is_there(segment) for segment in unit.segments) for unit in units)
 
     def look(self, *extra: object) -> None:
         """`extra` is what the engine holds in its local variables."""
         self.looks += 1
-        full = [
-            unit.spec.name
-            for unit in self.engine.executor.units
-            if not unit.is_root and any(_is_there(segment) for segment in unit.segments)
-        ]
-        self.gathered = max(self.gathered, len(full))
-        if not self.history or self.history[-1] != tuple(full):
-            self.history.append(tuple(full))
+        self.gathered.append(self.full())
         with torch._C.DisableTorchFunctionSubclass():  # tensors as they are, and at once
             self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
 
@@ -275,12 +242,13 @@ class Poll:
         for parameter in self.engine.module.parameters():
             if parameter.dim() > 1:
                 parameter.register_post_accumulate_grad_hook(lambda _: self.look())
-        for owner, name in (
-            (self.engine.comm, "start_all_gather"),
-            (self.engine.comm, "start_reduce_scatter"),
-            (self.engine.updater, "update"),
-        ):
-            setattr(owner, name, self._around(getattr(owner, name)))
+        comm = self.engine.comm
+        self.around([(comm, "start_all_gather"), (comm, "start_reduce_scatter")])
+        self.around([(self.engine.updater, "update")])
+
+    def around(self, calls: list[tuple[Any, str]], *held: object) -> None:
+        for owner, name in calls:
+            setattr(owner, name, self._around(getattr(owner, name), *held))
 
     def _around(self, call: Callable[..., Any], *held: object) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -295,19 +263,6 @@ def _is_there(segment: FlatSegment) -> bool:
     return segment.gathers and segment.full.untyped_storage().nbytes() > 0
 
 
-@dataclass
-class Step:
-    """What a step took."""
-
-    gathered: int
-    peak: int
-    planned: int
-    looks: int
-    left: int
-    """Units that were full after the backward."""
-    history: list[tuple[str, ...]]
-
-
 class Growing(GPT):
     """No two blocks of one size."""
 
@@ -320,39 +275,43 @@ class Growing(GPT):
 
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
-) -> Step:
-    shape = {"layers": 4, "width": 128}
-    model = {
-        "plain": lambda: GPT(**shape),
-        "growing": lambda: Growing(**shape),
-        "checkpointed": lambda: Checkpointed(**shape, reentrant=False),
-        "reentrant": lambda: Checkpointed(**shape, reentrant=True),
-    }[kind]()
+) -> tuple[Poll, int, int]:
+    """What was seen, what was planned, and how many units a backward has left gathered."""
+    model: nn.Module
+    if kind in ("plain", "growing"):
+        model = (GPT if kind == "plain" else Growing)(4, width=128)
+    else:
+        model = Checkpointed(4, width=128, reentrant=kind == "reentrant")
     by_messages()
     engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
-    poll = Poll(engine)
+    poll, left = Poll(engine), 0
     poll.watch()
     for step in range(2):
         for micro in range(micro_batches):
             engine.backward(engine(batch(step, engine.mesh.rank(), micro, samples=1)))
-            left = sum(
-                any(_is_there(s) for s in unit.segments) for unit in engine.executor.units if not unit.is_root
-            )
+            left = poll.full()
             engine.step()
     assert not any(_is_there(segment) for segment in engine.executor.segments)
-    found = Step(poll.gathered, poll.peak, cost(engine.plan).peak.total, poll.looks, left, poll.history)
+    planned = cost(engine.plan).peak.total
     engine.destroy()
-    return found
+    del poll.engine
+    return poll, planned, left
+
+
+def require_bound(case: Any, peak: int, planned: int, least: float = 0.75) -> None:
+    """The engine's own buffers stay below it, and above a share of it."""
+    print(f"{case}: {peak} of {planned}, {peak / planned:.3f}")
+    assert least * planned < peak < planned + 4096, f"{case}: {peak / planned:.3f} of the plan's peak"
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["plain", "growing", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
-    for step in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
-        assert step.looks > 50
-        assert step.gathered == 2, f"{step.gathered} units: {step.history}"
-        assert step.left == 0, "a backward leaves nothing gathered"
+    for seen, _, left in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
+        assert seen.looks > 50
+        assert max(seen.gathered) == 2, seen.gathered
+        assert left == 0, "a backward leaves nothing gathered"
 
 
 Case = tuple[int, str, str, int]
@@ -370,11 +329,8 @@ PEAKS: list[Case] = [
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("case", PEAKS, ids=str)
 def test_the_plans_peak_is_a_bound_and_no_fear(case: Case) -> None:
-    """The engine's own buffers stay below it, and above three quarters of it."""
-    for step in run_ranks(one_step, 2, *case, timeout=120):
-        print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
-        assert step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f} of the plan's peak"
-        assert step.peak > 0.75 * step.planned, f"{step.peak / step.planned:.3f} of the plan's peak"
+    for seen, planned, _ in run_ranks(one_step, 2, *case, timeout=120):
+        require_bound(case, seen.peak, planned)
 
 
 TREES = [
@@ -388,22 +344,23 @@ TREES = [
 def test_the_plans_peak_is_a_bound_for_the_tree() -> None:
     """With the sums that wait for others."""
     for steps in run_ranks(steps_by_the_tree, 2, timeout=200):
-        for case, step in zip(TREES, steps, strict=True):
-            print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
-        for case, step in zip(TREES, steps, strict=True):
-            assert 0.75 * step.planned < step.peak < step.planned + 4096, (
-                f"{case}: {step.peak / step.planned:.3f}"
-            )
+        for case, (peak, planned) in zip(TREES, steps, strict=True):
+            require_bound(case, peak, planned)
+
+
+def steps_by_the_tree() -> list[tuple[int, int]]:
+    found = (one_step(*case[:4], {"order": "tree", "when": case[4]}) for case in TREES)
+    return [(seen.peak, planned) for seen, planned, _ in found]
 
 
 @pytest.mark.long
 def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
     """As with more ranks than here."""
-    for step in run_ranks(one_step_by_halves, 4, timeout=200):
-        assert 0.75 * step.planned < step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f}"
+    for seen, planned, _ in run_ranks(one_step_by_halves, 4, timeout=200):
+        require_bound("by halves", seen.peak, planned)
 
 
-def one_step_by_halves() -> Step:
+def one_step_by_halves() -> tuple[Poll, int, int]:
     before = collectives.HALVING, cost_module.HALVING
     collectives.HALVING, cost_module.HALVING = dict.fromkeys(collectives.HALVING, 4), 4
     try:
@@ -412,42 +369,26 @@ def one_step_by_halves() -> Step:
         collectives.HALVING, cost_module.HALVING = before
 
 
-def steps_by_the_tree() -> list[Step]:
-    return [
-        one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
-        for stage, mode, kind, micro_batches, when in TREES
-    ]
-
-
 PIPELINES = [(1, "1f1b", "last"), (2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")]
 
 
 def steps_of_pipelines() -> list[tuple[int, int]]:
     """Bytes that were there at most, and planned, of every case: looked at around each backward, and where
     what it brought goes into the tree."""
-    torch.set_num_threads(1)
     by_messages()
     found = []
     for stage, schedule, when in PIPELINES:
-        block = {"stages": 2, "schedule": schedule}
-        reduce = {"order": "tree", "when": when}
-        written = config(stage, "fp32", 8, precision={"reduce": reduce}, pipeline=block)
+        written = config(stage, "fp32", 8, precision={"reduce": {"order": "tree", "when": when}})
         model = GPT(layers=4, width=128, tied=False)
-        engine = initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
+        engine = pipeline(written, schedule, None, model, micro_batches=8)
         executor = engine.executor
         poll = Poll(engine)
-        held = executor.segments, executor._pools, executor.gradients
-        for owner, name in (
-            (executor.gradients, "open_parts"),
-            (executor.gradients, "take_parts"),
-            (engine.comm, "start_reduce_scatter"),
-            (engine.updater, "update"),
-        ):
-            setattr(owner, name, poll._around(getattr(owner, name), *held))
+        calls = [(executor.gradients, "open_parts"), (executor.gradients, "take_parts")]
+        calls += [(engine.comm, "start_reduce_scatter"), (engine.updater, "update")]
+        poll.around(calls, executor.segments, executor._pools, executor.gradients)
         for step in range(2):
-            engine.train_batch(
-                [batch(step, engine.mesh.rank("data"), micro, samples=1) for micro in range(8)]
-            )
+            rank = engine.mesh.rank("data")
+            engine.train_batch([batch(step, rank, micro, samples=1) for micro in range(8)])
         planned = stage_cost(engine.plan, engine.mesh.rank("pipeline"), 8).peak.total
         found.append((poll.peak, planned))
         engine.destroy()
@@ -459,6 +400,4 @@ def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines() -> None:
     """With what every micro-batch that has begun has of its own. Not every piece has all of them at once."""
     for steps in run_ranks(steps_of_pipelines, 4, timeout=200):
         for case, (peak, planned) in zip(PIPELINES, steps, strict=True):
-            print(f"{case}: {peak} of {planned}, {peak / planned:.3f}")
-        for case, (peak, planned) in zip(PIPELINES, steps, strict=True):
-            assert 0.5 * planned < peak < planned + 4096, f"{case}: {peak / planned:.3f}"
+            require_bound(case, peak, planned, least=0.5)
