@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.numerics.networks import GPT, batch
+from tests.ranks.harness import destroy_at_the_end
 from zerodrift.api import initialize
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
@@ -43,6 +44,12 @@ class Run:
         return found
 
 
+def require_alike(one: Any, other: Any) -> None:
+    """Fail with the names of what differs between two runs, or two sets of values."""
+    found = one.differs(other) if isinstance(one, Run) else unlike(one, other)
+    assert found == [], found
+
+
 def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[str, Any]:
     """A config for the runs here: clipping on, AdamW."""
     precision = {"mode": mode, **rest.pop("precision", {})}
@@ -58,7 +65,8 @@ def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[s
 
 def make(written: dict[str, Any], model: torch.nn.Module | None = None, **rest: Any) -> Engine:
     """An engine on the CPU; of a small GPT unless told."""
-    return initialize(model if model is not None else GPT(), config=written, device="cpu", quiet=True, **rest)
+    model = model if model is not None else GPT()
+    return destroy_at_the_end(initialize(model, config=written, device="cpu", quiet=True, **rest))
 
 
 def train(

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import pipeline
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
+from zerodrift.api import initialize
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.step.segment import FlatSegment
@@ -118,36 +119,30 @@ def by_messages() -> None:
 # --- at rest --------------------------------------------------------------------------------------------
 
 
-AtRest = tuple[int, int, int]
-"""Bytes of one rank between steps: planned, held by the engine, and alive beyond those before it was made."""
-
-
-def at_rest(
-    stages: tuple[int, ...], mode: str, rest: dict[str, Any], kind: type[torch.optim.Optimizer] | None = None
-) -> dict[int, AtRest]:
-    """`kind` is a torch optimizer to pass instead of the config's."""
+def require_planned_at_rest(
+    stages: tuple[int, ...],
+    mode: str,
+    rest: dict[str, Any],
+    kind: type[torch.optim.Optimizer] | None = None,
+    least: int = -CLOSE,
+) -> None:
+    """On a rank. `kind` is a torch optimizer to pass instead of the config's."""
     by_messages()
-    found = {}
     before = sum(alive().values())
     for stage in stages:
         model = GPT(LAYERS, width=WIDTH)
         optimizer = kind(model.parameters()) if kind else None
-        engine = make(config(stage, mode, **rest), model, optimizer=optimizer)
+        # Not by `make`, which would keep it to the end of the test.
+        engine = initialize(model, optimizer, config(stage, mode, **rest), device="cpu", quiet=True)
         for step in range(2):
             engine.backward(engine(batch(step, engine.mesh.rank(), samples=1)))
             engine.step()
         planned = cost(engine.plan).rest.total
-        found[stage] = planned, sum(held(engine).values()), sum(alive().values()) - before
+        over = [count - planned for count in (sum(held(engine).values()), sum(alive().values()) - before)]
+        assert all(least < each < CLOSE for each in over), f"stage {stage}: {over} beside {planned}"
         engine.destroy()
         del engine, model, optimizer
     assert abs(sum(alive().values()) - before) < 4096, "an engine that is gone leaves nothing"
-    return found
-
-
-def bytes_are_planned(*what: Any, least: int = -CLOSE) -> None:
-    for found in run_ranks(at_rest, 2, *what, timeout=120):
-        for stage, (planned, *counted) in found.items():
-            assert all(least < each - planned < CLOSE for each in counted), f"stage {stage}: {found[stage]}"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +155,9 @@ def bytes_are_planned(*what: Any, least: int = -CLOSE) -> None:
         *(pytest.param(mode, STAGES, marks=pytest.mark.slow) for mode in MODES),
     ],
 )
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans(mode: str, stages: tuple[int, ...]) -> None:
-    bytes_are_planned(stages, mode, {})
+    require_planned_at_rest(stages, mode, {})
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -179,21 +175,24 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SCHEMES)
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str, stage: int) -> None:
-    bytes_are_planned((stage,), *SCHEMES[name])
+    require_planned_at_rest((stage,), *SCHEMES[name])
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
     mode: str, kind: type[torch.optim.Optimizer]
 ) -> None:
-    bytes_are_planned((1, 3), mode, {}, kind)
+    require_planned_at_rest((1, 3), mode, {}, kind)
 
 
+@on_ranks(2, timeout=120)
 def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
-    bytes_are_planned((1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, least=-(1 << 62))
+    require_planned_at_rest((1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, least=-(1 << 62))
 
 
 # --- during a step --------------------------------------------------------------------------------------
@@ -275,8 +274,8 @@ class Growing(GPT):
 
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
-) -> tuple[Poll, int, int]:
-    """What was seen, what was planned, and how many units a backward has left gathered."""
+) -> Poll:
+    """Watch a step: it holds no more than was planned, and above three quarters of it."""
     model: nn.Module
     if kind in ("plain", "growing"):
         model = (GPT if kind == "plain" else Growing)(4, width=128)
@@ -284,34 +283,31 @@ def one_step(
         model = Checkpointed(4, width=128, reentrant=kind == "reentrant")
     by_messages()
     engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
-    poll, left = Poll(engine), 0
+    poll = Poll(engine)
     poll.watch()
     for step in range(2):
         for micro in range(micro_batches):
             engine.backward(engine(batch(step, engine.mesh.rank(), micro, samples=1)))
-            left = poll.full()
+            if stage == 3:
+                assert poll.full() == 0, "a backward leaves nothing gathered"
             engine.step()
     assert not any(_is_there(segment) for segment in engine.executor.segments)
-    planned = cost(engine.plan).peak.total
+    require_bound((stage, mode, kind, micro_batches, reduce), poll.peak, cost(engine.plan).peak.total)
     engine.destroy()
-    del poll.engine
-    return poll, planned, left
+    return poll
 
 
 def require_bound(case: Any, peak: int, planned: int, least: float = 0.75) -> None:
-    """The engine's own buffers stay below it, and above a share of it."""
-    print(f"{case}: {peak} of {planned}, {peak / planned:.3f}")
     assert least * planned < peak < planned + 4096, f"{case}: {peak / planned:.3f} of the plan's peak"
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["plain", "growing", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@on_ranks(2, timeout=120)
 def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
-    for seen, _, left in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
-        assert seen.looks > 50
-        assert max(seen.gathered) == 2, seen.gathered
-        assert left == 0, "a backward leaves nothing gathered"
+    seen = one_step(3, mode, kind, 1)
+    assert seen.looks > 50 and max(seen.gathered) == 2, seen.gathered
 
 
 Case = tuple[int, str, str, int]
@@ -328,9 +324,9 @@ PEAKS: list[Case] = [
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("case", PEAKS, ids=str)
+@on_ranks(2, timeout=120)
 def test_the_plans_peak_is_a_bound_and_no_fear(case: Case) -> None:
-    for seen, planned, _ in run_ranks(one_step, 2, *case, timeout=120):
-        require_bound(case, seen.peak, planned)
+    one_step(*case)
 
 
 TREES = [
@@ -341,63 +337,48 @@ TREES = [
 
 
 @pytest.mark.long
-def test_the_plans_peak_is_a_bound_for_the_tree() -> None:
+@pytest.mark.parametrize(("stage", "mode", "kind", "micro_batches", "when"), TREES)
+@on_ranks(2, timeout=200)
+def test_the_plans_peak_is_a_bound_for_the_tree(
+    stage: int, mode: str, kind: str, micro_batches: int, when: str
+) -> None:
     """With the sums that wait for others."""
-    for steps in run_ranks(steps_by_the_tree, 2, timeout=200):
-        for case, (peak, planned) in zip(TREES, steps, strict=True):
-            require_bound(case, peak, planned)
-
-
-def steps_by_the_tree() -> list[tuple[int, int]]:
-    found = (one_step(*case[:4], {"order": "tree", "when": case[4]}) for case in TREES)
-    return [(seen.peak, planned) for seen, planned, _ in found]
+    one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
 
 
 @pytest.mark.long
+@on_ranks(4, timeout=200)
 def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
     """As with more ranks than here."""
-    for seen, planned, _ in run_ranks(one_step_by_halves, 4, timeout=200):
-        require_bound("by halves", seen.peak, planned)
-
-
-def one_step_by_halves() -> tuple[Poll, int, int]:
     before = collectives.HALVING, cost_module.HALVING
     collectives.HALVING, cost_module.HALVING = dict.fromkeys(collectives.HALVING, 4), 4
     try:
-        return one_step(3, "fp32", "growing", 1, {"order": "tree", "when": "every"})
+        one_step(3, "fp32", "growing", 1, {"order": "tree", "when": "every"})
     finally:
         collectives.HALVING, cost_module.HALVING = before
 
 
-PIPELINES = [(1, "1f1b", "last"), (2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")]
-
-
-def steps_of_pipelines() -> list[tuple[int, int]]:
-    """Bytes that were there at most, and planned, of every case: looked at around each backward, and where
-    what it brought goes into the tree."""
-    by_messages()
-    found = []
-    for stage, schedule, when in PIPELINES:
-        written = config(stage, "fp32", 8, precision={"reduce": {"order": "tree", "when": when}})
-        model = GPT(layers=4, width=128, tied=False)
-        engine = pipeline(written, schedule, None, model, micro_batches=8)
-        executor = engine.executor
-        poll = Poll(engine)
-        calls = [(executor.gradients, "open_parts"), (executor.gradients, "take_parts")]
-        calls += [(engine.comm, "start_reduce_scatter"), (engine.updater, "update")]
-        poll.around(calls, executor.segments, executor._pools, executor.gradients)
-        for step in range(2):
-            rank = engine.mesh.rank("data")
-            engine.train_batch([batch(step, rank, micro, samples=1) for micro in range(8)])
-        planned = stage_cost(engine.plan, engine.mesh.rank("pipeline"), 8).peak.total
-        found.append((poll.peak, planned))
-        engine.destroy()
-    return found
-
-
 @pytest.mark.long
-def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines() -> None:
-    """With what every micro-batch that has begun has of its own. Not every piece has all of them at once."""
-    for steps in run_ranks(steps_of_pipelines, 4, timeout=200):
-        for case, (peak, planned) in zip(PIPELINES, steps, strict=True):
-            require_bound(case, peak, planned, least=0.5)
+@pytest.mark.parametrize(
+    ("stage", "schedule", "when"),
+    [(1, "1f1b", "last"), (2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")],
+)
+@on_ranks(4, timeout=200)
+def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines(stage: int, schedule: str, when: str) -> None:
+    """Looked at around each backward, and where what it brought goes into the tree: with what every
+    micro-batch that has begun has of its own. Not every piece has all of them at once."""
+    by_messages()
+    written = config(stage, "fp32", 8, precision={"reduce": {"order": "tree", "when": when}})
+    model = GPT(layers=4, width=128, tied=False)
+    engine = pipeline(written, schedule, None, model, micro_batches=8)
+    executor = engine.executor
+    poll = Poll(engine)
+    calls = [(executor.gradients, "open_parts"), (executor.gradients, "take_parts")]
+    calls += [(engine.comm, "start_reduce_scatter"), (engine.updater, "update")]
+    poll.around(calls, executor.segments, executor._pools, executor.gradients)
+    for step in range(2):
+        rank = engine.mesh.rank("data")
+        engine.train_batch([batch(step, rank, micro, samples=1) for micro in range(8)])
+    planned = stage_cost(engine.plan, engine.mesh.rank("pipeline"), 8).peak.total
+    require_bound(schedule, poll.peak, planned, least=0.5)
+    engine.destroy()

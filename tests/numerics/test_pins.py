@@ -18,12 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, whole_values
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
 from zerodrift.plan.schedule import collectives
 
-STAGES = (0, 1, 2, 3)
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.bfloat16}
 MODES = tuple(LOW)
 STEPS = 3
@@ -79,19 +78,12 @@ def one_step(engine: Engine) -> None:
     engine.step()
 
 
-# --- routers --------------------------------------------------------------------------------------------
-
-
-Routed = tuple[list[float], Counter[str], set[torch.dtype]]
-"""Losses; calls and tokens by what was wrong with them, and all tokens; dtypes of logits."""
-
-
-def route(stage: int, mode: str, rules: Rules) -> Routed:
+def route(stage: int, mode: str, rules: Rules) -> tuple[list[float], Counter[str]]:
+    """Losses; and of calls and tokens, how many were wrong in which way. Logits have one dtype."""
     paths = [name.removesuffix(".weight") for name in ROUTERS]
     engine, calls = watched(stage, mode, rules, GPT(moe=True), paths)
     losses: list[float] = []
-    counts: Counter[str] = Counter(rounded=0, rounded_weights=0, misrouted=0)
-    dtypes = set()
+    counts: Counter[str] = Counter()
     for step in range(STEPS):
         masters = {name: engine.parameter(name).master for name in ROUTERS}
         loss = engine(batch(step, engine.mesh.rank(), samples=16))
@@ -105,181 +97,122 @@ def route(stage: int, mode: str, rules: Rules) -> Routed:
             exact, rounded = F.linear(wide, master), F.linear(wide, master.to(LOW[mode]).float())
             chosen, best = (each.float().topk(2).indices for each in (logits, exact))
             counts["rounded"] += not torch.equal(logits, exact.to(logits.dtype))
-            counts["rounded_weights"] += torch.equal(logits.float(), rounded)
+            counts["on rounded weights"] += torch.equal(logits.float(), rounded)
             counts["misrouted"] += int((chosen != best).any(-1).sum())
             counts["tokens"] += len(chosen)
-            dtypes.add(logits.dtype)
-    engine.destroy()
-    return losses, counts, dtypes
-
-
-def route_all(mode: str, rules: Rules, stages: tuple[int, ...] = (0, 3)) -> list[Routed]:
-    return [route(stage, mode, rules) for stage in stages]
+            assert logits.dtype is (torch.float32 if rules else torch.bfloat16), "a matrix keeps its dtype"
+    return losses, counts
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+@on_ranks(2)
 def test_pinned_routers_choose_as_a_full_fp32_router_does(stages: tuple[int, ...], mode: str) -> None:
-    for found in run_ranks(route_all, 2, mode, PIN_ROUTERS, stages):
-        for losses, counts, dtypes in found:
-            assert losses == found[0][0]
-            tokens = STEPS * len(ROUTERS) * 16 * 12
-            assert counts == {"rounded": 0, "rounded_weights": 0, "misrouted": 0, "tokens": tokens}
-            assert dtypes == {torch.float32}, "a matrix keeps its dtype"
+    runs = [route(stage, mode, PIN_ROUTERS) for stage in stages]
+    assert all(run == runs[0] for run in runs), runs
+    assert +runs[0][1] == {"tokens": STEPS * len(ROUTERS) * 16 * 12}, runs
 
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
+@on_ranks(1)
 def test_routers_that_are_not_pinned_choose_otherwise(mode: str) -> None:
     """The comparison above can fail: in bf16 some tokens go to other experts."""
-    for found in run_ranks(route_all, 1, mode, []):
-        for _, counts, dtypes in found:
-            assert counts["misrouted"] > 0 and dtypes == {torch.bfloat16}
+    for stage in (0, 3):
+        assert route(stage, mode, [])[1]["misrouted"] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pinned_router_may_return_its_inputs_dtype(mode: str) -> None:
-    rules: Rules = [{"match": "*.router.*", "pin": "fp32", "output": "input"}]
-    ((_, counts, dtypes),) = run_ranks(route, 1, 3, mode, rules)
-    # Rounded once, from the exact logits; under autocast the norm before it returns fp32.
-    assert counts["rounded"] == counts["rounded_weights"] == 0
-    assert dtypes == {torch.float32 if "autocast" in mode else LOW[mode]}
-
-
-# --- every column ---------------------------------------------------------------------------------------
-
-
-Wires = Counter[tuple[str, str, int]]
-"""(op, dtype, elements) of gathers and reductions."""
 OTHER = "layers.0.attention.qkv.weight"
-
-
-def columns_of(mode: str) -> list[tuple[Wires, Wires, dict[str, dict[str, Any]]]]:
-    """By stage: what was sent, what the plan lists, and dtypes of a router and of a matrix beside it."""
-    found = []
-    for stage in STAGES:
-        engine = make(written(stage, mode, PIN_ROUTERS), GPT(moe=True))
-        seen = {name: _watch_dtypes(engine, name) for name in (ROUTERS[0], OTHER)}
-        with engine.comm.record() as log:
-            engine.backward(engine(batch(0, engine.mesh.rank())))
-            for name, dtypes in seen.items():
-                segment = engine.executor.segments[engine.plan.row(name).segment]
-                assert segment.reduced is not None
-                dtypes |= {"reduced": segment.reduced.dtype, "storage": segment.storage.dtype}
-            engine.step()
-        sent, planned = (
-            Counter((each.op, str(each.dtype), each.numel) for each in calls if each.op in MOVED)
-            for calls in (log, collectives(engine.plan))
-        )
-        for name, dtypes in seen.items():
-            states = engine.parameter(name).state.values()
-            dtypes["state fits 16 bits"] = all(_fits(value, torch.bfloat16) for value in states)
-            dtypes["master fits 16 bits"] = _fits(engine.parameter(name).master, LOW[mode])
-        found.append((sent, planned, seen))
-        engine.destroy()
-    return found
-
-
 MOVED = ("all_gather", "reduce_scatter")
 
 
-def _watch_dtypes(engine: Engine, name: str) -> dict[str, Any]:
-    """The parameter and its gradient, as they are when the gradient has landed."""
+def fits(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
+    """Note dtypes of a parameter and its gradient when the gradient has landed."""
     seen: dict[str, Any] = {}
 
     def landed(parameter: Tensor) -> None:
         assert parameter.grad is not None
         seen.update(parameter=parameter.dtype, gradient=parameter.grad.dtype)
-        seen["gradient fits 16 bits"] = _fits(parameter.grad, torch.bfloat16)
+        seen["gradient fits 16 bits"] = fits(parameter.grad)
 
     engine.module.get_parameter(name).register_post_accumulate_grad_hook(landed)
     return seen
 
 
-def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).to(values.dtype), values)
-
-
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     """Gathered, computed, accumulated, reduced, updated and remembered, while its neighbours are not."""
     low, autocast = LOW[mode], mode == "autocast-bf16"
-    fp32 = dict.fromkeys(("parameter", "gradient", "reduced", "storage"), torch.float32)
-    wide = dict.fromkeys(("gradient fits 16 bits", "state fits 16 bits", "master fits 16 bits"), False)
-    other = dict.fromkeys(("parameter", "gradient", "reduced"), low)
-    other["storage"] = torch.float32 if autocast else low
-    other["gradient fits 16 bits"] = mode != "fp16"
-    other["state fits 16 bits"], other["master fits 16 bits"] = mode == "bf16", not autocast
-    for found in run_ranks(columns_of, 2, mode):
-        # Gathered after the update, or at stage 3 before every forward and every backward.
-        for (sent, planned, dtypes), gathers in zip(found, (2, 2, 2, 4), strict=True):
-            assert sent == planned
-            assert dtypes == {ROUTERS[0]: {**fp32, **wide}, OTHER: other}
-            # Two routers of 128 elements, each padded to 512: nothing else has that size.
-            routers = {key: count for key, count in sent.items() if key[2] == 512}
-            assert routers == {("reduce_scatter", "fp32", 512): 2, ("all_gather", "fp32", 512): gathers}
-
-
-# --- norms, heads, whole blocks, single parameters ------------------------------------------------------
-
-
-def norms_and_head(mode: str, output: str | None) -> list[str]:
-    """What pinned norms and a pinned head get wrong."""
-    return [wrong for stage in (0, 3) for wrong in norms_and_head_at(stage, mode, output)]
-
-
-def norms_and_head_at(stage: int, mode: str, output: str | None) -> list[str]:
-    rules: Rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "head.*", "pin": "fp32"}]
-    if output:
-        rules[1]["output"] = output
-    paths = ["layers.0.norm1", "norm", "head"]
-    engine, calls = watched(stage, mode, rules, GPT(tied=False), paths)
-    held = whole_values(engine)["master"]
-    one_step(engine)
-    wrong = []
-    for path in paths:
-        ((given, out),) = calls[path]
-        wide, weight = given.float(), held[f"{path}.weight"]
-        if path == "head":
-            exact = F.linear(wide, weight)
-            wanted = given.dtype if output == "input" else torch.float32
-        else:
-            exact = F.layer_norm(wide, (32,), weight, held[f"{path}.bias"])
-            wanted = given.dtype
-        if out.dtype is not wanted or not torch.equal(out, exact.to(wanted)):
-            wrong.append(f"stage {stage}: {path}: {given.dtype} -> {out.dtype}")
-    engine.destroy()
-    return wrong
+    pinned: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced", "storage"), torch.float32)
+    pinned |= dict.fromkeys(("gradient fits 16 bits", "state fits 16 bits", "master fits 16 bits"), False)
+    other: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced"), low)
+    other |= {"storage": torch.float32 if autocast else low, "gradient fits 16 bits": mode != "fp16"}
+    other |= {"state fits 16 bits": mode == "bf16", "master fits 16 bits": not autocast}
+    # Gathered after the update, or at stage 3 before every forward and every backward.
+    for stage, gathers in enumerate((2, 2, 2, 4)):
+        engine = make(written(stage, mode, PIN_ROUTERS), GPT(moe=True))
+        seen = {name: dtypes_as_it_lands(engine, name) for name in (ROUTERS[0], OTHER)}
+        with engine.comm.record() as log:
+            engine.backward(engine(batch(0, engine.mesh.rank())))
+            for name, dtypes in seen.items():
+                segment = engine.executor.segments[engine.plan.row(name).segment]
+                dtypes |= {"reduced": segment.reduced.dtype, "storage": segment.storage.dtype}
+            engine.step()
+        for name, dtypes in seen.items():
+            parameter = engine.parameter(name)
+            dtypes["state fits 16 bits"] = all(fits(value) for value in parameter.state.values())
+            dtypes["master fits 16 bits"] = fits(parameter.master, low)
+        assert seen == {ROUTERS[0]: pinned, OTHER: other}, seen
+        sent, planned = (
+            Counter((each.op, str(each.dtype), each.numel) for each in calls if each.op in MOVED)
+            for calls in (log, collectives(engine.plan))
+        )
+        assert sent == planned, (sent, planned)
+        # Two routers of 128 elements, each padded to 512: nothing else has that size.
+        routers = {key: count for key, count in sent.items() if key[2] == 512}
+        assert routers == {("reduce_scatter", "fp32", 512): 2, ("all_gather", "fp32", 512): gathers}
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("output", [None, "input", "keep"])
 @pytest.mark.parametrize("mode", MODES)
-def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(mode: str, output: str | None) -> None:
-    assert run_ranks(norms_and_head, 2, mode, output) == [[], []]
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(
+    stage: int, mode: str, output: str | None
+) -> None:
+    rules: Rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "head.*", "pin": "fp32"}]
+    if output:
+        rules[1]["output"] = output
+    engine, calls = watched(stage, mode, rules, GPT(tied=False), ["layers.0.norm1", "norm", "head"])
+    held = whole_values(engine)["master"]
+    one_step(engine)
+    for path, ((given, out),) in calls.items():
+        wide, weight = given.float(), held[f"{path}.weight"]
+        if path == "head":
+            exact = F.linear(wide, weight)
+        else:
+            exact = F.layer_norm(wide, (32,), weight, held[f"{path}.bias"])
+        wanted = torch.float32 if path == "head" and output != "input" else given.dtype
+        assert out.dtype is wanted and torch.equal(out, exact.to(wanted)), (path, given.dtype, out.dtype)
 
 
-def whole_block(mode: str) -> list[tuple[torch.dtype, torch.dtype, bool]]:
-    """At two stages: the inputs of the last layers of a pinned block and another, and whether it returns its
-    input's."""
-    found = []
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
+    """It is one boundary, and what follows it computes in the dtype of what came before."""
     for stage in (0, 3):
         paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
         engine, calls = watched(stage, mode, [{"match": "layers.1.mlp.*", "pin": "fp32"}], GPT(), paths)
         one_step(engine)
         inside, outside, (given, out) = (calls[path][0] for path in paths)
-        found.append((inside[0].dtype, outside[0].dtype, out.dtype is given.dtype))
-        engine.destroy()
-    return found
+        assert (inside[0].dtype, outside[0].dtype) == (torch.float32, LOW[mode])
+        assert out.dtype is given.dtype
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
-    """It is one boundary, and what follows it computes in the dtype of what came before."""
-    for rank in run_ranks(whole_block, 2, mode):
-        assert rank == [(torch.float32, LOW[mode], True)] * 2
-
-
-# --- used by others -----------------------------------------------------------------------------------------
 
 FINE = 1 + 2**-12
 """Exact in fp32, 1 in bf16 and in fp16."""

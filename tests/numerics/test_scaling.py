@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.numerics.runs import make, unlike, whole_values
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import make, require_alike, whole_values
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import Scaler
 from zerodrift.engine.step.norm import Norm
@@ -20,9 +20,6 @@ from zerodrift.errors import NonFiniteError
 from zerodrift.policy.nouns import LossScale
 
 STAGES = (0, 1, 2, 3)
-
-
-# --- the rule -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,9 +97,6 @@ def test_the_multiplier_is_unscaling_and_clipping_at_once() -> None:
     assert not Norm(math.inf).finite and not Norm(math.nan).finite
 
 
-# --- on ranks -----------------------------------------------------------------------------------------------
-
-
 class Two(nn.Module):
     """Two weights whose gradients are the inputs given for them."""
 
@@ -143,69 +137,54 @@ def inputs(value: float = 0.01, place: int = 0) -> torch.Tensor:
     return x
 
 
-def skipping(mode: str, hysteresis: int, value: float, place: int) -> list[Any]:
+def skip_once(engine: Engine, value: float, place: int) -> tuple[Any, ...]:
     """A good step, one whose gradient is not finite in one element on one rank, and another good step."""
-    found = []
-    for stage in STAGES:
-        engine = engine_of(stage, mode, hysteresis)
-        x = inputs()
-        engine.backward(engine(x, x))
-        engine.step()
-        before, rate = everything(engine), engine.updater.learning_rates()
-        steps = engine.schedule.last_batch_iteration
-        last = engine.mesh.rank() == engine.mesh.size("data") - 1
-        engine.backward(engine(x, inputs(value, place) if last else x))
-        result = engine.step()
-        assert unlike(before, everything(engine)) == [], "weights and moments stay"
-        assert (engine.updater.learning_rates(), engine.schedule.last_batch_iteration) == (rate, steps)
-        assert not result.updated and result.skipped and result.bad == ("second.weight",)
-        assert result.grad_norm is not None and not math.isfinite(result.grad_norm)
-        engine.backward(engine(x, x))
-        last_step = engine.step()
-        assert last_step.updated and (engine.global_steps, engine.skipped_steps) == (2, 1)
-        sums = {name: values.sum().item() for name, values in everything(engine).items()}
-        found.append((last_step.grad_norm, last_step.loss_scale, sums))
-        engine.destroy()
-    return found
-
-
-CASES = {
-    "patient": (2, math.inf, 299, 256.0),
-    "at once": (1, math.nan, 3, 128.0),
-}
-"""(hysteresis, value, its place in the first slice or the last, the scale of fp16 after it)."""
-
-
-def all_skipping(case: str) -> dict[str, list[Any]]:
-    return {mode: skipping(mode, *CASES[case][:3]) for mode in MODES}
+    x = inputs()
+    engine.backward(engine(x, x))
+    engine.step()
+    before, rate = everything(engine), engine.updater.learning_rates()
+    steps = engine.schedule.last_batch_iteration
+    last = engine.mesh.rank() == engine.mesh.size("data") - 1
+    engine.backward(engine(x, inputs(value, place) if last else x))
+    result = engine.step()
+    require_alike(before, everything(engine))
+    assert (engine.updater.learning_rates(), engine.schedule.last_batch_iteration) == (rate, steps)
+    assert not result.updated and result.skipped and result.bad == ("second.weight",), result
+    assert result.grad_norm is not None and not math.isfinite(result.grad_norm)
+    engine.backward(engine(x, x))
+    result = engine.step()
+    assert result.updated and (engine.global_steps, engine.skipped_steps) == (2, 1), result
+    return result.grad_norm, result.loss_scale, {key: v.sum().item() for key, v in everything(engine).items()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "case"), [(1, "patient"), (2, "patient"), (2, "at once")])
-def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(world: int, case: str) -> None:
-    """In DeepSpeed one rank skips, the other steps, and their scales part; outside of fp16 it is applied."""
-    ranks = run_ranks(all_skipping, world, case)
-    for found in ranks:
-        assert found == ranks[0], "ranks skip together"
-        for mode, stages in found.items():
-            assert stages == [stages[0]] * len(STAGES), f"{mode}: the same at every stage"
-            assert stages[0][1] == (CASES[case][3] if mode.endswith("fp16") else 1.0)
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("world", "hysteresis", "value", "place", "scale"),
+    [(1, 2, math.inf, 299, 256.0), (2, 2, math.inf, 299, 256.0), (2, 1, math.nan, 3, 128.0)],
+    ids=["alone", "patient", "at once"],
+)
+@on_ranks("world")
+def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(
+    world: int, hysteresis: int, value: float, place: int, scale: float, mode: str
+) -> None:
+    """In DeepSpeed one rank skips, the other steps, and their scales part; outside of fp16 it is applied. The
+    place is in the first slice or the last; the scale is that of fp16 behind it."""
+    found = []
+    for stage in STAGES:
+        engine = engine_of(stage, mode, hysteresis)
+        found += engine.comm.all_gather_object(skip_once(engine, value, place))
+    assert found == [found[0]] * world * len(STAGES), "the same on every rank and at every stage"
+    assert found[0][1] == (scale if mode.endswith("fp16") else 1.0), found[0]
 
 
-def raising() -> list[str]:
-    said = []
+@on_ranks(2)
+def test_an_error_instead_names_the_parameter_and_leaves_the_engine_usable() -> None:
     for mode in MODES:
         engine = engine_of(3, mode, 2)
         engine.backward(engine(torch.ones(1, 300), inputs(math.nan)))
-        with pytest.raises(NonFiniteError) as caught:
+        with pytest.raises(NonFiniteError, match=r"`gradient`: must be finite.*second\.weight"):
             engine.step(error_if_nonfinite=True)
-        said.append(str(caught.value))
         engine.backward(engine(torch.ones(1, 300), torch.ones(1, 300)))
         assert engine.step().updated
-        engine.destroy()
-    return said
-
-
-def test_an_error_instead_names_the_parameter_and_leaves_the_engine_usable() -> None:
-    for said in run_ranks(raising, 2):
-        assert all("`gradient`: must be finite" in text and "second.weight" in text for text in said)

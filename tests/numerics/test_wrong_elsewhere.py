@@ -9,7 +9,7 @@ marked "elsewhere" are DeepSpeed 0.19.6's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import make, unlike, whole_values
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import make, require_alike, unlike, whole_values
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, NonFiniteError
 
@@ -71,20 +71,17 @@ def updated(engine: Engine, gradients: Sequence[float]) -> list[float]:
     return [-each for each in weight(engine)]
 
 
-def at_stages(
-    look: Callable[[Engine], Any],
+def engines(
     mode: str,
     rest: Written | None = None,
     model: Callable[[], nn.Module] = Probe,
     stages: Sequence[int] = STAGES,
-) -> list[Any]:
-    """On a rank: what is found in an engine of each stage."""
-    found = []
+) -> Iterator[Engine]:
+    """On a rank: an engine of each stage, one after the other."""
     for stage in stages:
         engine = make(written(stage, mode, **(rest or {})), model())
-        found.append(look(engine))
+        yield engine
         engine.destroy()
-    return found
 
 
 # --- accumulation and the mean over ranks ---------------------------------------------------------------
@@ -122,44 +119,36 @@ PAIRS = [
 ]
 
 
-def sums(engine: Engine) -> tuple[list[float], list[float]]:
-    """What micro-batches add up to, and what ranks add up to."""
-    micro = [4 * value for value in updated(engine, [2048.0, 0.5, 0.5, 0.5])]
-    engine.parameter(NAME).master = torch.zeros(1, 8)
-    first = 1.0 if engine.mesh.rank() else 2048.0
-    return micro, [8 * value for value in updated(engine, [first, 0.0, 0.0, 0.0])]
-
-
-def accumulated(pair: Pair, wire: str | None, stages: Sequence[int] = STAGES) -> list[Any]:
+def sums(pair: Pair, wire: str | None, stages: Sequence[int]) -> Iterator[tuple[list[float], list[float]]]:
+    """By stage: what micro-batches add up to, and what ranks add up to."""
     told = {"gradient_accumulation_dtype": pair.accumulate, "communication_data_type": wire}
     more: Written = {key: value for key, value in told.items() if value is not None}
     more |= {"precision": {"allow_narrow": True}, "gradient_accumulation_steps": 4}
-    return at_stages(sums, pair.mode, more, stages=stages)
+    for engine in engines(pair.mode, more, stages=stages):
+        micro = [4 * value for value in updated(engine, [2048.0, 0.5, 0.5, 0.5])]
+        engine.parameter(NAME).master = torch.zeros(1, 8)
+        first = 1.0 if engine.mesh.rank() else 2048.0
+        yield micro, [8 * value for value in updated(engine, [first, 0.0, 0.0, 0.0])]
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "others"])
+@on_ranks(2, timeout=120)
 def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(half: int) -> None:
     """Elsewhere: ignored at stage 2, refused at stage 0; at stage 1 a dtype other than the model's loses
     the mean, each shard keeping its owner's gradient (4096 and 2 for 2049). The widest wire that the
     accumulator allows, so that its own rounding alone is seen."""
-    asked = [(pair, ((0, 3), (1, 2))[(number + half) % 2]) for number, pair in enumerate(PAIRS)]
-    for found in run_ranks(all_accumulated, 2, asked, timeout=120):
-        for (pair, stages), seen in zip(asked, found, strict=True):
-            right = ([2049.5] * 8, [2049.0] * 8) if pair.exact else ([2048.0] * 8, [2048.0] * 8)
-            assert seen == [right] * len(stages), (str(pair), stages)
+    for number, pair in enumerate(PAIRS):
+        right = ([2049.5] * 8, [2049.0] * 8) if pair.exact else ([2048.0] * 8, [2048.0] * 8)
+        for found in sums(pair, pair.accumulate or "fp32", ((0, 3), (1, 2))[(number + half) % 2]):
+            assert found == right, (str(pair), found)
 
 
-def all_accumulated(asked: Sequence[tuple[Pair, Sequence[int]]]) -> list[list[Any]]:
-    return [accumulated(pair, pair.accumulate or "fp32", stages) for pair, stages in asked]
-
-
+@on_ranks(2)
 def test_a_16_bit_wire_rounds_once_and_is_summed_in_fp32() -> None:
     """Autocast sends a safe module's gradient in bf16 unless told: 2049.5 becomes 2048 where it is reduced
     once per step, and stays where each micro-batch, exact in bf16, travels by itself."""
-    for found in run_ranks(accumulated, 2, Pair("autocast-bf16", None), None):
-        for stage, (micro, ranks) in enumerate(found):
-            assert micro == [2048.0 if stage < 2 else 2049.5] * 8
-            assert ranks == [2049.0] * 8
+    for stage, found in enumerate(sums(Pair("autocast-bf16", None), None, STAGES)):
+        assert found == ([2048.0 if stage < 2 else 2049.5] * 8, [2049.0] * 8), found
 
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
@@ -168,127 +157,108 @@ def test_a_dtype_that_cannot_hold_gradients_is_refused_with_its_reason(mode: str
         make(written(1, mode, gradient_accumulation_dtype="fp16"), Probe())
 
 
-def thirds(engine: Engine) -> list[float]:
-    return updated(engine, [1.0, 1.0, 1.0])
-
-
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_the_division_by_micro_batches_comes_after_the_sum(mode: str) -> None:
     """Three gradients of 1 have the mean 1. Elsewhere the loss is divided first: 1.00195 in bf16."""
-    for found in run_ranks(at_stages, 2, thirds, mode, {"gradient_accumulation_steps": 3}):
-        assert found == [[1.0] * 8] * len(STAGES)
-
-
-def three_backwards(engine: Engine) -> tuple[list[float], list[float]]:
-    """The gradient of three forwards with a backward each, and the weight after one step."""
-    for gradient in (1.0, 0.5, 1.5):
-        engine.backward(engine(row(gradient)))
-    gradients = engine.parameter(NAME).gradient.flatten().tolist()
-    engine.step()
-    return gradients, weight(engine)
+    for engine in engines(mode, {"gradient_accumulation_steps": 3}):
+        found = updated(engine, [1.0, 1.0, 1.0])
+        assert found == [1.0] * 8, found
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-fp16"])
+@on_ranks(2)
 def test_several_backwards_before_one_step_add_up(mode: str) -> None:
     """As in a plain loop: 1 + 0.5 + 1.5 = 3. Elsewhere stages 1 and 2 keep only the last."""
-    for found in run_ranks(at_stages, 2, three_backwards, mode):
-        assert found == [([3.0] * 8, [-3.0] * 8)] * len(STAGES)
+    for engine in engines(mode):
+        for gradient in (1.0, 0.5, 1.5):
+            engine.backward(engine(row(gradient)))
+        gradients = engine.parameter(NAME).gradient.flatten().tolist()
+        engine.step()
+        assert (gradients, weight(engine)) == ([3.0] * 8, [-3.0] * 8), (gradients, weight(engine))
 
 
 # --- fp16 -----------------------------------------------------------------------------------------------
 
 
-def scaled(engine: Engine) -> tuple[list[float], list[float], float]:
-    ones = updated(engine, [1.0])
-    engine.parameter(NAME).master = torch.zeros(1, 8)
-    engine.backward(engine(row(2.0**-13), 2.0**-13))
-    scale = engine.step().loss_scale
-    return ones, weight(engine), scale
-
-
 @pytest.mark.parametrize("mode", ["fp16", "autocast-fp16"])
+@on_ranks(2)
 def test_the_loss_is_scaled_wherever_gradients_are_unscaled(mode: str) -> None:
     """Elsewhere stage 0 never multiplies the loss: the weight is -1/1024 instead of -1. And the scale does
     what it is for: 2^-26, below the smallest fp16 number, arrives."""
-    for found in run_ranks(at_stages, 2, scaled, mode, {"fp16": {"loss_scale": 1024}}):
-        assert found == [([1.0] * 8, [-(2.0**-26)] * 8, 1024.0)] * len(STAGES)
-
-
-def wide() -> Probe:
-    return Probe(16)
-
-
-def clipped(engine: Engine) -> tuple[float | None, list[float], float]:
-    """16 elements of 1/16: a gradient of norm 0.25."""
-    engine.backward(engine(row(1.0, 16), 1 / 16))
-    result = engine.step()
-    assert engine.grad_norm == result.grad_norm
-    return result.grad_norm, weight(engine), result.loss_scale
+    for engine in engines(mode, {"fp16": {"loss_scale": 1024}}):
+        assert updated(engine, [1.0]) == [1.0] * 8
+        engine.parameter(NAME).master = torch.zeros(1, 8)
+        engine.backward(engine(row(2.0**-13), 2.0**-13))
+        assert engine.step().loss_scale == 1024.0
+        assert weight(engine) == [-(2.0**-26)] * 8
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_norm_and_clip_are_of_the_true_gradient_at_every_stage(mode: str) -> None:
-    """0.25. Elsewhere autocast-fp16 reports 16384, stage 0 nothing at all; and a clip at 100, which should
-    be idle, makes the update 164 times too small."""
-    scale = 65536.0 if mode.endswith("fp16") else 1.0
+    """16 elements of 1/16: a norm of 0.25. Elsewhere autocast-fp16 reports 16384, stage 0 nothing at all; and
+    a clip at 100, which should be idle, makes the update 164 times too small."""
     more: Written = {"fp16": {"initial_scale_power": 16}} if mode.endswith("fp16") else {}
-    for found in run_ranks(at_stages, 2, clipped, mode, {"gradient_clipping": 100.0, **more}, wide):
-        assert found == [(0.25, [-0.0625] * 16, scale)] * len(STAGES)
-    for found in run_ranks(at_stages, 2, clipped, mode, {"gradient_clipping": 0.125, **more}, wide):
-        # torch's own formula adds 1e-6 to the norm: 4e-6 of the result.
-        assert found[0] == (0.25, pytest.approx([-0.03125] * 16, rel=5e-6), scale)
-        assert found == [found[0]] * len(STAGES), "the same bits at every stage"
+    found = []
+    for clip in (100.0, 0.125):
+        for engine in engines(mode, {"gradient_clipping": clip, **more}, lambda: Probe(16)):
+            engine.backward(engine(row(1.0, 16), 1 / 16))
+            result = engine.step()
+            assert engine.grad_norm == result.grad_norm == 0.25, result
+            assert result.loss_scale == (65536.0 if more else 1.0)
+            found.append(weight(engine))
+    assert found[:4] == [[-0.0625] * 16] * 4, found
+    # torch's own formula adds 1e-6 to the norm: 4e-6 of the result.
+    assert found[4] == pytest.approx([-0.03125] * 16, rel=5e-6), found
+    assert found[4:] == [found[4]] * 4, "the same bits at every stage"
 
 
 # --- gradients that are not finite ----------------------------------------------------------------------
 # That ranks skip together and share one scale, in every mode and at every stage: `test_scaling.py`.
 
 
-def checked(check: bool) -> str:
-    engine = make(written(3, "bf16", bf16={"check_grad_overflow": check}), Probe())
-    engine.backward(engine(row(math.inf)))
-    try:
-        return f"skipped {engine.step().skipped}"
-    except NonFiniteError as error:
-        return str(error)
-    finally:
-        assert engine.parameter(NAME).master.abs().max().item() == 0.0
-        engine.destroy()
-
-
-def test_a_user_who_wants_no_skip_gets_an_error_not_an_update() -> None:
-    assert run_ranks(checked, 2, True) == ["skipped True"] * 2
-    for told in run_ranks(checked, 2, False):
-        assert told.startswith("`gradient`: must be finite; got ") and NAME in told
+@pytest.mark.parametrize("check", [True, False])
+@on_ranks(2)
+def test_a_user_who_wants_no_skip_gets_an_error_not_an_update(check: bool) -> None:
+    for engine in engines("bf16", {"bf16": {"check_grad_overflow": check}}, stages=(3,)):
+        engine.backward(engine(row(math.inf)))
+        if check:
+            assert engine.step().skipped
+        else:
+            with pytest.raises(NonFiniteError, match=f"`gradient`: must be finite; got .*{NAME}"):
+                engine.step()
+        assert not any(weight(engine))
 
 
 # --- what an engine starts from -------------------------------------------------------------------------
 
 
-def seeded() -> GPT:
-    return GPT(seed=5)
-
-
-def as_given(engine: Engine) -> tuple[list[str], torch.dtype]:
-    """Parameters whose master has not the bits that the model was given, and what dtype is visible."""
-    given = {name: parameter.detach() for name, parameter in seeded().named_parameters()}
-    with engine.gathered([NORM]) as values:
-        return unlike(given, whole_values(engine)["master"]), values[NORM].dtype
-
-
 NORM = "norm.weight"
-WIDE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @pytest.mark.parametrize(
-    ("mode", "master"),
-    [("fp32", None), ("bf16", None), ("bf16", "fp32"), ("fp16", None), ("autocast-bf16", None)],
+    ("mode", "master", "shown"),
+    [
+        ("fp32", None, torch.float32),
+        ("bf16", None, torch.bfloat16),
+        ("bf16", "fp32", torch.bfloat16),
+        ("fp16", None, torch.float16),
+        ("autocast-bf16", None, torch.float32),
+    ],
 )
-def test_masters_are_made_from_the_bits_that_were_given(mode: str, master: str | None) -> None:
+@on_ranks(2)
+def test_masters_are_made_from_the_bits_that_were_given(
+    mode: str, master: str | None, shown: torch.dtype
+) -> None:
     """Elsewhere from the rounded copy: off by up to 1.9e-3 for weights between -1 and 1."""
+    given = {name: parameter.detach() for name, parameter in GPT(seed=5).named_parameters()}
     more: Written = {"precision": {"master": master}} if master else {}
-    shown = torch.float32 if "autocast" in mode else getattr(torch, WIDE[mode])
-    assert run_ranks(at_stages, 2, as_given, mode, more, seeded) == [[([], shown)] * len(STAGES)] * 2
+    for engine in engines(mode, more, lambda: GPT(seed=5)):
+        wrong = unlike(given, whole_values(engine)["master"])
+        assert wrong == [], wrong
+        with engine.gathered([NORM]) as values:
+            assert values[NORM].dtype is shown
 
 
 def ones() -> Probe:
@@ -297,29 +267,25 @@ def ones() -> Probe:
     return model
 
 
-def first_update(engine: Engine) -> Any:
-    """AdamW on a weight of 1 with decay: after construction, and after one real step."""
-    parameter = engine.parameter(NAME)
-    before = set(weight(engine)), dict(parameter.state)
-    assert engine.global_steps == 0 and not engine.optimizer.state
-    engine.backward(engine(row(0.5)))
-    engine.step()
-    return before, parameter.master, dict(parameter.state)
-
-
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_the_optimizer_takes_no_step_when_it_is_built(mode: str) -> None:
-    """Elsewhere stage 0 in 16 bits steps on zero gradients: the weight starts as 0.999, at step 1."""
+    """AdamW on a weight of 1 with decay. Elsewhere stage 0 in 16 bits steps on zero gradients: the weight
+    starts as 0.999, at step 1."""
     adamw: Written = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
     plain = nn.Parameter(torch.ones(1, 8))
     optimizer = torch.optim.AdamW([plain], lr=0.01, weight_decay=0.1)
     plain.grad = torch.full((1, 8), 0.5)
     optimizer.step()
-    for found in run_ranks(at_stages, 2, first_update, mode, adamw, ones):
-        for (start, states), master, moments in found:
-            assert start == {1.0} and not any(value.any() for value in states.values())
-            assert torch.equal(master, plain.detach())
-            assert unlike(moments, {key: optimizer.state[plain][key] for key in moments}) == []
+    for engine in engines(mode, adamw, ones):
+        parameter = engine.parameter(NAME)
+        assert weight(engine) == [1.0] * 8 and not any(value.any() for value in parameter.state.values())
+        assert engine.global_steps == 0 and not engine.optimizer.state
+        engine.backward(engine(row(0.5)))
+        engine.step()
+        assert torch.equal(parameter.master, plain.detach())
+        moments = dict(parameter.state)
+        require_alike(moments, {key: optimizer.state[plain][key] for key in moments})
 
 
 # --- one engine after another ---------------------------------------------------------------------------
@@ -366,30 +332,24 @@ def bf16_run(other: Engine | None = None) -> list[Any]:
     return seen
 
 
-def one_after_another() -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+@on_ranks(2)
+def test_precision_belongs_to_one_engine() -> None:
+    """Elsewhere autocast's settings outlive their engine: the next one in bf16 gets a loss scale (a norm of
+    185363 for 2.83) and ignores its own wire dtype."""
     clean = precision_state()
     alone = bf16_run()
     first = make(written(3, "autocast-fp16"), GPT())
     first.backward(first(batch(0)))
     first.step()
-    between = precision_state()
+    assert precision_state() == clean
     beside = bf16_run(first)
     with pytest.raises(Exception):  # noqa: B017 (whatever torch says of an embedding of floats)
         first(torch.zeros(2, 3))
     assert precision_state() == clean
     first.destroy()
-    after = bf16_run()
+    assert alone == beside == bf16_run()
     assert precision_state() == clean
-    return clean, between, [alone, beside, after]
-
-
-def test_precision_belongs_to_one_engine() -> None:
-    """Elsewhere autocast's settings outlive their engine: the next one in bf16 gets a loss scale (a norm of
-    185363 for 2.83) and ignores its own wire dtype."""
-    for clean, between, (alone, beside, after) in run_ranks(one_after_another, 2):
-        assert between == clean
-        assert alone == beside == after
-        assert all(scale == 1.0 and wires == {"fp32"} for _, _, scale, wires, _ in alone)
+    assert all(scale == 1.0 and wires == {"fp32"} for _, _, scale, wires, _ in alone), alone
 
 
 # --- models of mixed dtypes, and buffers ----------------------------------------------------------------
@@ -430,57 +390,52 @@ class Mixed(nn.Module):
 PINNED = {"precision": {"rules": [{"match": "*lora*", "pin": "fp32", "output": "input"}]}}
 
 
-def adapters(engine: Engine) -> Any:
-    model, bases = engine.module, {n: p for n, p in Mixed().named_parameters() if "base" in n}
-    kept = {str(engine.plan.row(name).columns.storage.dtype) for name in bases}
-    generator = torch.Generator().manual_seed(engine.mesh.rank())
-    losses = []
-    for _ in range(3):
-        loss = engine(torch.randn(4, 16, generator=generator))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    with engine.gathered() as values:
-        assert unlike(bases, {name: values[name] for name in bases}) == [], "these are frozen"
-        shown = {str(value.dtype) for name, value in values.items() if "lora" in name}
-        assert "inv_freq" not in model.state_dict()
-    assert model.inv_freq.dtype is torch.float32 and torch.equal(model.inv_freq, Mixed().inv_freq)
-    assert model.counts.dtype is torch.int64
-    return losses, kept, shown, set(model.seen)
-
-
-ADAPTERS = [
-    # What the adapters are when they compute, and what a layer returns.
-    ("bf16", False, "torch.bfloat16", torch.bfloat16),
-    ("bf16", True, "torch.float32", torch.bfloat16),
-    ("fp32", False, "torch.float32", torch.float32),
-    ("autocast-bf16", False, "torch.bfloat16", torch.bfloat16),
-    ("autocast-bf16", True, "torch.float32", torch.bfloat16),
-]
-
-
-@pytest.mark.parametrize(("mode", "pinned", "computes", "returns"), ADAPTERS)
+@pytest.mark.parametrize(
+    ("mode", "pinned", "computes", "returns"),
+    [
+        ("bf16", False, torch.bfloat16, torch.bfloat16),
+        ("bf16", True, torch.float32, torch.bfloat16),
+        ("fp32", False, torch.float32, torch.float32),
+        ("autocast-bf16", False, torch.bfloat16, torch.bfloat16),
+        ("autocast-bf16", True, torch.float32, torch.bfloat16),
+    ],
+)
+@on_ranks(2)
 def test_a_model_of_mixed_dtypes_is_neither_promoted_nor_crashed(
-    mode: str, pinned: bool, computes: str, returns: torch.dtype
+    mode: str, pinned: bool, computes: torch.dtype, returns: torch.dtype
 ) -> None:
-    """The frozen base rests in bf16 as it came, in every mode. Elsewhere every parameter becomes fp32, or
-    stage 3 dies on an assertion; and buffers are rounded with the parameters."""
-    for found in run_ranks(at_stages, 2, adapters, mode, PINNED if pinned else {}, Mixed):
-        for losses, kept, shown, seen in found:
-            assert losses == found[0][0] and losses[-1] != losses[0]
-            assert (kept, shown, seen) == ({"bf16"}, {computes}, {returns})
-
-
-def buffers(engine: Engine) -> tuple[torch.Tensor, torch.dtype]:
-    return engine.module.inv_freq.clone(), engine.module.counts.dtype
+    """The frozen base rests in bf16 as it came, in every mode; adapters compute and layers return as told.
+    Elsewhere every parameter becomes fp32, or stage 3 dies on an assertion; and buffers are rounded with the
+    parameters."""
+    bases = {name: p for name, p in Mixed().named_parameters() if "base" in name}
+    runs = []
+    for engine in engines(mode, PINNED if pinned else {}, Mixed):
+        model = engine.module
+        assert {str(engine.plan.row(name).columns.storage.dtype) for name in bases} == {"bf16"}
+        generator = torch.Generator().manual_seed(engine.mesh.rank())
+        losses = []
+        for _ in range(3):
+            loss = engine(torch.randn(4, 16, generator=generator))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        with engine.gathered() as values:
+            assert unlike(bases, {name: values[name] for name in bases}) == [], "these are frozen"
+            shown = {value.dtype for name, value in values.items() if "lora" in name}
+            assert "inv_freq" not in model.state_dict()
+        assert (shown, set(model.seen)) == ({computes}, {returns}), (shown, set(model.seen))
+        assert model.inv_freq.dtype is torch.float32 and torch.equal(model.inv_freq, Mixed().inv_freq)
+        assert model.counts.dtype is torch.int64
+        runs.append(losses)
+    assert runs == [runs[0]] * len(STAGES) and runs[0][-1] != runs[0][0], runs
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_buffers_are_not_rounded_unless_told(mode: str) -> None:
     exact = Mixed().inv_freq
-    told = {"data_types": {"buffer_dtype": "bf16"}}
-    for found in run_ranks(at_stages, 2, buffers, mode, {}, Mixed, (0, 3)):
-        assert all(torch.equal(kept, exact) and kept.dtype is torch.float32 for kept, _ in found)
-    for found in run_ranks(at_stages, 2, buffers, mode, told, Mixed, (0, 3)):
-        assert all(torch.equal(cast, exact.to(torch.bfloat16)) for cast, _ in found)
-        assert all(counts is torch.int64 for _, counts in found), "whole numbers are kept"
+    for rest, expected in (({}, exact), ({"data_types": {"buffer_dtype": "bf16"}}, exact.bfloat16())):
+        for engine in engines(mode, rest, Mixed, (0, 3)):
+            kept = engine.module.inv_freq
+            assert kept.dtype is (torch.bfloat16 if rest else torch.float32) and torch.equal(kept, expected)
+            assert engine.module.counts.dtype is torch.int64, "whole numbers are kept"
