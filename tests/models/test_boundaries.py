@@ -1,4 +1,4 @@
-"""What the engine hooks is what the plan lists, and that is what a walk over the modules finds."""
+"""What the engine hooks is what the plan lists, and a model that is not the plan's is refused."""
 
 from __future__ import annotations
 

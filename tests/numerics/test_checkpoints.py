@@ -177,10 +177,6 @@ def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
     require_alike(second, later(engine, 2, 2))
 
 
-MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
-SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((3, 4), (2, 1))]
-
-
 def save_one(folder: str, written: dict[str, Any]) -> Run:
     engine = make(written, GPT(layers=1, moe=True))
     train(engine, 3)
@@ -196,59 +192,39 @@ def load_one(folder: str, written: dict[str, Any]) -> Any:
     return run, loaded.client, {difference.what for difference in loaded.differences}
 
 
-def resharded(
-    tmp_path: Path,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    rest: tuple[dict[str, Any], ...] = ({}, {}),
-) -> None:
-    """Masters, moments and weights are those that were saved."""
-    folder = tmp_path / f"{source}"
-    before = config(source[0], "bf16", **rest[0])
-    saved = run_ranks(save_one, source[1], str(folder), before)[0] if not folder.exists() else None
-    saved = torch.load(tmp_path / f"{source}.pt", weights_only=False) if saved is None else saved
-    torch.save(saved, tmp_path / f"{source}.pt")
-    assert found_elsewhere(folder / "step-00000003") == []
-    results = run_ranks(load_one, target[1], str(folder), config(target[0], "bf16", **rest[1]))
-    for run, client, said in results:
-        assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 20
-        assert saved.differs(run) == [], (source, target)
-        assert client == {"epoch": 3}
-        assert ("ranks" in said) == (source[1] != target[1])
-        assert ("random numbers" in said) == (source[1] != target[1])
-        assert ("stage" in said) == (source[0] != target[0])
-
-
-@pytest.mark.parametrize(("source", "target"), SOME, ids=str)
-def test_some_meshes_load_what_others_saved(
-    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
-) -> None:
-    resharded(tmp_path, source, target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", MESHES, ids=str)
-def test_every_mesh_loads_what_any_other_saved(source: tuple[int, int], tmp_path: Path) -> None:
-    for target in MESHES:
-        resharded(tmp_path, source, target)
-
-
+Mesh = tuple[int, int]
+"""Stage and ranks."""
+MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-
-
 SPREAD = {"sharding": {"replicate": 2}}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("source", "target", "rest"),
-    [((3, 2), (2, 4), (MUON, MUON)), ((1, 4), (3, 1), (MUON, MUON)), ((3, 4), (2, 2), (SPREAD, {}))],
-    ids=["muon 2 to 4", "muon 4 to 1", "replicas"],
+    ("source", "targets", "before", "after"),
+    [
+        ((0, 1), [(3, 2)], {}, {}),
+        ((1, 2), [(0, 4)], {}, {}),
+        ((3, 4), [(2, 1)], {}, {}),
+        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.long),
+        pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
+        pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
+        *(pytest.param(mesh, MESHES, {}, {}, id=f"all {mesh}", marks=pytest.mark.slow) for mesh in MESHES),
+    ],
 )
-def test_whole_matrices_go_to_whoever_owns_them_and_replicas_save_once(
-    source: tuple[int, int], target: tuple[int, int], rest: tuple[dict[str, Any], ...], tmp_path: Path
+def test_a_mesh_loads_what_another_saved(
+    source: Mesh, targets: list[Mesh], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
-    resharded(tmp_path, source, target, rest)
+    """Masters, moments and weights: whole matrices go to whoever owns them, and replicas save once."""
+    saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
+    assert found_elsewhere(tmp_path / "step-00000003") == []
+    for target in targets:
+        for run, client, said in run_ranks(
+            load_one, target[1], str(tmp_path), config(target[0], "bf16", **after)
+        ):
+            assert saved.differs(run) == [] and len(saved.masters) > 20, (source, target)
+            assert client == {"epoch": 3}
+            assert ("ranks" in said) == ("random numbers" in said) == (source[1] != target[1])
+            assert ("stage" in said) == (source[0] != target[0])
 
 
 def other_ranks(folder: str, load: bool) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
@@ -11,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.numerics.networks import GPT, batch
+from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
 from tests.numerics.runs import config, gradients, make
 from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
-from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
+from zerodrift.pipeline.deferred import defer_weight_grads
 from zerodrift.pipeline.products import _grouped_of_torch, grouped_mm
 
 STEPS, MICRO_BATCHES = 2, 3
@@ -210,92 +208,20 @@ def test_a_failed_or_forgotten_step_forgets_what_was_queued() -> None:
     assert len(queue) == 0 and queue.held == 0
 
 
-# --- whatever arrives, whenever -------------------------------------------------------------------------
-
-WAYS = ("eager", "late", "absent", "twice")
-
-
-class Given(nn.Module):
-    """Two parameters whose gradients are what the caller says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.zeros(3, 5))
-        self.wide = nn.Parameter(torch.zeros(7))
-
-    def forward(self, *grads: torch.Tensor) -> torch.Tensor:
-        """The gradient of each parameter will be the one given; of one that is given None, there is none."""
-        loss = torch.zeros((), requires_grad=True)
-        for parameter, grad in zip((self.low, self.wide), grads, strict=True):
-            if grad is not None:
-                loss = loss + (parameter * grad.to(parameter.dtype)).sum().float()
-        return loss
-
-
-def arrive(engine: Engine, queue: WeightQueue, ways: tuple[str, str], values: list[torch.Tensor]) -> None:
-    """One micro-batch in which each parameter's gradient comes in its own way."""
-    model = engine.module
-    eager = [value if way in ("eager", "twice") else None for way, value in zip(ways, values, strict=True)]
-    loss = engine(*eager)
-    for parameter, way, value in zip((model.low, model.wide), ways, values, strict=True):
-        if way in ("late", "twice"):
-            queue.put(parameter, lambda dtype, value=value: value.to(dtype))
-    engine.backward(loss)
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
-def test_any_order_of_arrivals_sums_to_the_reference(stage: int, mixed: bool) -> None:
-    """Every way for each of three micro-batches and both parameters, 64 combinations of them. In every other
-    one values have few bits, so the fp32 sum is exact in any order and must be the reference's bit for bit;
-    with all bits, sums of up to 6 numbers in another order differ by their rounding: 6 halves of an ulp of
-    the largest."""
-    rules = [{"match": "wide", "pin": "fp32"}] if mixed else []
-    engine = make(config(stage, "bf16", 3, precision={"rules": rules}, gradient_clipping=0), Given())
-    queue = defer_weight_grads(engine)
-    cases = list(itertools.product(WAYS, repeat=3))
-    shuffled = random.Random(0).sample(cases, len(cases))
-    generator = torch.Generator().manual_seed(stage)
-    for number, (first, second) in enumerate(zip(cases, shuffled, strict=True)):
-        exact = number % 2 == 0
-        reference = [torch.zeros(3, 5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)]
-        for micro in range(3):
-            ways = (first[micro], second[micro])
-            values = [torch.randn(total.shape, generator=generator).bfloat16().float() for total in reference]
-            if exact:
-                values = [(value * 16).round() / 16 for value in values]
-            arrive(engine, queue, ways, values)
-            if number % 3 == micro:
-                queue.drain(1)  # the others at the end of the step
-            for total, way, value in zip(reference, ways, values, strict=True):
-                total += {"absent": 0, "twice": 2}.get(way, 1) * value.double()
-            if micro < 2:
-                engine.step()
-        for name, total in zip(("low", "wide"), reference, strict=True):
-            found = engine.parameter(name).gradient.double() * 3
-            if exact:
-                assert torch.equal((found * 16).round(), total * 16), (first, second)
-            else:
-                torch.testing.assert_close(found, total, rtol=0, atol=6 * 2.0**-24 * 8)
-        engine.zero_grad()
-    engine.destroy()
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_is_replaced_is_caught(stage: int) -> None:
-    engine = make(config(stage, "fp32", 2), Given())
+    engine = make(config(stage, "fp32", 2), GPT(tied=False))
     queue = defer_weight_grads(engine)
-    ones = [torch.ones(3, 5), torch.ones(7)]
-    arrive(engine, queue, ("late", "late"), ones)
+    engine.backward(engine(batch(0)))
     queue.drain()
-    engine.module.wide.grad = torch.ones(7)
-    with pytest.raises(ModelError, match=r"(?s)`wide`.*added to.*something else"):
-        engine.backward(engine(*ones))
+    engine.module.head.weight.grad = torch.ones(VOCABULARY, WIDTH)
+    with pytest.raises(ModelError, match=r"(?s)`head\.weight`.*added to.*something else"):
+        engine.backward(engine(batch(0)))
         engine.step()
         engine.step()
     engine.zero_grad()
     for _ in range(2):
-        arrive(engine, queue, ("eager", "late"), ones)
+        engine.backward(engine(batch(0)))
         result = engine.step()
     assert result.updated
+    engine.destroy()
