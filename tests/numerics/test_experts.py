@@ -58,9 +58,6 @@ def engine_of(written: dict[str, Any], **network: Any) -> Engine:
     return make(written, Network(**network))
 
 
-# --- gradients ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "world", "stages"),
@@ -150,8 +147,6 @@ def test_every_update_is_that_of_a_run_without(way: str) -> None:
     assert same(runs[1:]) == []
 
 
-# --- what the data does ---------------------------------------------------------------------------------
-
 CASES: dict[str, dict[str, Any]] = {
     "all experts of rank 1": {"skew": (0.0, 0.0, 60.0, 60.0)},
     "one expert gets nothing": {"skew": (-60.0, 0.0, 0.0, 0.0)},
@@ -218,9 +213,6 @@ def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
     assert second.loss_scale == first.loss_scale / 2
 
 
-# --- what is sent ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mesh", ["ep2 x 2", "ep4", "ep2, 2 replicas"])
 @on_ranks(4)
 def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str) -> None:
@@ -250,9 +242,6 @@ def test_the_observer_sees_the_plan() -> None:
         assert row is not None
         for column in ("storage", "compute", "accumulate", "reduce", "master", "state"):
             assert seen.seen(row.name, column), column
-
-
-# --- values ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -323,9 +312,6 @@ def test_statistics_are_of_whole_parameters(stage: int) -> None:
     for before, now in zip(*lines, strict=True):
         assert (now.name, now.numel) == (before.name, before.numel)
         assert now.weight_norm == pytest.approx(before.weight_norm, rel=1e-6)
-
-
-# --- refusals -------------------------------------------------------------------------------------------
 
 
 class NoForward(nn.Module):

@@ -20,9 +20,6 @@ from zerodrift.pipeline.products import _grouped_of_torch, grouped_mm
 STEPS, MICRO_BATCHES = 2, 3
 
 
-# --- products -------------------------------------------------------------------------------------------
-
-
 class Product(nn.Module):
     """One product with a weight, in one of the ways that models write it."""
 
@@ -147,9 +144,6 @@ def test_one_module_has_one_queue_until_it_is_detached() -> None:
     model(batch(0)).backward()
     assert len(queue) == 0 and model.layers[0].mlp.up.weight.grad is not None
     defer_weight_grads(model)
-
-
-# --- on an engine ---------------------------------------------------------------------------------------
 
 
 def full_gradients(engine: Engine, step: int) -> dict[str, torch.Tensor]:

@@ -144,8 +144,6 @@ def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
     return first
 
 
-# --- across numbers of ranks ------------------------------------------------------------------------------
-
 FEW = [
     Cell(0, "every", "bf16", "moe"),
     Cell(1, "every", "fp16", total=8),
@@ -191,9 +189,6 @@ def test_the_product_of_all(mode: str, total: int, state: str) -> None:
     told = require_same(cells, WORLDS)
     for place in range(3):
         assert all(each == told[place] for each in told[place::3]), "stages and times differ"
-
-
-# --- a plain loop -----------------------------------------------------------------------------------------
 
 
 def level_by_level(leaves: list[Tensor]) -> Tensor:
@@ -267,9 +262,6 @@ def by_rank() -> str:
     return str(engine.digest())
 
 
-# --- what is refused while it runs ------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_what_has_no_place_in_the_tree_is_an_error_that_says_so() -> None:
     """And the engine goes on after it."""
@@ -331,9 +323,6 @@ def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
         engine(batch(0))
     engine.destroy()
     assert not on()
-
-
-# --- left to the carrier ----------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -24,9 +24,6 @@ from zerodrift.errors import UnsupportedError
 TOTAL = 8
 
 
-# --- models -----------------------------------------------------------------------------------------------
-
-
 class Dropping(GPT):
     """Drops out inside of what is recomputed, and behind it."""
 
@@ -84,9 +81,6 @@ class Normed(GPT):
         return self.head(self.norm(self.layers[0](x)))
 
 
-# --- loops ------------------------------------------------------------------------------------------------
-
-
 def other_totals(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
     """Another number of micro-batches in every step."""
     ranks = engine.mesh.size("data")
@@ -131,9 +125,6 @@ def failing(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
         engine(torch.full((2, 12), VOCABULARY))
     engine.zero_grad()
     return usual(engine, step, numbers)
-
-
-# --- families ---------------------------------------------------------------------------------------------
 
 
 def family(**what: Any) -> Cell:
@@ -215,9 +206,6 @@ def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(
     assert all(float(norm) for _, told in alone.values() for norm, _ in told)
 
 
-# --- what goes on -----------------------------------------------------------------------------------------
-
-
 def going_on(folder: str, first: int, last: int, seed: int) -> str:
     """Steps of a run in a process that begins with another seed than the one that saved."""
     torch.manual_seed(seed)
@@ -239,9 +227,6 @@ def test_a_run_goes_on_with_its_seed(tmp_path: Path) -> None:
     run_ranks(going_on, 2, str(tmp_path / "parts"), 0, 1, 11)
     run_ranks(going_on, 4, str(tmp_path / "parts"), 1, 2, 12)
     assert run_ranks(going_on, 1, str(tmp_path / "parts"), 2, 3, 13) == [whole]
-
-
-# --- what is refused while it runs ------------------------------------------------------------------------
 
 
 def plainly(engine: Engine) -> None:

@@ -34,20 +34,14 @@ PIN_ROUTERS: Rules = [{"match": "*.router.*", "pin": "fp32"}]
 
 def written(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
     """As low as it goes, but for what the rules pin."""
-    low = str(LOW[mode]).removeprefix("torch.")
-    flags = {
-        "bf16": {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        "fp16": {"fp16": {"fp16_master_weights_and_grads": True, "loss_scale": 256}},
+    enabled = {"enabled": True}
+    flags: dict[str, Any] = {
+        "bf16": {"bf16": {**enabled, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        "fp16": {"fp16": {**enabled, "fp16_master_weights_and_grads": True, "loss_scale": 256}},
         "autocast-bf16": {"gradient_accumulation_dtype": "bf16"},
     }[mode]
-    enabled = {key: {**block, "enabled": True} for key, block in flags.items() if isinstance(block, dict)}
-    return config(
-        stage,
-        mode,
-        precision={"rules": rules, "allow_narrow": True},
-        communication_data_type=low,
-        **{**flags, **enabled},
-    )
+    wire = {"communication_data_type": str(LOW[mode]).removeprefix("torch.")}
+    return config(stage, mode, precision={"rules": rules, "allow_narrow": True}, **wire, **flags)
 
 
 Calls = dict[str, list[tuple[Tensor, Tensor]]]
@@ -264,11 +258,9 @@ USES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks there
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
+    rules: Rules = [{"match": match, "pin": "fp32"} for match in ("gate", "router.*")]
     for name, use in USES.items():
-        engine = make(
-            written(3, mode, [{"match": "gate", "pin": "fp32"}, {"match": "router.*", "pin": "fp32"}]),
-            Uses(use),
-        )
+        engine = make(written(3, mode, rules), Uses(use))
         loss = engine(torch.ones(1, 8))
         count = loss.item() / FINE
         assert count >= 4 and abs(count - round(count)) < 1e-6, name
@@ -283,65 +275,64 @@ def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
 
 
 def test_a_model_that_casts_a_pinned_parameter_itself_is_told_of_once() -> None:
-    engine = make(
-        written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), Uses(lambda m, x: x @ m.gate.to(x.dtype))
-    )
-    with pytest.warns(
-        UserWarning, match="`gate` is pinned to torch.float32, and the model itself casts it"
-    ) as told:
+    model = Uses(lambda m, x: x @ m.gate.to(x.dtype))
+    engine = make(written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), model)
+    said = "`gate` is pinned to torch.float32, and the model itself casts it"
+    with pytest.warns(UserWarning, match=said) as told:
         for _ in range(3):
             engine(torch.ones(1, 8))
     assert len(told) == 1
     engine.destroy()
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
+class Through(nn.Module):
+    """Some parts, what is computed with them, and a head."""
+
+    def __init__(self, use: Any, **parts: nn.Module) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
+        self.use = use
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0])).float().mean()
+        return self.head(self.use(self, x)).float().square().mean()
 
 
-class Projects(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.head = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        return self.head(found).float().mean()
+def attends() -> nn.Module:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Through(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=attention)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(8, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(x.abs().sum(-1).long() % 8))).float().square().mean()
+def projects() -> nn.Module:
+    parts = {name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj")}
+    use = F.scaled_dot_product_attention
+    return Through(lambda m, x: use(m.q_proj(x), m.k_proj(x), m.v_proj(x)), **parts)
 
 
-class Normed(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.head = inside, nn.Linear(8, 1)
+def tied() -> nn.Module:
+    out = nn.Linear(8, 8, bias=False)
+    model = Through(
+        lambda m, x: m.out(m.mix(m.embed(x.abs().sum(-1).long() % 8))),
+        embed=nn.Embedding(8, 8),
+        mix=nn.Linear(8, 8),
+        out=out,
+    )
+    out.weight = model.embed.weight
+    return model
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inside(x.flatten(0, 1))).float().square().mean()
+
+def normed(inside: nn.Module) -> nn.Module:
+    return Through(lambda m, x: m.inside(x.flatten(0, 1)), inside=inside)
 
 
 PINNED_PARTS: list[tuple[Any, str]] = [
-    (Attends, "*out_proj*"),
-    (Projects, "q_proj.*"),
-    (Tied, "embed.*"),
-    (lambda: Normed(nn.BatchNorm1d(8)), "inside.*"),
-    (lambda: Normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), "inside.*"),
-    (lambda: Normed(nn.utils.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+    (attends, "*out_proj*"),
+    (projects, "q_proj.*"),
+    (tied, "embed.*"),
+    (lambda: normed(nn.BatchNorm1d(8)), "inside.*"),
+    (lambda: normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+    (lambda: normed(nn.utils.spectral_norm(nn.Linear(8, 8))), "inside.*"),
 ]
 
 

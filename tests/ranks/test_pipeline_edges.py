@@ -24,8 +24,6 @@ from zerodrift.errors import ModelError, RankError
 from zerodrift.pipeline.batches import checksum
 from zerodrift.pipeline.cut import Parts
 
-# --- the same micro-batches on every stage ------------------------------------------------------------------
-
 
 @dataclass
 class Sample:
@@ -88,9 +86,6 @@ def test_a_checksum_sees_every_value_and_no_order_of_keys() -> None:
         assert checksum(pair[0]) == checksum(pair[1]) == checksum({"x": tokens, "y": 1})
 
 
-# --- hooks on weights, under every schedule -----------------------------------------------------------------
-
-
 def hooks_on(model: nn.Module) -> None:
     """Of the kinds that people put on weights: masks, clipping, and for when a gradient was added."""
     for name, parameter in model.named_parameters():
@@ -131,8 +126,6 @@ def test_hooks_on_weights_hold_under_every_schedule() -> None:
             assert wrong == [], (schedule, weights, later, wrong)
 
 
-# --- weights that are pinned or of a class of their own, under every schedule -------------------------------
-
 PINNED: list[dict[str, Any]] = [{"match": pattern, "pin": "fp32"} for pattern in ("*.up.*", "*.qkv.*")]
 
 
@@ -170,9 +163,6 @@ def classes_everywhere(alone: dict[str, torch.Tensor]) -> None:
         off = {name: float((seen[name] - value).norm() / value.norm()) for name, value in alone.items()}
         far = [name for name, error in off.items() if error > (0.0 if name in pinned else 3e-3)]
         assert far == [] and len(pinned) >= 2 * LAYERS, (schedule, weights, far)
-
-
-# --- what a piece sends, and what a step says ---------------------------------------------------------------
 
 
 class Shortens(nn.Module):
@@ -242,9 +232,6 @@ def test_the_loss_of_a_step_has_its_weights_and_destroy_leaves_no_hook() -> None
         assert hooked(tree) == [], hooked(tree)
 
 
-# --- dropout ------------------------------------------------------------------------------------------------
-
-
 class Armed(nn.Module):
     """Does what it is armed with in each forward, and scales its output with what that returns."""
 
@@ -284,9 +271,6 @@ def test_dropout_differs_between_stages_micro_batches_and_steps() -> None:
     engine.train_batch(STEP)
     alike = torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(7)))
     assert alike, "what draws nothing leaves the generator alone"
-
-
-# --- a rank that is killed ----------------------------------------------------------------------------------
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_a_rank_error() -> None:

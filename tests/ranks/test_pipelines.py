@@ -25,9 +25,6 @@ from zerodrift.plan.stages import part
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
-# --- the order, and the collectives -----------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
     for schedule in SCHEDULES:
@@ -62,9 +59,6 @@ def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: st
     )
     assert Counter(sent) == Counter(listed), (sent, listed)
     assert sent == shown, (sent, shown)
-
-
-# --- what goes wrong in torch over FSDP2 -------------------------------------------------------------------
 
 
 def exact(ranks: int) -> dict[str, torch.Tensor]:
@@ -167,9 +161,6 @@ def test_learning_shapes_changes_no_buffer() -> None:
     assert [float(value) for _, value in engine.executor.forwards[0].module.named_buffers()] == [8.0]
 
 
-# --- one scale, one decision, one norm ---------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_an_overflow_on_one_stage_skips_the_step_on_all_with_one_scale() -> None:
     """In the second step the gradient of one parameter of the last stage overflows fp16."""
@@ -237,9 +228,6 @@ def test_a_tied_embedding_is_summed_once_counted_once_and_kept_equal(
         assert norm == seen[0][1] == pytest.approx(plain_norm, rel=1e-6)
         assert losses[:COUNT] == plain_losses[:COUNT]
         assert losses == pytest.approx(plain_losses, rel=1e-6 if mode == "fp32" else 1e-2)
-
-
-# --- refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
