@@ -103,21 +103,6 @@ def patterns(model: Any) -> set[tuple[str, str]]:
     return {(str(each.source_patterns), str(each.target_patterns)) for each in model._weight_conversions}
 
 
-def test_conversions_that_say_what_they_did_as_transformers_5_0_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It returns errors beside the tensors, and does not remember which conversion was used."""
-    loading = core_loading()
-    if not hasattr(loading.WeightTransform, "was_used"):
-        pytest.skip("this is transformers 5.0")
-    want = saved("qwen3-moe", tmp_path)
-    used = patterns(type(want).from_pretrained(tmp_path))
-    convert = loading.WeightConverter.convert
-    monkeypatch.setattr(loading.WeightConverter, "convert", lambda *a, **named: (convert(*a, **named), None))
-    monkeypatch.delattr(loading.WeightTransform, "was_used")
-    assert patterns(loaded("qwen3-moe", tmp_path, want)) == used
-
-
 def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
     """A checkpoint in the model's own form, as a plain state dict is."""
     from safetensors.torch import save_file

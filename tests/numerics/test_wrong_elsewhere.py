@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -87,44 +86,24 @@ def engines(
 # --- accumulation and the mean over ranks ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A mode and an accumulation dtype; whether the probe keeps all bits in it."""
-
-    mode: str
-    accumulate: str | None
-    exact: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.mode}+{self.accumulate or 'default'}"
+ACCUMULATES: dict[str, dict[str | None, bool]] = {
+    "fp32": {None: True, "bf16": False, "fp16": False},
+    "bf16": {None: True, "fp32": True, "bf16": False},
+    "fp16": {None: True, "fp32": True, "fp16": False, "bf16": False},
+    "autocast-bf16": {None: True, "fp32": True, "bf16": False},
+    "autocast-fp16": {None: True, "fp32": True, "fp16": False},
+}
+"""Mode -> accumulation dtype, or none -> whether the probe keeps all bits in it."""
 
 
-PAIRS = [
-    Pair("fp32", None),
-    Pair("fp32", "bf16", False),
-    Pair("fp32", "fp16", False),
-    Pair("bf16", None),
-    Pair("bf16", "fp32"),
-    Pair("bf16", "bf16", False),
-    Pair("fp16", None),
-    Pair("fp16", "fp32"),
-    Pair("fp16", "fp16", False),
-    Pair("fp16", "bf16", False),
-    Pair("autocast-bf16", None),
-    Pair("autocast-bf16", "fp32"),
-    Pair("autocast-bf16", "bf16", False),
-    Pair("autocast-fp16", None),
-    Pair("autocast-fp16", "fp32"),
-    Pair("autocast-fp16", "fp16", False),
-]
-
-
-def sums(pair: Pair, wire: str | None, stages: Sequence[int]) -> Iterator[tuple[list[float], list[float]]]:
+def sums(
+    mode: str, accumulate: str | None, wire: str | None, stages: Sequence[int]
+) -> Iterator[tuple[list[float], list[float]]]:
     """By stage: what micro-batches add up to, and what ranks add up to."""
-    told = {"gradient_accumulation_dtype": pair.accumulate, "communication_data_type": wire}
+    told = {"gradient_accumulation_dtype": accumulate, "communication_data_type": wire}
     more: Written = {key: value for key, value in told.items() if value is not None}
     more |= {"precision": {"allow_narrow": True}, "gradient_accumulation_steps": 4}
-    for engine in engines(pair.mode, more, stages=stages):
+    for engine in engines(mode, more, stages=stages):
         micro = [4 * value for value in updated(engine, [2048.0, 0.5, 0.5, 0.5])]
         engine.parameter(NAME).master = torch.zeros(1, 8)
         first = 1.0 if engine.mesh.rank() else 2048.0
@@ -137,17 +116,18 @@ def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(
     """Elsewhere: ignored at stage 2, refused at stage 0; at stage 1 a dtype other than the model's loses
     the mean, each shard keeping its owner's gradient (4096 and 2 for 2049). The widest wire that the
     accumulator allows, so that its own rounding alone is seen."""
-    for number, pair in enumerate(PAIRS):
-        right = ([2049.5] * 8, [2049.0] * 8) if pair.exact else ([2048.0] * 8, [2048.0] * 8)
-        for found in sums(pair, pair.accumulate or "fp32", ((0, 3), (1, 2))[(number + half) % 2]):
-            assert found == right, (str(pair), found)
+    pairs = [(mode, *each) for mode, dtypes in ACCUMULATES.items() for each in dtypes.items()]
+    for number, (mode, accumulate, exact) in enumerate(pairs):
+        right = ([2049.5] * 8, [2049.0] * 8) if exact else ([2048.0] * 8, [2048.0] * 8)
+        for found in sums(mode, accumulate, accumulate or "fp32", ((0, 3), (1, 2))[(number + half) % 2]):
+            assert found == right, (mode, accumulate, found)
 
 
 @on_ranks(2)
 def test_a_16_bit_wire_rounds_once_and_is_summed_in_fp32() -> None:
     """Autocast sends a safe module's gradient in bf16 unless told: 2049.5 becomes 2048 where it is reduced
     once per step, and stays where each micro-batch, exact in bf16, travels by itself."""
-    for stage, found in enumerate(sums(Pair("autocast-bf16", None), None, STAGES)):
+    for stage, found in enumerate(sums("autocast-bf16", None, None, STAGES)):
         assert found == ([2048.0 if stage < 2 else 2049.5] * 8, [2049.0] * 8), found
 
 
@@ -291,26 +271,18 @@ def test_the_optimizer_takes_no_step_when_it_is_built(mode: str) -> None:
 # --- one engine after another ---------------------------------------------------------------------------
 
 
-def precision_state() -> dict[str, Any]:
+def precision_state() -> list[Any]:
     """Everything global in torch that decides in what precision it computes."""
-    matmul = torch.backends.cuda.matmul
-    return {
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "autocast dtype": torch.get_autocast_dtype("cpu"),
-        "autocast cuda": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "fp32 matmul": torch.get_float32_matmul_precision(),
-        "tf32": (matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "reduced sums": (
-            matmul.allow_bf16_reduced_precision_reduction,
-            matmul.allow_fp16_reduced_precision_reduction,
-        ),
-        "flush denormal": torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item() == 0.0,
-        "grad": torch.is_grad_enabled(),
-        "anomaly": torch.is_anomaly_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+    matmul, kinds = torch.backends.cuda.matmul, ("cpu", "cuda")
+    return [
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        *(torch.is_autocast_cache_enabled(), torch.get_default_dtype()),
+        *(torch.get_float32_matmul_precision(), matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item() == 0.0,  # denormals
+        *(torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled()),
+    ]
 
 
 def bf16_run(other: Engine | None = None) -> list[Any]:
