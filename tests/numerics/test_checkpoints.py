@@ -128,12 +128,6 @@ class Noisy(GPT):
         self.calls = state["calls"]
 
 
-def seeded(rank: int) -> None:
-    torch.manual_seed(rank + 10)
-    random.seed(rank + 10)
-    np.random.seed(rank + 10)
-
-
 def drawn(step: int, rank: int, micro: int) -> torch.Tensor:
     """Data out of every random generator there is."""
     number = int(1000 * (random.random() + np.random.rand() + float(torch.rand(())) + random.gauss(0, 1)))
@@ -152,7 +146,8 @@ def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, 
             loaded = checkpoints.resume()
             assert loaded is not None and loaded.differences == () and loaded.client == 1 + rank
         else:
-            seeded(rank)
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(rank + 10)
             train(engine, 2, data=drawn)
             checkpoints.save(client=1 + rank)
         runs.append(train(engine, 3, data=drawn))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, run_ranks
+from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, on_ranks, run_ranks
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -32,16 +32,12 @@ def test_results_come_back_in_rank_order() -> None:
     assert all(total.tolist() == [3.0, 3.0] for *_, total in found)
 
 
-def not_imported() -> list[str]:
-    """What this rank should have been forked with and was not."""
-    listed = sys.modules["tests.ranks.preload"].MODULES
-    return [name for name in listed if name not in sys.modules]
-
-
+@on_ranks(1)
 def test_ranks_begin_with_everything_imported() -> None:
     """A name that is wrong there would only make tests slow."""
     pytest.importorskip("transformers")
-    assert run_ranks(not_imported, 1) == [[]]
+    listed = sys.modules["tests.ranks.preload"].MODULES
+    assert all(name in sys.modules for name in listed), set(listed) - set(sys.modules)
 
 
 def fail_on(rank: int) -> None:

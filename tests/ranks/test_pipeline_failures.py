@@ -29,12 +29,6 @@ SOON = 15.0
 """Seconds within which all must have ended; groups wait for ten minutes."""
 
 
-def mined(layer: int) -> tuple[GPT, Bomb]:
-    model, bomb = GPT(LAYERS, tied=False), Bomb()
-    model.layers[layer].mlp = nn.Sequential(model.layers[layer].mlp, bomb)
-    return model, bomb
-
-
 def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
     began = time.monotonic()
     try:
@@ -46,7 +40,9 @@ def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
 
 def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[str, float]]:
     """In the first step, where shapes are learnt, or in a later one; on one rank, and what the rest see."""
-    model, bomb = mined(LAYERS - 1 if rank else 0)
+    model, bomb = GPT(LAYERS, tied=False), Bomb()
+    layer = model.layers[LAYERS - 1 if rank else 0]
+    layer.mlp = nn.Sequential(layer.mlp, bomb)
     four = schedule in ("gpipe", "1f1b") and torch.distributed.get_world_size() == 4
     engine = pipeline(config(0, "fp32", COUNT), schedule, None, model, stages=4 if four else 2)
     tokens = data(0, engine.mesh.rank("data"))
