@@ -22,7 +22,6 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import pipeline
 from tests.ranks.harness import on_ranks
-from zerodrift.api import initialize
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.step.segment import FlatSegment
@@ -132,8 +131,7 @@ def require_planned_at_rest(
     for stage in stages:
         model = GPT(LAYERS, width=WIDTH)
         optimizer = kind(model.parameters()) if kind else None
-        # Not by `make`, which would keep it to the end of the test.
-        engine = initialize(model, optimizer, config(stage, mode, **rest), device="cpu", quiet=True)
+        engine = make(config(stage, mode, **rest), model, optimizer=optimizer)
         for step in range(2):
             engine.backward(engine(batch(step, engine.mesh.rank(), samples=1)))
             engine.step()

@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,8 +113,18 @@ def run_ranks(
 
 def destroy_at_the_end(engine: Any) -> Any:
     """Destroy an engine when the function that this rank runs has ended; elsewhere its caller does."""
-    if _engines is not None:
-        _engines.append(engine)
+    if _engines is None:
+        return engine
+    made, engines = weakref.ref(engine), _engines
+
+    def destroy() -> None:
+        """One that is destroyed before is not kept any longer."""
+        if (known := made()) in engines:
+            engines.remove(known)
+        type(known).destroy(known)
+
+    engine.destroy = destroy
+    engines.append(engine)
     return engine
 
 
@@ -296,7 +307,7 @@ def _answer(work: _Work) -> bytes:
         dist.barrier()  # nobody leaves while another is still connecting
         value = function(*args)
         while _engines:
-            _engines.pop(0).destroy()
+            _engines[0].destroy()
         left = len(dist.distributed_c10d._world.pg_map) > 1
         answer = pickle.dumps(_Outcome(True, value, time.monotonic(), left))
     except BaseException:
