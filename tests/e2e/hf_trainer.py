@@ -75,29 +75,19 @@ def trainer(folder: str, stage: int, steps: int) -> Trainer:
 
 def config(stage: int) -> dict[str, Any]:
     """As transformers' documentation writes it."""
+    adamw = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = {"stage": stage, "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
+    batches = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
     return {
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "zero_optimization": {**zero, **dict.fromkeys(sizes, "auto")},
+        **dict.fromkeys(batches, "auto"),
         "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
         "wall_clock_breakdown": False,
     }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +20,14 @@ EXAMPLES = ROOT / "examples"
 OURS = sorted(EXAMPLES.glob("*.yaml"))
 DEEPSPEED = sorted((EXAMPLES / "deepspeed").iterdir())
 PAGE = (EXAMPLES / "README.md").read_text()
-STAGES = {"pipeline": 2, "moe-pinned": 3, "fp16": 2, "autocast": 1, "lean": 3}
-MODES = {
-    "pipeline": "bf16",
-    "moe-pinned": "bf16",
-    "fp16": "fp16",
-    "autocast": "autocast-bf16",
-    "lean": "bf16",
+PLANNED = {
+    "pipeline": ("bf16", 2),
+    "moe-pinned": ("bf16", 3),
+    "fp16": ("fp16", 2),
+    "autocast": ("autocast-bf16", 1),
+    "lean": ("bf16", 3),
 }
+"""Name -> mode and stage."""
 
 
 def written(text: str) -> list[str]:
@@ -34,39 +36,39 @@ def written(text: str) -> list[str]:
     return re.findall(r"^#?\s*(zerodrift plan .*)$", joined, flags=re.MULTILINE)
 
 
+@pytest.fixture
 def planned(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, object]:
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], dict[str, Any]]:
     """What a command plans, as JSON. In this process, so that transformers is imported once."""
     monkeypatch.chdir(ROOT)
-    code = app([*shlex.split(command)[1:], "--json"], standalone_mode=False)
-    out, err = capsys.readouterr()
-    assert not code, err
-    return json.loads(out)
+
+    def plan(command: str) -> dict[str, Any]:
+        code = app([*shlex.split(command)[1:], "--json"], standalone_mode=False)
+        out, err = capsys.readouterr()
+        assert not code, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return plan
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
-def test_ours_plans_by_the_command_in_its_head(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ours_plans_by_the_command_in_its_head(path: Path, planned: Any) -> None:
     (command,) = written(path.read_text())
     assert f"examples/{path.name}" in command
-    plan = planned(command, capsys, monkeypatch)
-    policy = plan["policy"]
-    assert isinstance(policy, dict)
-    assert (policy["mode"], policy["sharding"]["stage"]) == (MODES[path.stem], STAGES[path.stem])
+    policy = planned(command)["policy"]
+    assert (policy["mode"], policy["sharding"]["stage"]) == PLANNED[path.stem]
     assert policy["ignored"] == []
 
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
-def test_a_deepspeed_config_plans_as_it_is(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deepspeed_config_plans_as_it_is(path: Path, planned: Any) -> None:
     place = f"examples/deepspeed/{path.name}"
     command = f"zerodrift plan {place} --model examples/qwen3-moe-tiny --world-size 2"
     if '"auto"' in path.read_text():
         (command,) = (each for each in written(PAGE) if place in each)
-    assert planned(command, capsys, monkeypatch)["rows"]
+    assert planned(command)["rows"]
 
 
 def test_the_page_has_every_example() -> None:
@@ -83,12 +85,7 @@ def test_make_demo_trains_an_example() -> None:
     assert f"zerodrift sample {run}" in written and f"folder: {run}" in written
 
 
-def test_a_lean_plan_is_as_lean_as_it_says(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lean_plan_is_as_lean_as_it_says(planned: Any) -> None:
     (command,) = written((EXAMPLES / "lean.yaml").read_text())
-    plan = planned(f"{command} --set precision.rules=[]", capsys, monkeypatch)
-    cost = plan["cost"]
-    assert isinstance(cost, dict)
-    rest, parameters = cost["totals"]["rest"], cost["parameters"]
-    assert 8.0 <= 2 * rest / parameters < 8.1
+    cost = planned(f"{command} --set precision.rules=[]")["cost"]
+    assert 8.0 <= 2 * cost["totals"]["rest"] / cost["parameters"] < 8.1

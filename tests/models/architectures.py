@@ -5,6 +5,7 @@ Importing this needs `transformers`; the tests that do say so and skip without i
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,52 +67,28 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
 
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
 def _gpt_oss() -> nn.Module:
-    return GptOssForCausalLM(
-        GptOssConfig(
-            **SIZES,
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=4,
-            layer_types=["sliding_attention", "full_attention"],
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )
-    )
+    layers = ["sliding_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+    sizes = {**SIZES, **more, "head_dim": 8, "layer_types": layers, "rope_parameters": rope}
+    return GptOssForCausalLM(GptOssConfig(**sizes))
 
 
 def _qwen3_moe() -> nn.Module:
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SIZES,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            norm_topk_prob=True,
-        )
-    )
+    more = {"head_dim": 8, "num_experts": 4, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **more))
 
 
 def _deepseek_v3() -> nn.Module:
-    sizes = {**SIZES, "num_key_value_heads": 4}
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **sizes,
-            moe_intermediate_size=24,
-            n_shared_experts=1,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            first_k_dense_replace=1,
-        )
-    )
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
+    experts = {"n_shared_experts": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    sizes = {**SIZES, **EXPERTS, **heads, **ranks, **experts, "first_k_dense_replace": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
 
 
 ARCHITECTURES = {
@@ -120,6 +97,37 @@ ARCHITECTURES = {
     "qwen3-moe": Architecture(_qwen3_moe, "*.mlp.gate.*"),
     "deepseek-v3": Architecture(_deepseek_v3, "*.mlp.gate.*"),
 }
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    """Routers are pinned."""
+    routers = ARCHITECTURES[name].routers
+    return [{"match": routers, "pin": "fp32"}] if routers else []
+
+
+def deep(name: str, layers: int = 4) -> nn.Module:
+    """The architecture with as many layers as two ranks with two pieces each need."""
+    small = ARCHITECTURES[name].model()
+    changed = copy.deepcopy(small.config)
+    for key in ("layer_types", "mlp_layer_types"):
+        if getattr(changed, key, None):
+            setattr(changed, key, (list(getattr(changed, key)) * layers)[-layers:])
+    changed.num_hidden_layers = layers
+    torch.manual_seed(0)
+    return type(small)(changed)
+
+
+def labelled(number: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(number, rank), "labels": tokens(number, rank)}
+
+
+def exact_gradients(model: Any, ranks: int, micro_batches: int) -> dict[str, torch.Tensor]:
+    """The gradient of the mean loss over all micro-batches of all ranks, in fp64 with plain torch."""
+    model.double()
+    model.config._experts_implementation = "eager"  # grouped products of torch know no fp64
+    for batch in (labelled(micro, rank) for rank in range(ranks) for micro in range(micro_batches)):
+        (model(**batch, use_cache=False).loss / (ranks * micro_batches)).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 def some(*quick: str) -> list[Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 
-from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, gradients, make
+from tests.ranks.harness import on_ranks
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
-from tests.models.architectures import ARCHITECTURES, some, tokens
+from tests.models.architectures import ARCHITECTURES, labelled, rules, some
 from zerodrift.engine.engine import Engine
 from zerodrift.pipeline.deferred import defer_weight_grads
 
@@ -25,48 +28,33 @@ EAGER = {
 """Words in the names of matrices whose gradient comes with the backward."""
 
 
-def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+def backwards(engine: Engine) -> dict[str, torch.Tensor]:
     for micro in range(MICRO_BATCHES):
-        ids = tokens(micro, engine.mesh.rank())
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-    return {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
-
-
-def late_against_eager(name: str, stage: int) -> tuple[list[str], list[str]]:
-    """Parameters whose gradient is another one, and matrices that did not come late."""
-    architecture = ARCHITECTURES[name]
-    rules = [{"match": architecture.routers, "pin": "fp32"}] if architecture.routers else []
-    found = []
-    for late in (False, True):
-        engine = make(config(stage, "fp32", MICRO_BATCHES, precision={"rules": rules}), architecture.model())
-        queue = defer_weight_grads(engine) if late else None
-        queued: list[torch.Tensor] = []
-        if queue is not None:
-            put = queue.put
-            queue.put = lambda *given, put=put, queued=queued: (queued.append(given[0]), put(*given))[1]  # type: ignore
-        found.append(gradients(engine))
-        if queue is not None:
-            parameters = dict(engine.module.named_parameters())
-            at_once = {
-                row.name
-                for row in engine.plan.rows
-                if len(row.shape) > 1 and sum(each is parameters[row.name] for each in queued) < MICRO_BATCHES
-            }
-        engine.destroy()
-    expected, seen = found
-    wrong = [
-        name
-        for name, value in expected.items()
-        if float((seen[name] - value).norm()) > 2e-6 * float(value.norm()) + 1e-12
-    ]
-    return wrong, sorted(at_once)
+        engine.backward(engine(**labelled(micro, engine.mesh.rank())).loss)
+    return gradients(engine)
 
 
 @pytest.mark.parametrize("name", some("llama", "gpt-oss"))
+@on_ranks(2)
 def test_deferred_gradients_are_the_eager_ones(name: str) -> None:
     for stage in (0, 3):
-        for wrong, at_once in run_ranks(late_against_eager, 2, name, stage):
-            assert wrong == []
-            left = [matrix for matrix in at_once if not any(word in matrix for word in EAGER[name])]
-            # An embedding is looked up, not multiplied with.
-            assert all("embed" in matrix for matrix in left), left
+        written = config(stage, "fp32", MICRO_BATCHES, precision={"rules": rules(name)})
+        engine = make(written, ARCHITECTURES[name].model())
+        expected = backwards(engine)
+        engine.destroy()
+        engine = make(written, ARCHITECTURES[name].model())
+        queue, queued = defer_weight_grads(engine), Counter[int]()
+        put = queue.put
+
+        def counted(parameter: torch.Tensor, *rest: Any, queued: Any = queued, put: Any = put) -> None:
+            queued[id(parameter)] += 1
+            put(parameter, *rest)
+
+        queue.put = counted  # type: ignore[method-assign]
+        seen = backwards(engine)
+        for key, value in expected.items():
+            assert float((seen[key] - value).norm()) < 2e-6 * float(value.norm()) + 1e-12, key
+        matrices = {n: p for n, p in engine.module.named_parameters() if len(engine.plan.row(n).shape) > 1}
+        at_once = [n for n, parameter in matrices.items() if queued[id(parameter)] < MICRO_BATCHES]
+        # An embedding is looked up, not multiplied with.
+        assert all(any(word in key for word in (*EAGER[name], "embed")) for key in at_once), at_once

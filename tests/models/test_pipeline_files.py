@@ -9,40 +9,41 @@ import pytest
 import torch
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, make, masters, require_alike, unlike, whole_values
+from tests.numerics.runs import train as train_whole
+from tests.ranks.harness import on_ranks, run_ranks
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 import zerodrift as zd
-from tests.models.architectures import ARCHITECTURES, since, tokens
-from tests.models.test_experts import deep
-from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data
+from tests.models.architectures import deep, labelled, rules, since
+from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from zerodrift.weights import export as exporting
 from zerodrift.weights.reader import SafetensorsReader
 from zerodrift.weights.writer import SafetensorsWriter
 
 
-def written(name: str, stage: int, mode: str, schedule: str = "", experts: int = 1) -> dict[str, Any]:
-    """A config; with a pipeline where there is a schedule."""
-    routers = ARCHITECTURES[name].routers
-    rules = [{"match": routers, "pin": "fp32"}] if routers and mode != "fp32" else []
-    block = {"pipeline": {"stages": 2, "schedule": schedule, "micro_batches": COUNT}} if schedule else {}
+def written(name: str, stage: int, mode: str, experts: int = 1) -> dict[str, Any]:
     spread = {"experts": {"ranks": experts}} if experts > 1 else {}
     # Unless told, what is exported has the dtype of the files that a run began with.
-    precision = {"rules": rules, "export": mode}
-    return config(stage, mode, COUNT, precision=precision, **block, **spread)
+    precision = {"rules": rules(name) if mode != "fp32" else [], "export": mode}
+    return config(stage, mode, COUNT, precision=precision, **spread)
 
 
-def pipeline(name: str, *how: Any, weights: Path | None = None) -> zd.Engine:
-    torch.set_num_threads(1)
+def cut(name: str, schedule: str, *how: Any) -> zd.Engine:
     with zd.empty():
         model = deep(name)
-    return zd.initialize(model, config=written(name, *how), weights=weights, device="cpu", quiet=True)
+    return pipeline(written(name, *how), schedule, None, model, None)
 
 
-def batches(rank: int) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": tokens(micro, rank), "labels": tokens(micro, rank)} for micro in range(COUNT)]
+def train(engine: zd.Engine) -> None:
+    engine.train_batch([labelled(micro, engine.mesh.rank("data")) for micro in range(COUNT)])
+
+
+def export_all(engine: zd.Engine, root: Path, prefix: str = "") -> None:
+    zd.export(engine, root / f"{prefix}fp32", dtype="fp32", max_shard_size=SIZE)
+    zd.export(engine, root / f"{prefix}plan", max_shard_size=SIZE)
+    zd.export(engine, root / f"{prefix}half", dtype="bf16", max_shard_size=None)
 
 
 def differ(one: Path, two: Path) -> list[str]:
@@ -59,26 +60,23 @@ SIZE = "40KB"
 def there_and_back(name: str, mode: str, folder: str, experts: int) -> None:
     """Train in a pipeline and export; into another pipeline that runs, and out again."""
     root = Path(folder)
-    first = pipeline(name, 3, mode, "zbv", experts)
-    first.train_batch(batches(first.mesh.rank("data")))
-    masters = {row.name: first.parameter(row.name).master for row in first.plan.rows}
-    zd.export(first, root / "fp32", dtype="fp32", max_shard_size=SIZE)
-    zd.export(first, root / "plan", max_shard_size=SIZE)
-    zd.export(first, root / "half", dtype="bf16", max_shard_size=None)
+    first = cut(name, "zbv", 3, mode, experts)
+    train(first)
+    values = masters(first)
+    export_all(first, root)
     first.destroy()
 
-    other = pipeline(name, 0, mode, "1f1b", experts)
-    other.train_batch(batches(other.mesh.rank("data")))
-    moments = {row.name: dict(other.parameter(row.name).state) for row in other.plan.rows}
+    other = cut(name, "1f1b", 0, mode, experts)
+    train(other)
+    before = whole_values(other)
     done = zd.load_weights(other, root / "fp32", quiet=True)
     assert not done.missing and not done.unexpected
-    for key, value in masters.items():
-        assert torch.equal(other.parameter(key).master, value), key
-        for kind, moment in other.parameter(key).state.items():
-            assert torch.equal(moment, moments[key][kind]), (key, kind)
+    after = whole_values(other)
+    require_alike(values, masters(other))
+    del after["master"]
+    assert after and all(unlike(before[kind], moments) == [] for kind, moments in after.items())
     zd.export(other, root / "again", dtype="fp32", max_shard_size=SIZE)
-    other.train_batch(batches(other.mesh.rank("data")))  # and goes on
-    other.destroy()
+    train(other)  # and goes on
 
 
 def alone(name: str, mode: str, folder: str) -> None:
@@ -87,10 +85,7 @@ def alone(name: str, mode: str, folder: str) -> None:
     with zd.empty():
         model = deep(name)
     engine = make(written(name, 2, mode), model, weights=root / "fp32")
-    zd.export(engine, root / "alone-fp32", dtype="fp32", max_shard_size=SIZE)
-    zd.export(engine, root / "alone-plan", max_shard_size=SIZE)
-    zd.export(engine, root / "alone-half", dtype="bf16", max_shard_size=None)
-    engine.destroy()
+    export_all(engine, root, "alone-")
 
 
 CASES = [
@@ -113,9 +108,6 @@ def test_files_do_not_know_of_the_pipeline(
         assert differ(tmp_path / kind, tmp_path / f"alone-{kind}") == []
 
 
-# --- a model of one's own ---------------------------------------------------------------------------------
-
-
 class Counting(GPT):
     """Its layers count what they were called with, in buffers that only their stage knows the value of."""
 
@@ -130,50 +122,39 @@ def _count(module: Any, *_: Any) -> None:
     module.calls.add_(1)
 
 
+# Reduced once: the one order of sums that no schedule changes.
+WRITTEN = config(3, "fp32", COUNT, precision={"reduce": {"when": "last"}})
+
+
 def own(schedule: str, model: torch.nn.Module | None = None) -> zd.Engine:
-    torch.set_num_threads(1)
-    block = {"stages": 2, "schedule": schedule, "micro_batches": COUNT}
-    model = Counting() if model is None else model
-    # Reduced once: the one order of sums that no schedule changes.
-    written = config(3, "fp32", COUNT, pipeline=block, precision={"reduce": {"when": "last"}})
-    return zd.initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
+    return pipeline(WRITTEN, schedule, None, Counting() if model is None else model)
 
 
-def own_trained(folder: str) -> None:
+def own_trained(folder: Path) -> None:
     for schedule in ("interleaved", "zbv"):
         engine = own(schedule)
         engine.train_batch(data(0, engine.mesh.rank("data")))
-        zd.export(engine, Path(folder) / schedule)
-        engine.destroy()
+        zd.export(engine, folder / schedule)
     engine = own("1f1b")
-    zd.load_weights(engine, Path(folder) / "zbv", quiet=True)
-    zd.export(engine, Path(folder) / "again")
-    engine.destroy()
+    zd.load_weights(engine, folder / "zbv", quiet=True)
+    zd.export(engine, folder / "again")
 
 
-def own_alone(folder: str) -> None:
-    torch.set_num_threads(1)
-    engine = make(config(3, "fp32", COUNT, precision={"reduce": {"when": "last"}}), Counting())
-    for batch in data(0, engine.mesh.rank("data")):
-        engine.backward(engine(batch))
-        engine.step()
-    zd.export(engine, Path(folder) / "alone")
-    engine.destroy()
+def own_alone(folder: Path) -> None:
+    engine = make(WRITTEN, Counting())
+    train_whole(engine, 1, COUNT)
+    zd.export(engine, folder / "alone")
 
 
 def test_training_and_exporting_is_the_same_bytes_with_buffers_on_their_stages(tmp_path: Path) -> None:
-    run_ranks(own_trained, 4, str(tmp_path))
-    run_ranks(own_alone, 2, str(tmp_path))
-    found = (tmp_path / "alone" / "model.safetensors").read_bytes()
-    for name in ("interleaved", "zbv", "again"):
-        assert (tmp_path / name / "model.safetensors").read_bytes() == found
+    run_ranks(own_trained, 4, tmp_path)
+    run_ranks(own_alone, 2, tmp_path)
+    names = ("alone", "interleaved", "zbv", "again")
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in names}) == 1
 
 
-# --- what each rank does ----------------------------------------------------------------------------------
-
-
-def shares(folder: str) -> tuple[int, int]:
-    """Bytes that this rank writes and reads."""
+@on_ranks(4)
+def test_each_rank_writes_and_reads_its_own(tmp_path: Path) -> None:
     writers: list[SafetensorsWriter] = []
 
     class Watched(SafetensorsWriter):
@@ -183,55 +164,36 @@ def shares(folder: str) -> tuple[int, int]:
 
     exporting.SafetensorsWriter = Watched  # type: ignore[attr-defined,misc,assignment]
     engine = own("1f1b", GPT(LAYERS, tied=False))
-    done = zd.export(engine, Path(folder) / "model")
-    count = zd.load_weights(engine, Path(folder) / "model", quiet=True).bytes
-    engine.destroy()
-    assert count == done.bytes + 4  # the one buffer, on both stages
-    return writers[-1].written, done.bytes
+    total = zd.export(engine, tmp_path / "model").bytes
+    exporting.SafetensorsWriter = SafetensorsWriter  # type: ignore[attr-defined,misc]
+    assert (
+        zd.load_weights(engine, tmp_path / "model", quiet=True).bytes == total + 4
+    )  # a buffer on both stages
+    written = engine.comm.all_gather_object(writers[-1].written)
+    assert sum(written) == total and max(written) < 0.4 * total, (written, total)
 
 
-def test_each_rank_writes_and_reads_its_own(tmp_path: Path) -> None:
-    found = run_ranks(shares, 4, str(tmp_path))
-    total = found[0][1]
-    assert sum(written for written, _ in found) == total
-    assert max(written for written, _ in found) < 0.4 * total
-
-
-def broken(folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_one_stage_cannot_do_none_does(tmp_path: Path) -> None:
     """One stage cannot write, or cannot read: nobody goes on, nobody waits."""
-    found = []
     engine = own("1f1b")
-    root = Path(folder)
-    zd.export(engine, root / "model")
-    write, fill = SafetensorsWriter.write, SafetensorsReader.read
-    if engine.mesh.rank("pipeline") == 1:
-        SafetensorsWriter.write = _fails  # type: ignore[method-assign,assignment]
-    found.append(_said(lambda: zd.export(engine, root / "other")))
-    SafetensorsWriter.write = write  # type: ignore[method-assign]
-    for stage in (0, 1):
+    zd.export(engine, tmp_path / "model")
+    write, read = SafetensorsWriter.write, SafetensorsReader.read
+    for stage, kind, name, act in (
+        (1, SafetensorsWriter, "write", lambda: zd.export(engine, tmp_path / "other")),
+        (0, SafetensorsReader, "read", lambda: zd.load_weights(engine, tmp_path / "model", quiet=True)),
+        (1, SafetensorsReader, "read", lambda: zd.load_weights(engine, tmp_path / "model", quiet=True)),
+    ):
         if engine.mesh.rank("pipeline") == stage:
-            SafetensorsReader.read = _fails  # type: ignore[method-assign,assignment]
-        found.append(_said(lambda: zd.load_weights(engine, root / "model", quiet=True)))
-        SafetensorsReader.read = fill  # type: ignore[method-assign]
-    zd.load_weights(engine, root / "model", quiet=True)
+            setattr(kind, name, _fails)
+        with pytest.raises(zd.ZerodriftError, match=r"^`part`: must be there; got no more of it\.$"):
+            act()
+        SafetensorsWriter.write, SafetensorsReader.read = write, read  # type: ignore[method-assign]
+    zd.load_weights(engine, tmp_path / "model", quiet=True)
     engine.train_batch(data(0, engine.mesh.rank("data")))
     engine.destroy()
-    return found
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def _fails(*_: Any) -> None:
     raise zd.ModelError("part", "must be there", got="no more of it")
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except zd.ZerodriftError as error:
-        return str(error)
-    return ""
-
-
-def test_what_one_stage_cannot_do_none_does(tmp_path: Path) -> None:
-    for found in run_ranks(broken, 2, str(tmp_path)):
-        assert found == ["`part`: must be there; got no more of it."] * 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -4,6 +4,7 @@ plan: that is said and ends nothing; what rounds ends it."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,15 +16,20 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.models.architectures import SIZES, tokens
+from tests.models.architectures import EXPERTS, SIZES, tokens
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import merged
 
 MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SLIDING, LINEARLY = ["sliding_attention", "full_attention"], ["linear_attention", "full_attention"]
+LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4))}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
+ATTENTION = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}
+HEADS = {f"mamba_{name}": 8 for name in ("n_heads", "d_head", "d_state")}
+HEADS |= {"mamba_n_groups": 2, "mamba_chunk_size": 4}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM Gemma3TextConfig", {"head_dim": 8}),
@@ -33,17 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": (
         "Qwen3NextForCausalLM Qwen3NextConfig",
-        {
-            **EXPERTS,
-            "head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 24,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
+        {**EXPERTS, **LINEAR, "head_dim": 8, "num_experts": 4, "layer_types": LINEARLY},
     ),
     "mamba": ("MambaForCausalLM MambaConfig", {"state_size": 4, "time_step_rank": 4}),
     "mamba2": (
@@ -52,32 +48,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "jamba": (
         "JambaForCausalLM JambaConfig",
-        {
-            "use_mamba_kernels": False,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-        },
+        {**ATTENTION, "use_mamba_kernels": False, "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    "bamba": (
-        "BambaForCausalLM BambaConfig",
-        {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 8,
-            "mamba_chunk_size": 4,
-        },
-    ),
+    "bamba": ("BambaForCausalLM BambaConfig", {**HEADS, "attn_layer_indices": [1]}),
     "olmo2": ("Olmo2ForCausalLM Olmo2Config", {}),
-    "olmo3": (
-        "Olmo3ForCausalLM Olmo3Config",
-        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    "olmo3": ("Olmo3ForCausalLM Olmo3Config", {"sliding_window": 4, "layer_types": SLIDING}),
 }
 """Name -> the library's classes and what their config has beyond sizes."""
 
@@ -117,7 +92,7 @@ class Casts(TorchFunctionMode):
         return out
 
 
-def looked_at(names: list[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
+def looked_at(names: Sequence[str], rules: list[dict[str, Any]]) -> dict[str, tuple[list[str], list[str]]]:
     """Two steps as the trainer takes them, the first of them looked at: what is wider, and what differs."""
     warnings.simplefilter("ignore")  # of the library, on kernels that are not installed
     found = {}
@@ -135,36 +110,34 @@ def looked_at(names: list[str], rules: list[dict[str, Any]]) -> dict[str, tuple[
         seen = merged(engine.comm.all_gather_object(mine))
         wider, narrower = compare.widened(engine.plan, seen), compare.findings(engine.plan, seen)
         found[name] = (list(wider), [str(each) for each in narrower])
-        engine.destroy()
     return found
 
 
-def check(names: list[str], ranks: int) -> None:
-    for found in run_ranks(looked_at, ranks, names, [], timeout=120.0):
-        for name in names:
-            wider, narrower = found[name]
-            assert narrower == [], name
-            columns = {"grad" if "leaves gradients of" in line else "compute" for line in wider}
-            assert columns == Casts(name).wider != set(), (name, wider)
-            assert all(line.startswith("wider than planned: the model's own code ") for line in wider)
+@pytest.mark.parametrize(
+    ("names", "world"),
+    [
+        (("gemma3", "qwen3-next", "bamba", "olmo2"), 1),
+        pytest.param(tuple(MODELS), 2, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+@on_ranks("world", timeout=120)
+def test_what_an_architecture_computes_wider_is_said_and_no_finding(
+    names: tuple[str, ...], world: int
+) -> None:
+    for name, (wider, narrower) in looked_at(names, []).items():
+        assert narrower == [], (name, narrower)
+        columns = {"grad" if "leaves gradients of" in line else "compute" for line in wider}
+        assert columns == Casts(name).wider != set(), (name, wider)
+        assert all(line.startswith("wider than planned: the model's own code ") for line in wider)
 
 
-def test_what_an_architecture_computes_wider_is_said_and_no_finding() -> None:
-    check(["gemma3", "qwen3-next", "bamba", "olmo2"], 1)
-
-
-@pytest.mark.slow
-def test_the_same_of_all_on_two_ranks() -> None:
-    check(list(MODELS), 2)
-
-
+@on_ranks(1, timeout=120)
 def test_what_an_architecture_itself_rounds_is_a_finding_by_name() -> None:
     """Mamba 2 casts `dt_bias` to the dtype of its activations, whatever a rule says of it."""
-    rules = [{"match": "*dt_bias", "pin": "fp32"}]
-    (found,) = run_ranks(looked_at, 1, ["mamba2"], rules, timeout=120.0)
-    casts, (wider, narrower) = Casts("mamba2", in_fp32="dt_bias"), found["mamba2"]
-    assert len(wider) == len(casts.wider) and len(narrower) == len(casts.rounded)
+    wider, narrower = looked_at(["mamba2"], [{"match": "*dt_bias", "pin": "fp32"}])["mamba2"]
+    casts = Casts("mamba2", in_fp32="dt_bias")
+    assert len(wider) == len(casts.wider) and len(narrower) == len(casts.rounded), (wider, narrower)
+    said = "`compute` must be float32 (precision.rules[0]: '*dt_bias'); got bfloat16"
     for name, text in zip(sorted(casts.rounded), narrower, strict=True):
-        assert text.startswith(
-            f"`{name}`: `compute` must be float32 (precision.rules[0]: '*dt_bias'); got bfloat16"
-        )
+        assert text.startswith(f"`{name}`: {said}"), text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.numerics.runs import config
+from tests.numerics.runs import config, masters, require_alike
 from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize
 from zerodrift.errors import ModelError, UnsupportedError
@@ -22,7 +21,7 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.models.architectures import ARCHITECTURES, SIZES, Architecture, tokens
+from tests.models.architectures import ARCHITECTURES, SIZES, Architecture, labelled
 
 
 def _mixtral() -> nn.Module:
@@ -38,43 +37,35 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Mod
     return model
 
 
-@dataclass
-class Report:
-    wrong: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-
-def compare(name: str, folder: Path, stages: tuple[int, ...]) -> Report:
-    """On a rank: masters against `from_pretrained`, and the first loss."""
-    report = Report()
-    want = type(MODELS[name].model()).from_pretrained(folder)
-    state = want.state_dict()
-    for stage in stages:
-        with empty():
-            model = MODELS[name].build()
-        rules = [{"match": MODELS[name].routers, "pin": "fp32"}] if MODELS[name].routers else []
-        written = config(stage, "bf16", precision={"rules": rules})
-        engine = initialize(model, config=written, weights=folder, device="cpu", quiet=True)
-        for row in engine.plan.rows:
-            if not torch.equal(engine.parameter(row.name).master, state[row.name].float()):
-                report.wrong.append(f"stage {stage}: {row.name}")
-        for buffer, values in engine.module.named_buffers():
-            if not torch.equal(values, want.get_buffer(buffer)):
-                report.wrong.append(f"stage {stage}: buffer {buffer}")
-        loss = engine(input_ids=tokens(0), labels=tokens(0)).loss
-        engine.backward(loss)
-        engine.step()
-        report.losses.append(loss.item())
-        engine.destroy()
-    return report
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_loads_as_from_pretrained_does(tmp_path: Path, name: str) -> None:
     saved(name, tmp_path)
-    for report in run_ranks(compare, 2, name, tmp_path, (0, 3)):
-        assert report.wrong == []
-        assert len(set(report.losses)) == 1
+    run_ranks(compare, 2, name, tmp_path)
+
+
+def compare(name: str, folder: Path) -> None:
+    losses = set()
+    want = type(MODELS[name].model()).from_pretrained(folder)  # type: ignore[attr-defined]
+    state = {key: value.float() for key, value in want.state_dict().items()}
+    rules = [{"match": MODELS[name].routers, "pin": "fp32"}] if MODELS[name].routers else []
+    for stage in (0, 3):
+        with empty():
+            model = MODELS[name].build()
+        written = config(stage, "bf16", precision={"rules": rules})
+        engine = initialize(model, config=written, weights=folder, device="cpu", quiet=True)
+        found = masters(engine)
+        require_alike(found, {key: state[key] for key in found})
+        require_alike(dict(engine.module.named_buffers()), dict(want.named_buffers()))
+        loss = engine(**labelled(0)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.add(loss.item())
+    assert len(losses) == 1, losses
+
+
+def core_loading() -> Any:
+    """Private to `transformers` 5."""
+    return pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
 
 
 def _names(folder: Path) -> list[str]:
@@ -83,19 +74,26 @@ def _names(folder: Path) -> list[str]:
     return [tensor.name for tensor in list_tensors(folder)]
 
 
-def single(model: nn.Module, folder: Path, **rest: Any) -> Any:
-    mode = rest.pop("mode", "bf16")
-    return initialize(model, config=config(3, mode), weights=folder, device="cpu", quiet=True, **rest)
+def single(model: nn.Module, folder: Path) -> Any:
+    return initialize(model, config=config(3, "bf16"), weights=folder, device="cpu", quiet=True)
+
+
+def loaded(name: str, folder: Path, want: nn.Module) -> nn.Module:
+    """A model without memory, whose masters are those of `want` once it is filled from the files."""
+    with empty():
+        model = MODELS[name].build()
+    given = {key: value.detach().float() for key, value in want.named_parameters()}
+    require_alike(given, masters(single(model, folder)))
+    return model
 
 
 def test_a_model_with_memory_loads_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
+    core_loading()
     want = saved("qwen3-moe", tmp_path)
     assert not want.state_dict().keys() >= set(_names(tmp_path)), "files in another form"
     model = MODELS["qwen3-moe"].build()
-    engine = single(model, tmp_path)
-    for name, parameter in want.named_parameters():
-        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
+    given = {key: value.detach().float() for key, value in want.named_parameters()}
+    require_alike(given, masters(single(model, tmp_path)))
     # Version 5.0 leaves those that were not used, too.
     assert patterns(model) and patterns(model) <= patterns(type(want).from_pretrained(tmp_path))
 
@@ -105,37 +103,13 @@ def patterns(model: Any) -> set[tuple[str, str]]:
     return {(str(each.source_patterns), str(each.target_patterns)) for each in model._weight_conversions}
 
 
-def test_conversions_that_say_what_they_did_as_transformers_5_0_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It returns errors beside the tensors, and does not remember which conversion was used."""
-    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
-    if not hasattr(loading.WeightTransform, "was_used"):
-        pytest.skip("this is transformers 5.0")
-    want = saved("qwen3-moe", tmp_path)
-    used = patterns(type(want).from_pretrained(tmp_path))
-    convert = loading.WeightConverter.convert
-    monkeypatch.setattr(loading.WeightConverter, "convert", lambda *a, **named: (convert(*a, **named), None))
-    monkeypatch.delattr(loading.WeightTransform, "was_used")
-    with empty():
-        model = MODELS["qwen3-moe"].build()
-    engine = single(model, tmp_path)
-    for name, parameter in want.named_parameters():
-        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
-    assert patterns(model) == used
-
-
 def test_stacked_experts_in_the_files_load_as_they_are(tmp_path: Path) -> None:
     """A checkpoint in the model's own form, as a plain state dict is."""
     from safetensors.torch import save_file
 
     model = MODELS["qwen3-moe"].model()
     save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
-    with empty():
-        bare = MODELS["qwen3-moe"].build()
-    engine = single(bare, tmp_path)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
+    loaded("qwen3-moe", tmp_path, model)
 
 
 def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: Path) -> None:
@@ -144,15 +118,11 @@ def test_the_base_models_checkpoint_loads_into_the_model_with_a_head(tmp_path: P
     want = MODELS["llama"].model()
     want.model.save_pretrained(tmp_path)
     assert not any(name.startswith("model.") for name in _names(tmp_path))
-    with empty():
-        model = MODELS["llama"].build()
-    engine = single(model, tmp_path)
-    for name, parameter in want.named_parameters():
-        assert torch.equal(engine.parameter(name).master, parameter.detach().float()), name
+    loaded("llama", tmp_path, want)
 
 
 def test_a_version_without_the_functions_that_convert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
+    loading = core_loading()
     monkeypatch.delattr(loading, "rename_source_key")
     with pytest.raises(UnsupportedError, match=r"`transformers 5.*`: must have the .*'rename_source_key'"):
         convert(MODELS["llama"].build(), [], [])
@@ -161,7 +131,7 @@ def test_a_version_without_the_functions_that_convert_is_refused(monkeypatch: py
 def test_an_operation_that_is_no_move_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 has one layout")
+    loading = core_loading()
     saved("qwen3-moe", tmp_path)
 
     def doubled(self: Any, input_dict: dict[str, Any], **rest: Any) -> dict[str, Any]:

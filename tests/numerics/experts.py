@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config
 from zerodrift.engine.engine import Engine
 
 WIDTH, INNER, EXPERTS, TOKENS = 24, 40, 4, 18
@@ -90,10 +90,6 @@ def written(
     return {**config(stage, mode, micro_batches, **rest), **spread}
 
 
-def engine_of(written: dict[str, Any], **network: Any) -> Engine:
-    return make(written, Network(**network))
-
-
 def accumulate(engine: Engine, micro_batches: int) -> list[float]:
     """The micro-batches of a step; their losses."""
     losses = []
@@ -104,19 +100,13 @@ def accumulate(engine: Engine, micro_batches: int) -> list[float]:
     return losses
 
 
-def gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    return {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
-
-
 def reference(ranks: int, micro_batches: int, **network: Any) -> dict[str, torch.Tensor]:
     """The averaged gradient in one process, in fp64."""
     model = Network(**network).double()
     for rank in range(ranks):
         for micro in range(micro_batches):
             (model(batch(0, rank, micro).double()) / (ranks * micro_batches)).backward()
-    return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tests.numerics.networks import GPT, batch
+from tests.ranks.harness import destroy_at_the_end
 from zerodrift.api import initialize
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
@@ -27,13 +28,10 @@ class Run:
 
     def differs(self, other: Run) -> list[str]:
         """What is not bit for bit the same."""
-        found = [
-            name for name in ("losses", "norms", "scales") if getattr(self, name) != getattr(other, name)
-        ]
+        numbers = ("losses", "norms", "scales")
+        found = [name for name in numbers if getattr(self, name) != getattr(other, name)]
         for kind in ("weights", "masters"):
-            mine, theirs = getattr(self, kind), getattr(other, kind)
-            assert mine.keys() == theirs.keys()
-            found += [f"{kind} {name}" for name in mine if not torch.equal(mine[name], theirs[name])]
+            found += [f"{kind} {name}" for name in unlike(getattr(self, kind), getattr(other, kind))]
         for name, state in self.states.items():
             theirs = other.states[name]
             # Ranks that begin elsewhere in a segment may keep a moment of zeros that others do not.
@@ -44,6 +42,12 @@ class Run:
                 if not torch.equal(state.get(key, nothing), theirs.get(key, nothing))
             ]
         return found
+
+
+def require_alike(one: Any, other: Any) -> None:
+    """Fail with the names of what differs between two runs, or two sets of values."""
+    found = one.differs(other) if isinstance(one, Run) else unlike(one, other)
+    assert found == [], found
 
 
 def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[str, Any]:
@@ -61,7 +65,8 @@ def config(stage: int, mode: str, micro_batches: int = 1, **rest: Any) -> dict[s
 
 def make(written: dict[str, Any], model: torch.nn.Module | None = None, **rest: Any) -> Engine:
     """An engine on the CPU; of a small GPT unless told."""
-    return initialize(model if model is not None else GPT(), config=written, device="cpu", quiet=True, **rest)
+    model = model if model is not None else GPT()
+    return destroy_at_the_end(initialize(model, config=written, device="cpu", quiet=True, **rest))
 
 
 def train(
@@ -81,15 +86,32 @@ def train(
             result = engine.step()
         run.norms.append(result.grad_norm)
         run.scales.append(result.loss_scale)
-    finish(engine, run)
-    return run
+    return finish(engine, run)
 
 
-def finish(engine: Engine, run: Run) -> None:
+def finish(engine: Engine, run: Run | None = None) -> Run:
     """Read weights, masters and moments, full."""
+    run = Run() if run is None else run
     with engine.gathered() as values:
         run.weights = {name: value.detach().clone() for name, value in values.items()}
     run.masters, run.states = masters_and_states(engine)
+    return run
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter, whole."""
+    return {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
+
+
+def masters(engine: Engine) -> dict[str, torch.Tensor]:
+    """The master of each parameter, whole."""
+    return {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
+
+
+def unlike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of values that are not bit for bit the same."""
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
 def masters_and_states(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:

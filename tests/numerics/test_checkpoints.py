@@ -16,8 +16,8 @@ from torch import nn
 
 from tests.described import found_elsewhere
 from tests.numerics.networks import GPT, VOCABULARY, batch
-from tests.numerics.runs import Run, config, finish, make, train
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import Run, config, finish, make, masters, require_alike, train, unlike, whole_values
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import contents
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
@@ -30,25 +30,11 @@ def later(engine: Engine, start: int, steps: int) -> Run:
     return train(engine, steps, data=lambda step, rank, micro: batch(start + step, rank, micro))
 
 
-def twice(folder: str, written: dict[str, Any], build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> Any:
-    """Two steps, saved, one more; and that one again in an engine that was just made. What differs."""
-    model, rest = build()
-    engine = make(written, model, **rest)
-    later(engine, 0, 2)
-    Checkpoints(engine, folder, quiet=True).save()
-    expected = later(engine, 2, 1)
-    engine.destroy()
-    model, rest = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    engine = make(written, model, **rest)
-    loaded = Checkpoints(engine, folder, quiet=True).resume()
-    assert loaded is not None and loaded.step == engine.global_steps == 2
-    found = later(engine, 2, 1)
-    engine.destroy()
-    assert any(any(bool(m.any()) for m in state.values()) or not state for state in expected.states.values())
-    return [*expected.differs(found), *map(str, loaded.differences)]
+Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
+
+
+def save(engine: Engine, folder: str | Path, **rest: Any) -> None:
+    Checkpoints(engine, folder, quiet=True).save(**rest)
 
 
 def plain() -> tuple[nn.Module, dict[str, Any]]:
@@ -81,40 +67,44 @@ def without_block(stage: int, mode: str) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    for found in run_ranks(twice, 2, str(tmp_path), without_block(3, "bf16"), OPTIMIZERS[name]):
-        assert found == []
-
-
+DECAY = {"warmup_num_steps": 3, "total_num_steps": 10}
 SCHEMES = {
     "fp32": config(2, "fp32"),
     "split": config(3, "bf16", precision={"master": "split"}),
     "master fp32": config(1, "bf16", precision={"master": "fp32"}),
-    "fp16": config(3, "fp16", fp16={"enabled": True, "initial_scale_power": 6, "loss_scale_window": 3}),
+    "fp16": config(3, "fp16", fp16={"initial_scale_power": 6, "loss_scale_window": 3}),
     "autocast": config(0, "autocast-bf16"),
     "bf16 state": config(3, "bf16", precision={"state": "bf16-stochastic"}),
     "8bit state": config(3, "bf16", precision={"state": "8bit"}),
     "lion": config(3, "bf16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
     "muon": config(2, "bf16", optimizer={"type": "Muon", "params": {"lr": 1e-2}}),
-    "schedule": config(
-        3,
-        "bf16",
-        scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 10}},
-    ),
+    "schedule": config(3, "bf16", scheduler={"type": "WarmupDecayLR", "params": DECAY}),
+}
+CASES: dict[str, tuple[dict[str, Any], Build]] = {
+    **{name: (written, plain) for name, written in SCHEMES.items()},
+    **{f"torch {name}": (without_block(3, "bf16"), build) for name, build in OPTIMIZERS.items()},
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    written = dict(SCHEMES[name])
-    if "fp16" in written:
-        del written["precision"]
-    for found in run_ranks(twice, 2, str(tmp_path), written, plain):
-        assert found == []
-
-
-# --- the rest of a run ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_every_scheme_and_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Two steps, saved, one more; and that one again in an engine that was just made."""
+    written, build = CASES[name]
+    model, rest = build()
+    engine = make(written, model, **rest)
+    later(engine, 0, 2)
+    save(engine, tmp_path)
+    expected = later(engine, 2, 1)
+    model, rest = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine = make(written, model, **rest)
+    loaded = Checkpoints(engine, tmp_path, quiet=True).resume()
+    assert loaded is not None and loaded.step == engine.global_steps == 2 and loaded.differences == ()
+    require_alike(expected, later(engine, 2, 1))
+    assert any(any(bool(m.any()) for m in state.values()) or not state for state in expected.states.values())
 
 
 class Noisy(GPT):
@@ -138,139 +128,98 @@ class Noisy(GPT):
         self.calls = state["calls"]
 
 
-def seeded(rank: int) -> None:
-    torch.manual_seed(rank + 10)
-    random.seed(rank + 10)
-    np.random.seed(rank + 10)
-
-
 def drawn(step: int, rank: int, micro: int) -> torch.Tensor:
     """Data out of every random generator there is."""
     number = int(1000 * (random.random() + np.random.rand() + float(torch.rand(())) + random.gauss(0, 1)))
     return (batch(step, rank, micro) + number) % VOCABULARY
 
 
-def with_everything(folder: str, asynchronous: bool) -> Any:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
+@on_ranks(2)
+def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, tmp_path: Path) -> None:
     runs, ends = [], []
     for resumed in (False, True):
         engine = make(config(3, "bf16"), Noisy())
         rank = engine.mesh.rank()
-        checkpoints = Checkpoints(engine, folder, asynchronous=asynchronous, quiet=True)
+        checkpoints = Checkpoints(engine, tmp_path, asynchronous=asynchronous, quiet=True)
         if resumed:
             loaded = checkpoints.resume()
-            assert loaded is not None and loaded.differences == ()
-            assert loaded.client == {"epoch": 1, "order": torch.tensor([rank, 7])}["epoch"] + rank
+            assert loaded is not None and loaded.differences == () and loaded.client == 1 + rank
         else:
-            seeded(rank)
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(rank + 10)
             train(engine, 2, data=drawn)
             checkpoints.save(client=1 + rank)
         runs.append(train(engine, 3, data=drawn))
         checkpoints.wait()
         ends.append((float(engine.module.seen), engine.module.calls, random.random(), float(torch.rand(()))))
-        engine.destroy()
-    return [*runs[0].differs(runs[1]), *([] if ends[0] == ends[1] else [str(ends)])]
+    assert runs[0].differs(runs[1]) == [] and ends[0] == ends[1], ends
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside training"])
-def test_random_numbers_buffers_and_the_clients_state_go_on(asynchronous: bool, tmp_path: Path) -> None:
-    for found in run_ranks(with_everything, 2, str(tmp_path), asynchronous):
-        assert found == []
-
-
-def back_and_again(folder: str) -> Any:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
     """A run that goes back to where it was, in the engine that it has, also to before the first step."""
     engine = make(config(3, "bf16"))
-    checkpoints = Checkpoints(engine, folder, quiet=True)
+    checkpoints = Checkpoints(engine, tmp_path, quiet=True)
     checkpoints.save()
     first = later(engine, 0, 2)
     checkpoints.save()
     second = later(engine, 2, 2)
     checkpoints.load("step-00000000")
-    problems = first.differs(later(engine, 0, 2))
+    require_alike(first, later(engine, 0, 2))
     checkpoints.load("step-00000002")
-    problems += second.differs(later(engine, 2, 2))
-    engine.destroy()
-    return problems
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_engine_can_go_back(world: int, tmp_path: Path) -> None:
-    for found in run_ranks(back_and_again, world, str(tmp_path)):
-        assert found == []
-
-
-# --- other stages, ranks and schemes ----------------------------------------------------------------------
-
-MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
-SOME = [((0, 1), (3, 2)), ((1, 2), (0, 4)), ((3, 4), (2, 1))]
+    require_alike(second, later(engine, 2, 2))
 
 
 def save_one(folder: str, written: dict[str, Any]) -> Run:
     engine = make(written, GPT(layers=1, moe=True))
     train(engine, 3)
-    run = Run()
-    finish(engine, run)
-    Checkpoints(engine, folder, quiet=True).save(client={"epoch": 3})
-    engine.destroy()
-    return run
+    save(engine, folder, client={"epoch": 3})
+    return finish(engine)
 
 
 def load_one(folder: str, written: dict[str, Any]) -> Any:
     engine = make(written, GPT(layers=1, moe=True, seed=5))
     loaded = Checkpoints(engine, folder, quiet=True).load()
-    run = Run()
-    finish(engine, run)
+    run = finish(engine)
     later(engine, 3, 1)  # it runs
-    engine.destroy()
     return run, loaded.client, {difference.what for difference in loaded.differences}
 
 
-def resharded(
-    tmp_path: Path,
-    source: tuple[int, int],
-    target: tuple[int, int],
-    rest: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
-) -> None:
-    """Masters, moments and weights are those that were saved."""
-    folder = tmp_path / f"{source}"
-    before = config(source[0], "bf16", **rest[0])
-    saved = run_ranks(save_one, source[1], str(folder), before)[0] if not folder.exists() else None
-    saved = torch.load(tmp_path / f"{source}.pt", weights_only=False) if saved is None else saved
-    torch.save(saved, tmp_path / f"{source}.pt")
-    assert found_elsewhere(folder / "step-00000003") == []
-    results = run_ranks(load_one, target[1], str(folder), config(target[0], "bf16", **rest[1]))
-    for run, client, said in results:
-        assert saved.masters.keys() == run.masters.keys() and len(saved.masters) > 20
-        assert saved.differs(run) == [], (source, target)
-        assert client == {"epoch": 3}
-        assert ("ranks" in said) == (source[1] != target[1])
-        assert ("random numbers" in said) == (source[1] != target[1])
-        assert ("stage" in said) == (source[0] != target[0])
-
-
-@pytest.mark.parametrize(("source", "target"), SOME, ids=str)
-def test_some_meshes_load_what_others_saved(
-    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
-) -> None:
-    resharded(tmp_path, source, target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", MESHES, ids=str)
-def test_every_mesh_loads_what_any_other_saved(source: tuple[int, int], tmp_path: Path) -> None:
-    for target in MESHES:
-        resharded(tmp_path, source, target)
-
-
+Mesh = tuple[int, int]
+"""Stage and ranks."""
+MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+SPREAD = {"sharding": {"replicate": 2}}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("source", "target"), [((3, 2), (2, 4)), ((1, 4), (3, 1))], ids=str)
-def test_whole_matrices_go_to_whoever_owns_them(
-    source: tuple[int, int], target: tuple[int, int], tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "targets", "before", "after"),
+    [
+        ((0, 1), [(3, 2)], {}, {}),
+        ((1, 2), [(0, 4)], {}, {}),
+        ((3, 4), [(2, 1)], {}, {}),
+        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.long),
+        pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
+        pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
+        *(pytest.param(mesh, MESHES, {}, {}, id=f"all {mesh}", marks=pytest.mark.slow) for mesh in MESHES),
+    ],
+)
+def test_a_mesh_loads_what_another_saved(
+    source: Mesh, targets: list[Mesh], before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
-    resharded(tmp_path, source, target, (MUON, MUON))
+    """Masters, moments and weights: whole matrices go to whoever owns them, and replicas save once."""
+    saved = run_ranks(save_one, source[1], str(tmp_path), config(source[0], "bf16", **before))[0]
+    assert found_elsewhere(tmp_path / "step-00000003") == []
+    for target in targets:
+        for run, client, said in run_ranks(
+            load_one, target[1], str(tmp_path), config(target[0], "bf16", **after)
+        ):
+            assert saved.differs(run) == [] and len(saved.masters) > 20, (source, target)
+            assert client == {"epoch": 3}
+            assert ("ranks" in said) == ("random numbers" in said) == (source[1] != target[1])
+            assert ("stage" in said) == (source[0] != target[0])
 
 
 def other_ranks(folder: str, load: bool) -> Any:
@@ -283,11 +232,8 @@ def other_ranks(folder: str, load: bool) -> Any:
     else:
         later(engine, 0, 3)
         checkpoints.save()
-    run = Run()
-    finish(engine, run)
-    held = [state for state in engine.optimizer.state.values()]
-    steps = {(float(state["step"]), float(state["mu_product"])) for state in held}
-    engine.destroy()
+    run = finish(engine)
+    steps = {(float(state["step"]), float(state["mu_product"])) for state in engine.optimizer.state.values()}
     return run, steps
 
 
@@ -295,11 +241,6 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
     saved = run_ranks(other_ranks, 4, str(tmp_path), False)
     for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):
         assert saved[0][0].differs(run) == [] and steps == saved[0][1] and len(steps) == 1
-
-
-@pytest.mark.long
-def test_replicas_save_once_and_load_all(tmp_path: Path) -> None:
-    resharded(tmp_path, (3, 4), (2, 2), ({"sharding": {"replicate": 2}}, {}))
 
 
 @pytest.mark.long
@@ -313,51 +254,31 @@ def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
             assert "master" in said
 
 
-# --- parts ------------------------------------------------------------------------------------------------
-
-
 def shares(stage: int, replicate: int) -> Any:
     engine = make(config(stage, "bf16", sharding={"replicate": replicate}))
     train(engine, 1)
-    shards = Shards(engine)
-    parts = {
-        "weights": [(part.name, part.start, part.values.clone()) for part in shards.weights()],
-        "stored": [(part.name, part.start, part.values.clone()) for part in shards.stored()],
-        "exp_avg": [(p.name, p.start, p.values.clone()) for key, p in shards.moments() if key == "exp_avg"],
-    }
-    handles = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    full = {
-        "weights": {name: handle.master for name, handle in handles.items()},
-        "stored": {name: handle.value for name, handle in handles.items()},
-        "exp_avg": {name: handle.state["exp_avg"] for name, handle in handles.items()},
-    }
-    engine.destroy()
-    return parts, full
+    shards, whole = Shards(engine), whole_values(engine)
+    moments = (part for key, part in shards.moments() if key == "exp_avg")
+    kinds = {"master": shards.weights(), "stored": shards.stored(), "exp_avg": moments}
+    parts = {k: [(p.name, p.start, p.values.clone()) for p in of] for k, of in kinds.items()}
+    stored = {row.name: engine.parameter(row.name).value for row in engine.plan.rows}
+    return parts, {"master": whole["master"], "stored": stored, "exp_avg": whole["exp_avg"]}
 
 
 @pytest.mark.parametrize(
     ("stage", "replicate"),
-    [
-        (0, 1),
-        (2, 4),
-        (3, 2),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(3, 1, marks=pytest.mark.slow),
-    ],
+    [(0, 1), (2, 4), (3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (3, 1)))],
 )
 def test_ranks_share_every_element_once(stage: int, replicate: int) -> None:
     results = run_ranks(shares, 4, stage, replicate)
     for kind, full in results[0][1].items():
         for name, expected in full.items():
             found, count = torch.full_like(expected.flatten(), float("nan")), 0
-            for parts, _ in results:
-                for part, start, values in parts[kind]:
-                    if part == name:
-                        found[start : start + len(values)] = values
-                        count += len(values)
-            assert count == expected.numel(), (kind, name)
-            assert torch.equal(found, expected.flatten()), (kind, name)
-    sizes = [sum(len(values) for *_, values in parts["weights"]) for parts, _ in results]
+            for _, start, values in (part for parts, _ in results for part in parts[kind] if part[0] == name):
+                found[start : start + len(values)] = values
+                count += len(values)
+            assert count == expected.numel() and torch.equal(found, expected.flatten()), (kind, name)
+    sizes = [sum(len(values) for *_, values in parts["master"]) for parts, _ in results]
     assert max(sizes) < 2 * min(sizes), "writing is not spread over the ranks"
 
 
@@ -375,62 +296,43 @@ def test_one_segment_is_read_at_a_time() -> None:
     assert most <= 3, "flat copies that were alive at once"
 
 
-def weights_alone(folder: str) -> Any:
+@on_ranks(2)
+def test_weights_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
     engine = make(config(3, "bf16"), GPT())
-    train(engine, 3)
-    run = Run()
-    finish(engine, run)
-    Checkpoints(engine, folder, quiet=True).save()
+    saved = train(engine, 3).masters
+    save(engine, tmp_path)
     engine.destroy()
     lion = config(2, "fp32", optimizer={"type": "Lion", "params": {"lr": 1e-4}})
     engine = make(lion, GPT(seed=4))
-    checkpoints = Checkpoints(engine, folder, quiet=True)
+    checkpoints = Checkpoints(engine, tmp_path, quiet=True)
     with pytest.raises(CheckpointError, match="`optimizer`: must be adamw, as when it was saved; got lion"):
         checkpoints.load()
     assert engine.global_steps == 0
     loaded = checkpoints.load(parts="weights")
-
-    def wrong() -> list[str]:
-        return [n for n, value in run.masters.items() if not torch.equal(engine.parameter(n).master, value)]
-
-    problems = [*wrong(), *(["steps"] if engine.global_steps else [])]
+    assert unlike(saved, masters(engine)) == [] and engine.global_steps == 0
     train(engine, 1)
     assert "optimizer" in {difference.what for difference in loaded.differences}
     checkpoints.load(allow=("optimizer",))
-    problems += [*wrong(), *(["no steps"] if engine.global_steps != 3 else [])]
-    engine.destroy()
-    return problems
+    assert unlike(saved, masters(engine)) == [] and engine.global_steps == 3
 
 
-def test_weights_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
-    for found in run_ranks(weights_alone, 2, str(tmp_path)):
-        assert found == []
+def partly_frozen(frozen: bool) -> Engine:
+    model = GPT()
+    model.layers[0].requires_grad_(not frozen)
+    return make(config(3, "bf16"), model)
 
 
-def frozen_then_trained(folder: str) -> Any:
-    """What was frozen begins with moments of zero, and it is said."""
-
-    def build(frozen: bool) -> Engine:
-        model = GPT()
-        model.layers[0].requires_grad_(not frozen)
-        return make(config(3, "bf16"), model)
-
-    engine = build(True)
-    train(engine, 2)
-    expected = {name: engine.parameter(name).master for name in ("layers.0.mlp.up.weight", "norm.weight")}
-    Checkpoints(engine, folder, quiet=True).save()
-    engine.destroy()
-    engine = build(False)
-    loaded = Checkpoints(engine, folder, quiet=True).load()
-    problems = [name for name in expected if not torch.equal(engine.parameter(name).master, expected[name])]
-    problems += ["moments"] if engine.parameter("layers.0.mlp.up.weight").state["exp_avg"].any() else []
-    problems += [] if engine.parameter("norm.weight").state["exp_avg"].any() else ["no moments"]
-    said = [str(difference) for difference in loaded.differences]
-    problems += [] if any("begin to be trained" in text for text in said) else said
-    engine.destroy()
-    return problems
-
-
+@on_ranks(2)
 def test_a_frozen_parameter_can_be_trained_later(tmp_path: Path) -> None:
-    for found in run_ranks(frozen_then_trained, 2, str(tmp_path)):
-        assert found == []
+    """It begins with moments of zero, and that is said."""
+    engine = partly_frozen(True)
+    train(engine, 2)
+    expected = masters(engine)
+    save(engine, tmp_path)
+    engine.destroy()
+    engine = partly_frozen(False)
+    loaded = Checkpoints(engine, tmp_path, quiet=True).load()
+    require_alike(expected, masters(engine))
+    assert not engine.parameter("layers.0.mlp.up.weight").state["exp_avg"].any()
+    assert engine.parameter("norm.weight").state["exp_avg"].any()
+    assert any("begin to be trained" in str(difference) for difference in loaded.differences)

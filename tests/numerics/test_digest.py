@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, finish, make, train
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.engine.digest import MOMENTS, VISIBLE, WEIGHTS
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import RankError
 
 WORD = (1 << 64) - 1
-
-
-# --- the definition, over whole values in plain Python ------------------------------------------------------
 
 
 def mixed(word: int) -> int:
@@ -49,16 +46,12 @@ def by_definition(kind: str, what: str, name: str, values: Tensor) -> int:
 
 
 def of_whole_values(engine: Engine, rounded: bool) -> str:
-    total = 0
-    with engine.gathered() as values:
-        weights = {name: value.detach().clone() for name, value in values.items()}
-    for name, weight in weights.items():
-        parameter = engine.parameter(name)
-        total += by_definition(WEIGHTS, "", name, parameter.master)
-        if rounded:
-            total += by_definition(VISIBLE, "", name, weight)
-        for what, state in parameter.state.items():
-            total += by_definition(MOMENTS, what, name, state)
+    run = finish(engine)
+    total = sum(by_definition(WEIGHTS, "", name, values) for name, values in run.masters.items())
+    if rounded:
+        total += sum(by_definition(VISIBLE, "", name, values) for name, values in run.weights.items())
+    for name, state in run.states.items():
+        total += sum(by_definition(MOMENTS, what, name, values) for what, values in state.items())
     return f"{total & WORD:016x}"
 
 
@@ -78,7 +71,6 @@ def digests(stages: list[int], mode: str, more: dict[str, Any]) -> list[tuple[st
         numbers = engine.micro_batches_of_this_rank()
         train(engine, 2, len(numbers), lambda step, rank, micro, ns=numbers: _batch(step, ns[micro]))
         found.append((str(engine.digest()), of_whole_values(engine, mode != "fp32"), gradients))
-        engine.destroy()
     return found
 
 
@@ -96,37 +88,21 @@ def test_it_is_that_of_whole_values_at_every_stage_and_world(mode: str) -> None:
         assert gradients == alone[0][2] and len(set(gradients.values())) == len(gradients) > 1
 
 
-# --- copies -------------------------------------------------------------------------------------------------
-
-
-def with_a_flipped_bit(stage: int, replicate: int, bad: int) -> str:
-    """On one rank: the error of the ranks when one of them has another master; "" where there is none."""
+@pytest.mark.parametrize(
+    ("world", "stage", "replicate", "bad"),
+    [(2, 0, 1, 1), (2, 3, 2, 1), pytest.param(4, 0, 1, 2, marks=pytest.mark.slow)],
+)
+@on_ranks("world")
+def test_a_rank_whose_copy_differs_is_named_on_all(world: int, stage: int, replicate: int, bad: int) -> None:
+    """One of them has another bit in its master; of several, most are right."""
     engine = make({**config(stage, "bf16"), "sharding": {"replicate": replicate}}, GPT(layers=1))
     train(engine, 1)
     engine.digest()
     if dist.get_rank() == bad:
-        number = next(
-            n for n, segment in enumerate(engine.plan.segments) if segment.columns.update is not None
-        )
         assert engine.updater is not None
-        values = engine.updater.master(number)
+        values = engine.updater.master(0)
         values.view(torch.int32)[3] ^= 1
-        engine.updater.set_master(number, values)
-    try:
+        engine.updater.set_master(0, values)
+    told = "rank 2 than on ranks 0, 1, 3" if world == 4 else "(rank 0 than on rank 1|rank 1 than on rank 0)"
+    with pytest.raises(RankError, match=f"other ones on {told}"):
         engine.digest()
-    except RankError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("stage", "replicate"), [(0, 1), (3, 2)])
-def test_a_rank_whose_copy_differs_is_named_on_all(stage: int, replicate: int) -> None:
-    errors = run_ranks(with_a_flipped_bit, 2, stage, replicate, 1)
-    assert errors[0] == errors[1]
-    assert "other ones on rank 0 than on rank 1" in errors[0] or "rank 1 than on rank 0" in errors[0]
-
-
-@pytest.mark.slow
-def test_most_are_right() -> None:
-    errors = run_ranks(with_a_flipped_bit, 4, 0, 1, 2)
-    assert all("other ones on rank 2 than on ranks 0, 1, 3" in error for error in errors)

@@ -67,8 +67,7 @@ def life(folder: str, stage: int, asynchronous: bool, kills: dict[int, tuple[str
             engine.step()
             checkpoints.save(client={"step": step + 1})
         checkpoints.wait()
-        run = Run(scales=[random.random(), float(torch.rand(()))])
-        finish(engine, run)
+        run = finish(engine, Run(scales=[random.random(), float(torch.rand(()))]))
     except RankError:
         return "missed a rank"
     left = [path.name for path in Path(folder).iterdir() if path.name[0] == "."]
@@ -98,20 +97,15 @@ def kill_and_resume(folder: Path, number: int, expected: list[Run]) -> int:
     return int(results[0][1])
 
 
-def undisturbed(folder: Path) -> list[Run]:
-    return [run for run, *_ in run_ranks(life, WORLD, str(folder), 3, False, {})]
-
-
-@pytest.mark.long
-def test_a_few_kills_change_nothing(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "alone")
-    for number in range(3):
-        kill_and_resume(tmp_path / str(number), number, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "alone")
-    began = [kill_and_resume(tmp_path / str(number), number, expected) for number in range(3, 23)]
-    assert len(set(began)) > 3, f"kills were not spread over the run: {began}"
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(range(3), id="a few", marks=pytest.mark.long),
+        pytest.param(range(3, 23), id="twenty", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_change_nothing(numbers: range, tmp_path: Path) -> None:
+    expected = [run for run, *_ in run_ranks(life, WORLD, str(tmp_path / "alone"), 3, False, {})]
+    began = [kill_and_resume(tmp_path / str(number), number, expected) for number in numbers]
+    assert len(numbers) < 20 or len(set(began)) > 3, f"kills were not spread over the run: {began}"

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
+from tests.numerics.runs import config, gradients, make
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
-from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
+from zerodrift.pipeline.deferred import defer_weight_grads
 from zerodrift.pipeline.products import _grouped_of_torch, grouped_mm
 
 STEPS, MICRO_BATCHES = 2, 3
-
-
-# --- products -------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):
@@ -45,38 +39,28 @@ class Product(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: `[2, 5, 8]`."""
-        flat, ends = x.reshape(-1, 8), torch.tensor([3, 3, 10], dtype=torch.int32)
-        match self.way:
-            case "linear":
-                return F.linear(x, self.weight)
-            case "linear with bias":
-                return F.linear(x, self.weight, bias=self.bias)
-            case "one of a stack":
-                return F.linear(x, self.weight[1]) + F.linear(x, self.weight[torch.tensor(2)])
-            case "transposed":
-                return F.linear(x, self.weight.t())
-            case "matmul":
-                return x @ self.weight
-            case "matmul of one of a stack":
-                return torch.matmul(x, self.weight[1]) + x.matmul(self.weight[0])
-            case "mm":
-                return flat.mm(self.weight)
-            case "addmm":
-                return torch.addmm(self.bias, flat, self.weight)
-            case "bmm":
-                return torch.bmm(x, self.weight)
-            case "batched matmul":
-                return x @ self.weight
-            case "batched, transposed":
-                return x @ self.weight.transpose(1, 2)
-            case "grouped":
-                return grouped_mm(flat, self.weight, ends)
-            case "grouped, transposed":
-                return _grouped_of_torch()[0](flat, self.weight.transpose(1, 2), offs=ends)
-        raise AssertionError(self.way)
+        return PRODUCTS[self.way](x, x.reshape(-1, 8), self.weight, self.bias)
 
 
-def gradients(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+ENDS = torch.tensor([3, 3, 10], dtype=torch.int32)
+PRODUCTS: dict[str, Any] = {
+    "linear": lambda x, flat, w, b: F.linear(x, w),
+    "linear with bias": lambda x, flat, w, b: F.linear(x, w, bias=b),
+    "one of a stack": lambda x, flat, w, b: F.linear(x, w[1]) + F.linear(x, w[torch.tensor(2)]),
+    "transposed": lambda x, flat, w, b: F.linear(x, w.t()),
+    "matmul": lambda x, flat, w, b: x @ w,
+    "matmul of one of a stack": lambda x, flat, w, b: torch.matmul(x, w[1]) + x.matmul(w[0]),
+    "mm": lambda x, flat, w, b: flat.mm(w),
+    "addmm": lambda x, flat, w, b: torch.addmm(b, flat, w),
+    "bmm": lambda x, flat, w, b: torch.bmm(x, w),
+    "batched matmul": lambda x, flat, w, b: x @ w,
+    "batched, transposed": lambda x, flat, w, b: x @ w.transpose(1, 2),
+    "grouped": lambda x, flat, w, b: grouped_mm(flat, w, ENDS),
+    "grouped, transposed": lambda x, flat, w, b: _grouped_of_torch()[0](flat, w.transpose(1, 2), offs=ENDS),
+}
+
+
+def backward(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     """The output for `x`, and the gradients of a loss on it: of `x` and of every parameter."""
     x = x.clone().requires_grad_()
     out = module(x)
@@ -91,10 +75,10 @@ def test_a_deferred_product_has_torchs_bits_and_its_weights_gradient_later(
 ) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     plain = Product(way).to(dtype)
-    out, expected = gradients(plain, x)
+    out, expected = backward(plain, x)
     late = Product(way).to(dtype)
     queue = defer_weight_grads(late)
-    found_out, found = gradients(late, x)
+    found_out, found = backward(late, x)
     assert torch.equal(found_out, out)
     assert torch.equal(found["x"], expected["x"])
     assert found["weight"] is None and len(queue) == (2 if "of a stack" in way else 1)
@@ -140,9 +124,8 @@ def test_the_bound_on_what_is_held_is_kept_and_changes_nothing() -> None:
     free.drain()
     bound.drain()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, other.get_parameter(name).grad, rtol=1e-6, atol=1e-8, msg=name
-        )
+        near = {"rtol": 1e-6, "atol": 1e-8, "msg": name}
+        torch.testing.assert_close(other.get_parameter(name).grad, parameter.grad, **near)
 
 
 def test_one_module_has_one_queue_until_it_is_detached() -> None:
@@ -160,67 +143,15 @@ def test_one_module_has_one_queue_until_it_is_detached() -> None:
     defer_weight_grads(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_defers_too(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = GPT()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.inside.embed(tokens)
-            for layer in self.inside.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            logits = self.inside.head(self.inside.norm(x))[:, :-1]
-            return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
-
-    plain, late = GPT(), Checkpointed()
-    queue = defer_weight_grads(late)
-    plain(batch(0)).backward()
-    late(batch(0)).backward()
-    assert late.inside.layers[0].mlp.up.weight.grad is None
-    queue.drain()
-    for name, parameter in plain.named_parameters():
-        found = late.inside.get_parameter(name).grad
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
-
-
-# --- on an engine ---------------------------------------------------------------------------------------
-
-
-def full_gradients(engine: Engine, step: int, data: Any = batch) -> dict[str, torch.Tensor]:
+def full_gradients(engine: Engine, step: int) -> dict[str, torch.Tensor]:
     """Of a step of several micro-batches, then the step itself."""
     for micro in range(MICRO_BATCHES):
-        engine.backward(engine(data(step, engine.mesh.rank(), micro)))
+        engine.backward(engine(batch(step, engine.mesh.rank(), micro)))
         if micro < MICRO_BATCHES - 1:
             engine.step()
-    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
+    found = gradients(engine)
     assert engine.step().updated
     return found
-
-
-def late_against_eager(stage: int, mode: str, moe: bool) -> list[str]:
-    """Parameters whose gradient differs by more than fp32 rounding when all of its products are queued to
-    the very end; in bf16, by more than the rounding of each product that only the eager way has."""
-    worst = []
-    tolerance = 2e-6 if mode == "fp32" else 2e-2
-    eager = make(config(stage, mode, MICRO_BATCHES), GPT(moe=moe))
-    late = make(config(stage, mode, MICRO_BATCHES), GPT(moe=moe))
-    queue = defer_weight_grads(late)
-    for step in range(STEPS):
-        expected = full_gradients(eager, step)
-        before = queue.formed
-        found = full_gradients(late, step)
-        assert queue.formed - before >= MICRO_BATCHES * 8 and len(queue) == 0
-        for name, value in expected.items():
-            error = float((found[name] - value).norm() / value.norm().clamp_min(1e-12))
-            if error > tolerance:
-                worst.append(f"step {step} {name}: {error:.1e}")
-        if mode != "fp32":
-            break  # from here on the weights differ
-    eager.destroy()
-    late.destroy()
-    return worst
 
 
 @pytest.mark.long
@@ -228,33 +159,35 @@ def late_against_eager(stage: int, mode: str, moe: bool) -> list[str]:
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
 def test_all_weight_gradients_queued_to_the_end_of_the_step_equal_eager_ones(
     stage: int, mode: str, moe: bool
 ) -> None:
-    assert run_ranks(late_against_eager, 2, stage, mode, moe) == [[], []]
+    """Up to fp32 rounding; in bf16, up to the rounding of each product that only the eager way has."""
+    tolerance = 2e-6 if mode == "fp32" else 2e-2
+    eager, late = (make(config(stage, mode, MICRO_BATCHES), GPT(moe=moe)) for _ in range(2))
+    queue = defer_weight_grads(late)
+    for step in range(STEPS if mode == "fp32" else 1):  # in bf16 the weights differ from then on
+        expected, before = full_gradients(eager, step), queue.formed
+        found = full_gradients(late, step)
+        assert queue.formed - before >= MICRO_BATCHES * 8 and len(queue) == 0
+        errors = {n: float((found[n] - v).norm() / v.norm().clamp_min(1e-12)) for n, v in expected.items()}
+        assert max(errors.values()) < tolerance, errors
 
 
-def uneven(stage: int) -> tuple[list[int], float]:
-    """Only rank 0 has late gradients at all: rank 1 has no queue that fills."""
-    engine = make(config(stage, "fp32"), GPT(moe=True))
-    queue = defer_weight_grads(engine)
-    if engine.mesh.rank():
-        for handle in queue._handles[1:]:
-            handle.remove()
-    formed = []
-    for step in range(2):
-        engine.backward(engine(batch(step, engine.mesh.rank())))
-        formed.append(len(queue))
-        result = engine.step()
-    assert result.grad_norm is not None
-    return formed, result.grad_norm
-
-
+@on_ranks(2)
 def test_ranks_may_differ_in_what_is_late() -> None:
+    """Only rank 0 has late gradients at all: rank 1 has no queue that fills."""
     for stage in (0, 3):
-        first, second = run_ranks(uneven, 2, stage)
-        assert all(first[0]) and not any(second[0])
-        assert first[1] == second[1]
+        engine = make(config(stage, "fp32"), GPT(moe=True))
+        rank, queue = engine.mesh.rank(), defer_weight_grads(engine)
+        for handle in queue._handles[1:] if rank else ():
+            handle.remove()
+        for step in range(2):
+            engine.backward(engine(batch(step, rank)))
+            assert bool(len(queue)) == (rank == 0)
+            norms = engine.comm.all_gather_object(engine.step().grad_norm)
+            assert norms[0] == norms[1] is not None, norms
 
 
 def test_a_failed_or_forgotten_step_forgets_what_was_queued() -> None:
@@ -266,106 +199,20 @@ def test_a_failed_or_forgotten_step_forgets_what_was_queued() -> None:
     assert len(queue) == 0 and queue.held == 0
 
 
-# --- whatever arrives, whenever -------------------------------------------------------------------------
-
-WAYS = ("eager", "late", "absent", "twice")
-
-
-class Given(nn.Module):
-    """Two parameters whose gradients are what the caller says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.zeros(3, 5))
-        self.wide = nn.Parameter(torch.zeros(7))
-
-    def forward(self, *grads: torch.Tensor) -> torch.Tensor:
-        """The gradient of each parameter will be the one given; of one that is given None, there is none."""
-        loss = torch.zeros((), requires_grad=True)
-        for parameter, grad in zip((self.low, self.wide), grads, strict=True):
-            if grad is not None:
-                loss = loss + (parameter * grad.to(parameter.dtype)).sum().float()
-        return loss
-
-
-def arrive(engine: Engine, queue: WeightQueue, ways: tuple[str, str], values: list[torch.Tensor]) -> None:
-    """One micro-batch in which each parameter's gradient comes in its own way."""
-    model = engine.module
-    eager = [value if way in ("eager", "twice") else None for way, value in zip(ways, values, strict=True)]
-    loss = engine(*eager)
-    for parameter, way, value in zip((model.low, model.wide), ways, values, strict=True):
-        if way in ("late", "twice"):
-            queue.put(parameter, lambda dtype, value=value: value.to(dtype))
-    engine.backward(loss)
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mixed", [False, True], ids=["one dtype", "mixed dtypes"])
-def test_any_order_of_arrivals_sums_to_the_reference(stage: int, mixed: bool) -> None:
-    """Every way for each of three micro-batches and both parameters, 64 combinations of them. In every other
-    one values have few bits, so the fp32 sum is exact in any order and must be the reference's bit for bit;
-    with all bits, sums of up to 6 numbers in another order differ by their rounding: 6 halves of an ulp of
-    the largest."""
-    rules = [{"match": "wide", "pin": "fp32"}] if mixed else []
-    engine = make(config(stage, "bf16", 3, precision={"rules": rules}, gradient_clipping=0), Given())
-    queue = defer_weight_grads(engine)
-    cases = list(itertools.product(WAYS, repeat=3))
-    shuffled = random.Random(0).sample(cases, len(cases))
-    generator = torch.Generator().manual_seed(stage)
-    for number, (first, second) in enumerate(zip(cases, shuffled, strict=True)):
-        exact = number % 2 == 0
-        reference = [torch.zeros(3, 5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)]
-        for micro in range(3):
-            ways = (first[micro], second[micro])
-            values = [torch.randn(total.shape, generator=generator).bfloat16().float() for total in reference]
-            if exact:
-                values = [(value * 16).round() / 16 for value in values]
-            arrive(engine, queue, ways, values)
-            if number % 3 == micro:
-                queue.drain(1)  # the others at the end of the step
-            for total, way, value in zip(reference, ways, values, strict=True):
-                total += {"absent": 0, "twice": 2}.get(way, 1) * value.double()
-            if micro < 2:
-                engine.step()
-        for name, total in zip(("low", "wide"), reference, strict=True):
-            found = engine.parameter(name).gradient.double() * 3
-            if exact:
-                assert torch.equal((found * 16).round(), total * 16), (first, second)
-            else:
-                torch.testing.assert_close(found, total, rtol=0, atol=6 * 2.0**-24 * 8)
-        engine.zero_grad()
-    engine.destroy()
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_is_replaced_is_caught(stage: int) -> None:
-    engine = make(config(stage, "fp32", 2), Given())
+    engine = make(config(stage, "fp32", 2), GPT(tied=False))
     queue = defer_weight_grads(engine)
-    ones = [torch.ones(3, 5), torch.ones(7)]
-    arrive(engine, queue, ("late", "late"), ones)
+    engine.backward(engine(batch(0)))
     queue.drain()
-    engine.module.wide.grad = torch.ones(7)
-    with pytest.raises(ModelError, match=r"(?s)`wide`.*added to.*something else"):
-        engine.backward(engine(*ones))
+    engine.module.head.weight.grad = torch.ones(VOCABULARY, WIDTH)
+    with pytest.raises(ModelError, match=r"(?s)`head\.weight`.*added to.*something else"):
+        engine.backward(engine(batch(0)))
         engine.step()
         engine.step()
     engine.zero_grad()
     for _ in range(2):
-        arrive(engine, queue, ("eager", "late"), ones)
+        engine.backward(engine(batch(0)))
         result = engine.step()
     assert result.updated
-
-
-def test_a_backward_that_keeps_its_graph_adds_once() -> None:
-    """With `create_graph` autograd puts old + new in the place of the old gradient."""
-    plain = GPT()
-    engine = make(config(0, "fp32", 2), GPT())
-    for micro in range(2):
-        (plain(batch(0, 0, micro)) / 2).backward()
-        engine.backward(engine(batch(0, 0, micro)), create_graph=True)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(
-            engine.parameter(name).gradient, parameter.grad, rtol=1e-5, atol=1e-7, msg=name
-        )
     engine.destroy()

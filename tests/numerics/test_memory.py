@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -21,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from tests.numerics.test_pipelines import PARTS
-from tests.ranks.harness import run_ranks
-from zerodrift.api import initialize
+from tests.numerics.test_pipelines import pipeline
+from tests.ranks.harness import on_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.step.segment import FlatSegment
@@ -97,7 +95,8 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
         return iter
     if issubclass(kind, FunctionType):
         return lambda item: [cell.cell_contents for cell in item.__closure__ or ()]
-    if _may_hold(kind):
+    # The plan and what it is made of are numbers and names: walking through them would take the time.
+    if issubclass(kind, torch.optim.Optimizer) or kind.__module__.startswith(ROOMS):
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         return lambda item: (
             *getattr(item, "__dict__", {}).values(),
@@ -107,14 +106,7 @@ def _parts_of(kind: type) -> Callable[[Any], Iterable[object]]:
     return lambda item: ()
 
 
-def _may_hold(kind: type) -> bool:
-    """The plan and what it is made of are numbers and names: walking through them would take the time."""
-    if issubclass(kind, torch.optim.Optimizer):
-        return True
-    return kind.__module__.startswith("zerodrift") and kind.__module__.split(".")[1] in ROOMS
-
-
-ROOMS = ("engine", "optim", "comm")
+ROOMS = ("zerodrift.engine.", "zerodrift.optim.", "zerodrift.comm.")
 """Whose objects have tensors."""
 
 
@@ -126,29 +118,15 @@ def by_messages() -> None:
 # --- at rest --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class AtRest:
-    """Bytes of one rank between steps."""
-
-    planned: int
-    held: int
-    alive: int
-    """More than what was alive before the engine was made."""
-
-    def over(self) -> int:
-        """By how much the plan is missed, either way counted."""
-        return max(self.held - self.planned, self.alive - self.planned, key=abs)
-
-
-def at_rest(
+def require_planned_at_rest(
     stages: tuple[int, ...],
     mode: str,
     rest: dict[str, Any],
     kind: type[torch.optim.Optimizer] | None = None,
-) -> dict[int, AtRest]:
-    """`kind` is a torch optimizer to pass instead of the config's."""
+    least: int = -CLOSE,
+) -> None:
+    """On a rank. `kind` is a torch optimizer to pass instead of the config's."""
     by_messages()
-    found = {}
     before = sum(alive().values())
     for stage in stages:
         model = GPT(LAYERS, width=WIDTH)
@@ -158,16 +136,11 @@ def at_rest(
             engine.backward(engine(batch(step, engine.mesh.rank(), samples=1)))
             engine.step()
         planned = cost(engine.plan).rest.total
-        found[stage] = AtRest(planned, sum(held(engine).values()), sum(alive().values()) - before)
+        over = [count - planned for count in (sum(held(engine).values()), sum(alive().values()) - before)]
+        assert all(least < each < CLOSE for each in over), f"stage {stage}: {over} beside {planned}"
         engine.destroy()
         del engine, model, optimizer
     assert abs(sum(alive().values()) - before) < 4096, "an engine that is gone leaves nothing"
-    return found
-
-
-def assert_planned(found: dict[int, AtRest]) -> None:
-    for stage, rest in found.items():
-        assert abs(rest.over()) < CLOSE, f"stage {stage}: {rest}"
 
 
 @pytest.mark.parametrize(
@@ -180,47 +153,44 @@ def assert_planned(found: dict[int, AtRest]) -> None:
         *(pytest.param(mode, STAGES, marks=pytest.mark.slow) for mode in MODES),
     ],
 )
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans(mode: str, stages: tuple[int, ...]) -> None:
-    for found in run_ranks(at_rest, 2, stages, mode, {}, timeout=120):
-        print(mode, {stage: (rest.planned, rest.over()) for stage, rest in found.items()})
-        assert_planned(found)
+    require_planned_at_rest(stages, mode, {})
 
 
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+LION = {"type": "Lion", "params": {"lr": 1e-4}}
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32 master": ("bf16", {"precision": {"master": "fp32"}}),
     "bf16 moments": ("bf16", {"precision": {"state": "bf16-stochastic"}}),
     "8-bit moments": ("bf16", {"precision": {"state": "8bit"}}),
-    "8-bit lion": (
-        "bf16",
-        {"precision": {"state": "8bit"}, "optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
-    ),
+    "8-bit lion": ("bf16", {"precision": {"state": "8bit"}, "optimizer": LION}),
     "one moment": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
-    "no moments": ("fp32", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
-    "lion": ("bf16", {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+    "no moments": ("fp32", {"optimizer": SGD}),
+    "lion": ("bf16", {"optimizer": LION}),
 }
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SCHEMES)
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans_in_other_schemes(name: str, stage: int) -> None:
-    for found in run_ranks(at_rest, 2, (stage,), *SCHEMES[name], timeout=120):
-        assert_planned(found)
+    require_planned_at_rest((stage,), *SCHEMES[name])
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@on_ranks(2, timeout=120)
 def test_bytes_at_rest_are_the_plans_with_a_torch_optimizer(
     mode: str, kind: type[torch.optim.Optimizer]
 ) -> None:
-    for found in run_ranks(at_rest, 2, (1, 3), mode, {}, kind, timeout=120):
-        assert_planned(found)
+    require_planned_at_rest((1, 3), mode, {}, kind)
 
 
+@on_ranks(2, timeout=120)
 def test_a_kept_accumulator_is_no_more_than_the_plans() -> None:
-    for found in run_ranks(at_rest, 2, (1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, timeout=120):
-        for stage, rest in found.items():
-            assert rest.over() < CLOSE, f"stage {stage}: {rest}"
+    require_planned_at_rest((1, 3), "bf16", {"sharding": {"accumulator": "keep"}}, least=-(1 << 62))
 
 
 # --- during a step --------------------------------------------------------------------------------------
@@ -240,29 +210,23 @@ class Checkpointed(GPT):
         return self.head(self.norm(x))
 
 
-@dataclass
 class Poll:
     """The engine's buffers, looked at wherever a hook runs."""
 
-    engine: Engine
-    looks: int = 0
-    gathered: int = 0
-    """Units that were full at once, the root not counted."""
-    peak: int = 0
-    """Bytes of everything the engine holds."""
-    history: list[tuple[str, ...]] = field(default_factory=list)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.looks = self.peak = 0
+        self.gathered: list[int] = [0]
+        """How many units were full at each look, the root not counted."""
+
+    def full(self) -> int:
+        units = (unit for unit in self.engine.executor.units if not unit.is_root)
+        return sum(any(_is_there(segment) for segment in unit.segments) for unit in units)
 
     def look(self, *extra: object) -> None:
         """`extra` is what the engine holds in its local variables."""
         self.looks += 1
-        full = [
-            unit.spec.name
-            for unit in self.engine.executor.units
-            if not unit.is_root and any(_is_there(segment) for segment in unit.segments)
-        ]
-        self.gathered = max(self.gathered, len(full))
-        if not self.history or self.history[-1] != tuple(full):
-            self.history.append(tuple(full))
+        self.gathered.append(self.full())
         with torch._C.DisableTorchFunctionSubclass():  # tensors as they are, and at once
             self.peak = max(self.peak, sum(storages(_reachable(self.engine, *extra)).values()))
 
@@ -275,12 +239,13 @@ class Poll:
         for parameter in self.engine.module.parameters():
             if parameter.dim() > 1:
                 parameter.register_post_accumulate_grad_hook(lambda _: self.look())
-        for owner, name in (
-            (self.engine.comm, "start_all_gather"),
-            (self.engine.comm, "start_reduce_scatter"),
-            (self.engine.updater, "update"),
-        ):
-            setattr(owner, name, self._around(getattr(owner, name)))
+        comm = self.engine.comm
+        self.around([(comm, "start_all_gather"), (comm, "start_reduce_scatter")])
+        self.around([(self.engine.updater, "update")])
+
+    def around(self, calls: list[tuple[Any, str]], *held: object) -> None:
+        for owner, name in calls:
+            setattr(owner, name, self._around(getattr(owner, name), *held))
 
     def _around(self, call: Callable[..., Any], *held: object) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -295,19 +260,6 @@ def _is_there(segment: FlatSegment) -> bool:
     return segment.gathers and segment.full.untyped_storage().nbytes() > 0
 
 
-@dataclass
-class Step:
-    """What a step took."""
-
-    gathered: int
-    peak: int
-    planned: int
-    looks: int
-    left: int
-    """Units that were full after the backward."""
-    history: list[tuple[str, ...]]
-
-
 class Growing(GPT):
     """No two blocks of one size."""
 
@@ -320,14 +272,13 @@ class Growing(GPT):
 
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
-) -> Step:
-    shape = {"layers": 4, "width": 128}
-    model = {
-        "plain": lambda: GPT(**shape),
-        "growing": lambda: Growing(**shape),
-        "checkpointed": lambda: Checkpointed(**shape, reentrant=False),
-        "reentrant": lambda: Checkpointed(**shape, reentrant=True),
-    }[kind]()
+) -> Poll:
+    """Watch a step: it holds no more than was planned, and above three quarters of it."""
+    model: nn.Module
+    if kind in ("plain", "growing"):
+        model = (GPT if kind == "plain" else Growing)(4, width=128)
+    else:
+        model = Checkpointed(4, width=128, reentrant=kind == "reentrant")
     by_messages()
     engine = make(config(stage, mode, micro_batches, precision={"reduce": reduce or {}}), model)
     poll = Poll(engine)
@@ -335,24 +286,26 @@ def one_step(
     for step in range(2):
         for micro in range(micro_batches):
             engine.backward(engine(batch(step, engine.mesh.rank(), micro, samples=1)))
-            left = sum(
-                any(_is_there(s) for s in unit.segments) for unit in engine.executor.units if not unit.is_root
-            )
+            if stage == 3:
+                assert poll.full() == 0, "a backward leaves nothing gathered"
             engine.step()
     assert not any(_is_there(segment) for segment in engine.executor.segments)
-    found = Step(poll.gathered, poll.peak, cost(engine.plan).peak.total, poll.looks, left, poll.history)
+    require_bound((stage, mode, kind, micro_batches, reduce), poll.peak, cost(engine.plan).peak.total)
     engine.destroy()
-    return found
+    return poll
+
+
+def require_bound(case: Any, peak: int, planned: int, least: float = 0.75) -> None:
+    assert least * planned < peak < planned + 4096, f"{case}: {peak / planned:.3f} of the plan's peak"
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("kind", ["plain", "growing", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@on_ranks(2, timeout=120)
 def test_two_units_are_gathered_at_once_and_no_more(mode: str, kind: str) -> None:
-    for step in run_ranks(one_step, 2, 3, mode, kind, 1, timeout=120):
-        assert step.looks > 50
-        assert step.gathered == 2, f"{step.gathered} units: {step.history}"
-        assert step.left == 0, "a backward leaves nothing gathered"
+    seen = one_step(3, mode, kind, 1)
+    assert seen.looks > 50 and max(seen.gathered) == 2, seen.gathered
 
 
 Case = tuple[int, str, str, int]
@@ -369,12 +322,9 @@ PEAKS: list[Case] = [
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("case", PEAKS, ids=str)
+@on_ranks(2, timeout=120)
 def test_the_plans_peak_is_a_bound_and_no_fear(case: Case) -> None:
-    """The engine's own buffers stay below it, and above three quarters of it."""
-    for step in run_ranks(one_step, 2, *case, timeout=120):
-        print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
-        assert step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f} of the plan's peak"
-        assert step.peak > 0.75 * step.planned, f"{step.peak / step.planned:.3f} of the plan's peak"
+    one_step(*case)
 
 
 TREES = [
@@ -385,80 +335,48 @@ TREES = [
 
 
 @pytest.mark.long
-def test_the_plans_peak_is_a_bound_for_the_tree() -> None:
+@pytest.mark.parametrize(("stage", "mode", "kind", "micro_batches", "when"), TREES)
+@on_ranks(2, timeout=200)
+def test_the_plans_peak_is_a_bound_for_the_tree(
+    stage: int, mode: str, kind: str, micro_batches: int, when: str
+) -> None:
     """With the sums that wait for others."""
-    for steps in run_ranks(steps_by_the_tree, 2, timeout=200):
-        for case, step in zip(TREES, steps, strict=True):
-            print(f"{case}: {step.peak} of {step.planned}, {step.peak / step.planned:.3f}")
-        for case, step in zip(TREES, steps, strict=True):
-            assert 0.75 * step.planned < step.peak < step.planned + 4096, (
-                f"{case}: {step.peak / step.planned:.3f}"
-            )
+    one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
 
 
 @pytest.mark.long
+@on_ranks(4, timeout=200)
 def test_the_plans_peak_is_a_bound_where_sums_travel_by_halves() -> None:
     """As with more ranks than here."""
-    for step in run_ranks(one_step_by_halves, 4, timeout=200):
-        assert 0.75 * step.planned < step.peak < step.planned + 4096, f"{step.peak / step.planned:.3f}"
-
-
-def one_step_by_halves() -> Step:
     before = collectives.HALVING, cost_module.HALVING
     collectives.HALVING, cost_module.HALVING = dict.fromkeys(collectives.HALVING, 4), 4
     try:
-        return one_step(3, "fp32", "growing", 1, {"order": "tree", "when": "every"})
+        one_step(3, "fp32", "growing", 1, {"order": "tree", "when": "every"})
     finally:
         collectives.HALVING, cost_module.HALVING = before
 
 
-def steps_by_the_tree() -> list[Step]:
-    return [
-        one_step(stage, mode, kind, micro_batches, {"order": "tree", "when": when})
-        for stage, mode, kind, micro_batches, when in TREES
-    ]
-
-
-PIPELINES = [(1, "1f1b", "last"), (2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")]
-
-
-def steps_of_pipelines() -> list[tuple[int, int]]:
-    """Bytes that were there at most, and planned, of every case: looked at around each backward, and where
-    what it brought goes into the tree."""
-    torch.set_num_threads(1)
-    by_messages()
-    found = []
-    for stage, schedule, when in PIPELINES:
-        block = {"stages": 2, "schedule": schedule}
-        reduce = {"order": "tree", "when": when}
-        written = config(stage, "fp32", 8, precision={"reduce": reduce}, pipeline=block)
-        model = GPT(layers=4, width=128, tied=False)
-        engine = initialize(model, config=written, parts=PARTS, device="cpu", quiet=True)
-        executor = engine.executor
-        poll = Poll(engine)
-        held = executor.segments, executor._pools, executor.gradients
-        for owner, name in (
-            (executor.gradients, "open_parts"),
-            (executor.gradients, "take_parts"),
-            (engine.comm, "start_reduce_scatter"),
-            (engine.updater, "update"),
-        ):
-            setattr(owner, name, poll._around(getattr(owner, name), *held))
-        for step in range(2):
-            engine.train_batch(
-                [batch(step, engine.mesh.rank("data"), micro, samples=1) for micro in range(8)]
-            )
-        planned = stage_cost(engine.plan, engine.mesh.rank("pipeline"), 8).peak.total
-        found.append((poll.peak, planned))
-        engine.destroy()
-    return found
-
-
 @pytest.mark.long
-def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines() -> None:
-    """With what every micro-batch that has begun has of its own. Not every piece has all of them at once."""
-    for steps in run_ranks(steps_of_pipelines, 4, timeout=200):
-        for case, (peak, planned) in zip(PIPELINES, steps, strict=True):
-            print(f"{case}: {peak} of {planned}, {peak / planned:.3f}")
-        for case, (peak, planned) in zip(PIPELINES, steps, strict=True):
-            assert 0.5 * planned < peak < planned + 4096, f"{case}: {peak / planned:.3f}"
+@pytest.mark.parametrize(
+    ("stage", "schedule", "when"),
+    [(1, "1f1b", "last"), (2, "zbv", "every"), (3, "interleaved-zero-bubble", "last")],
+)
+@on_ranks(4, timeout=200)
+def test_the_plans_peak_is_a_bound_for_the_tree_in_pipelines(stage: int, schedule: str, when: str) -> None:
+    """Looked at around each backward, and where what it brought goes into the tree: with what every
+    micro-batch that has begun has of its own. Not every piece has all of them at once."""
+    by_messages()
+    written = config(stage, "fp32", 8, precision={"reduce": {"order": "tree", "when": when}})
+    model = GPT(layers=4, width=128, tied=False)
+    engine = pipeline(written, schedule, None, model, micro_batches=8)
+    executor = engine.executor
+    poll = Poll(engine)
+    calls = [(executor.gradients, "open_parts"), (executor.gradients, "take_parts")]
+    calls += [(engine.comm, "start_reduce_scatter"), (engine.updater, "update")]
+    poll.around(calls, executor.segments, executor._pools, executor.gradients)
+    for step in range(2):
+        rank = engine.mesh.rank("data")
+        engine.train_batch([batch(step, rank, micro, samples=1) for micro in range(8)])
+    planned = stage_cost(engine.plan, engine.mesh.rank("pipeline"), 8).peak.total
+    require_bound(schedule, poll.peak, planned, least=0.5)
+    engine.destroy()

@@ -6,8 +6,7 @@ the tree is defined, and uses nothing of zerodrift but the seeds.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import Run, config, finish, make, train
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, make, train, unlike
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives, native
 from zerodrift.comm.collectives import Carrier
 from zerodrift.engine.engine import Engine
@@ -65,6 +64,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: Recomputed(layers=2, times=2),
 }
 
+Loop = Callable[[Engine, int, Iterable[int]], "float | None"]
+"""Takes a step of the micro-batches with these numbers, and returns its norm."""
+
+
+def usual(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
+    norm = None
+    for number in numbers:
+        engine.seed_micro_batch(number)
+        engine.backward(engine(batch(step, number)))
+        norm = engine.step().grad_norm
+    return norm
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -73,71 +84,65 @@ class Cell:
     stage: int
     when: str
     mode: str = "fp32"
-    model: str = "dense"
+    model: str | Callable[[], nn.Module] = "dense"
     total: int = 4
     """Micro-batches of a step, over all ranks."""
     state: str = "fp32"
     replicate: int = 1
     rest: dict[str, Any] = field(default_factory=dict, hash=False)
+    precision: dict[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    loop: Loop = usual
 
-    def written(self, ranks: int) -> dict[str, Any]:
-        precision: dict[str, Any] = {"reduce": {"order": "tree", "when": self.when}, "state": self.state}
+    def written(self, ranks: int, scale: int = 17) -> dict[str, Any]:
+        reduce = {"order": "tree", "when": self.when}
+        precision: dict[str, Any] = {"reduce": reduce, "state": self.state, **self.precision}
         if self.model == "moe" and self.mode != "fp32":
             precision["rules"] = [{"match": "*.router.*", "pin": "fp32"}]
         sharding = {"replicate": self.replicate} if 1 < self.replicate <= ranks else {}
-        more = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}} if "fp16" in self.mode else {}
+        more = {"fp16": {"initial_scale_power": scale, "hysteresis": 1}} if "fp16" in self.mode else {}
         written = config(self.stage, self.mode, self.total // ranks, precision=precision, **more, **self.rest)
         return {**written, "sharding": sharding}
 
+    def engine(self) -> Engine:
+        written, given = self.written(_world()), {}
+        model = MODELS[self.model]() if isinstance(self.model, str) else self.model()
+        if self.optimizer is not None:
+            del written["optimizer"]
+            given["optimizer"] = self.optimizer(model.parameters())
+        return make(written, model, **given)
 
-def trained(cell: Cell) -> str:
-    """On one rank: a digest of everything that a run leaves."""
-    engine = make(cell.written(_world()), MODELS[cell.model]())
-    run = Run()
+
+def trained(cell: Cell) -> tuple[str, list[Any]]:
+    """On one rank: the digest of what a run leaves, and norms and loss scales on its way."""
+    engine = cell.engine()
+    engine.seed = 5
+    told: list[Any] = []
     for step in range(STEPS + ("fp16" in cell.mode)):
-        for number in engine.micro_batches_of_this_rank():
-            engine.seed_micro_batch(number)
-            engine.backward(engine(batch(step, number)))
-            result = engine.step()
-        run.norms.append(result.grad_norm)
-        run.scales.append(result.loss_scale)
-    finish(engine, run)
-    skipped = engine.skipped_steps
+        norm = cell.loop(engine, step, engine.micro_batches_of_this_rank())
+        told.append((str(norm), engine.scaler.scale))
+    left, skipped = str(engine.digest()), engine.skipped_steps
     engine.destroy()
     assert bool(skipped) is ("fp16" in cell.mode), f"{skipped} skipped steps"
-    return digest(run)
+    return left, told
 
 
 def _world() -> int:
     return torch.distributed.get_world_size()
 
 
-def digest(run: Run) -> str:
-    found = hashlib.sha256(str((run.norms, run.scales)).encode())
-    for values in (run.weights, run.masters, *(run.states[name] for name in sorted(run.states))):
-        for name in sorted(values):
-            found.update(name.encode())
-            found.update(values[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def trained_all(cells: list[Cell]) -> list[str]:
+def trained_all(cells: list[Cell]) -> list[Any]:
     return [trained(cell) for cell in cells]
 
 
-def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[str]:
-    """Every cell alike on every number of ranks; the digests."""
-    told = {world: run_ranks(trained_all, world, cells, timeout=250)[0] for world in worlds}
-    first = told[worlds[0]]
-    for world in worlds[1:]:
-        differs = [
-            str(cell) for cell, one, other in zip(cells, first, told[world], strict=True) if one != other
-        ]
+def require_same(cells: list[Cell], worlds: tuple[int, ...]) -> list[Any]:
+    """Every cell alike on every number of ranks; what it left."""
+    first, *others = (run_ranks(trained_all, world, cells, timeout=250)[0] for world in worlds)
+    for world, found in zip(worlds[1:], others, strict=True):
+        differs = [str(cell) for cell, one, two in zip(cells, first, found, strict=True) if one != two]
         assert differs == [], f"{world} ranks differ from {worlds[0]}"
     return first
 
-
-# --- across numbers of ranks ------------------------------------------------------------------------------
 
 FEW = [
     Cell(0, "every", "bf16", "moe"),
@@ -157,10 +162,10 @@ FEW = [
 @pytest.mark.long
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments, norms and loss scales; pairs of cells that differ in stage alone too."""
-    told = dict(zip(FEW, require_same(FEW, WORLDS), strict=True))
+    told = require_same(FEW, WORLDS)
     for one, other in ((1, 2), (3, 4), (6, 7), (8, 9)):
-        assert told[FEW[one]] == told[FEW[other]]
-    assert len(set(told.values())) == len(FEW) - 4
+        assert told[one] == told[other]
+    assert len({left for left, _ in told}) == len(FEW) - 4
 
 
 @pytest.mark.long
@@ -183,10 +188,7 @@ def test_the_product_of_all(mode: str, total: int, state: str) -> None:
     ]
     told = require_same(cells, WORLDS)
     for place in range(3):
-        assert len(set(told[place::3])) == 1, "stages and times differ"
-
-
-# --- a plain loop -----------------------------------------------------------------------------------------
+        assert all(each == told[place] for each in told[place::3]), "stages and times differ"
 
 
 def level_by_level(leaves: list[Tensor]) -> Tensor:
@@ -214,18 +216,10 @@ def plain(total: int, model: str, seed: int) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in network.named_parameters()}
 
 
-def engine_of(stage: int, when: str, total: int, model: str) -> Engine:
-    written = config(stage, "fp32", total // _world(), precision={"reduce": {"order": "tree", "when": when}})
-    written |= {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
-        "gradient_clipping": 0.0,
-    }
-    return make(written, MODELS[model]())
-
-
-PLAIN = ((4, "dense"), (8, "dropout"))
-
-
+MOMENTUM = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
+    "gradient_clipping": 0.0,
+}
 WAYS: list[tuple[int, str, Carrier, int]] = [
     (0, "last", "pairs", 8),
     (0, "every", "native", 4),
@@ -236,32 +230,22 @@ WAYS: list[tuple[int, str, Carrier, int]] = [
 """(stage, when, what carries the sums, from how many ranks by halves)."""
 
 
-def beside_a_plain_loop(expected: list[dict[str, Tensor]]) -> list[str]:
-    differs = []
-    for (total, model), values in zip(PLAIN, expected, strict=True):
-        for stage, when, carrier, halving in WAYS:
-            torch.manual_seed(5)
-            engine = engine_of(stage, when, total, model)
-            engine.seed = 5
-            engine.comm.carrier = carrier
-            collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
-            for step in range(STEPS):
-                numbers = engine.micro_batches_of_this_rank()
-                engine.train_batch([{"tokens": batch(step, number)} for number in numbers])
-            with engine.gathered() as found:
-                differs += [
-                    f"{name}: {total} of {model} at stage {stage}, {when}, {carrier}"
-                    for name, value in values.items()
-                    if not torch.equal(found[name], value)
-                ]
-            engine.destroy()
-    return differs
-
-
+@pytest.mark.parametrize(("total", "model"), [(4, "dense"), (8, "dropout")])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int) -> None:
-    expected = [plain(total, model, 5) for total, model in PLAIN]
-    assert run_ranks(beside_a_plain_loop, world, expected) == [[]] * world
+@on_ranks("world")
+def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total: int, model: str) -> None:
+    expected = plain(total, model, 5)
+    for stage, when, carrier, halving in WAYS:
+        engine = Cell(stage, when, model=model, total=total, rest=MOMENTUM).engine()
+        engine.seed = 5
+        engine.comm.carrier = carrier
+        collectives.HALVING = dict.fromkeys(collectives.HALVING, halving)
+        for step in range(STEPS):
+            numbers = engine.micro_batches_of_this_rank()
+            engine.train_batch([{"tokens": batch(step, number)} for number in numbers])
+        with engine.gathered() as found:
+            wrong = unlike(expected, {name: found[name] for name in expected})
+            assert wrong == [], (stage, when, carrier, wrong)
 
 
 def test_the_order_of_ranks_has_other_bits() -> None:
@@ -275,78 +259,47 @@ def by_rank() -> str:
     for number in engine.micro_batches_of_this_rank():
         engine.backward(engine(batch(0, number)))
     engine.step()
-    run = Run()
-    finish(engine, run)
-    engine.destroy()
-    return digest(run)
+    return str(engine.digest())
 
 
-# --- what is refused while it runs ------------------------------------------------------------------------
-
-
-def refused() -> list[str]:
-    """What each misuse is told, and that the engine goes on after it."""
-    engine = make(Cell(1, "last").written(_world()), MODELS["dense"]())
+@on_ranks(2)
+def test_what_has_no_place_in_the_tree_is_an_error_that_says_so() -> None:
+    """And the engine goes on after it."""
+    engine = Cell(1, "last").engine()
     first = next(engine.module.parameters())
-    told = []
 
-    def attempt(act: Callable[[], Any]) -> None:
-        with pytest.raises(UnsupportedError) as caught:
+    def attempt(act: Callable[[], Any], told: str) -> None:
+        with pytest.raises(UnsupportedError, match=f"(?s)order: tree.*{told}|{told}.*order: tree"):
             act()
-        told.append(str(caught.value))
         engine.zero_grad()
 
     def backward(number: int = 0) -> None:
         engine.backward(engine(batch(0, number)))
 
     backward()
-    attempt(lambda: engine.parameter("norm.weight").gradient)
+    attempt(lambda: engine.parameter("norm.weight").gradient, "a step that is not complete")
     backward(), backward()
     first.grad = torch.ones_like(first)
-    attempt(engine.step)
+    attempt(engine.step, "put into `param.grad`")
     backward(), backward()
-    attempt(backward)
+    attempt(backward, "whose sum is complete")
     backward()
     engine.progress.accumulation = 3
     backward(), backward()
-    attempt(engine.step)
+    attempt(engine.step, "3 on each of 2 ranks")
     engine.progress.accumulation = 2
     backward(0), backward(1)
     assert engine.parameter("norm.weight").gradient.abs().sum() > 0
     assert engine.step().updated
-    engine.destroy()
-    return told
 
 
-def test_what_has_no_place_in_the_tree_is_an_error_that_says_so() -> None:
-    for told in run_ranks(refused, 2):
-        for text, word in zip(told, WORDS, strict=True):
-            assert word in text
-            assert "order: tree" in text
-
-
-WORDS = (
-    "a step that is not complete",
-    "put into `param.grad`",
-    "whose sum is complete",
-    "3 on each of 2 ranks",
-)
-
-
-def one_by_hand() -> tuple[float | None, int]:
-    """The norm where rank r has put r + 1 into every gradient; and how many elements there are."""
-    engine = make(Cell(1, "every", total=_world()).written(_world()), MODELS["dense"]())
+@on_ranks(2)
+def test_gradients_by_hand_are_one_part_of_the_tree() -> None:
+    engine = Cell(1, "every", total=2).engine()
     for parameter in engine.module.parameters():
         parameter.grad = torch.full_like(parameter, engine.mesh.rank() + 1.0)
-    result = engine.step()
-    count = sum(row.numel for row in engine.plan.rows)
-    engine.destroy()
-    return result.grad_norm, count
-
-
-def test_gradients_by_hand_are_one_part_of_the_tree() -> None:
-    for norm, count in run_ranks(one_by_hand, 2):
-        assert norm == pytest.approx(1.5 * count**0.5, rel=1e-6)
+    norm, count = engine.step().grad_norm, sum(row.numel for row in engine.plan.rows)
+    assert norm == pytest.approx(1.5 * count**0.5, rel=1e-6), norm
 
 
 class Putting(GPT):
@@ -357,55 +310,36 @@ class Putting(GPT):
         return x.put(torch.tensor([0]), x.detach().view(-1)[:1])
 
 
-def with_another_operation() -> tuple[list[bool], str]:
-    """torch's switch before, with two engines, with one of them, and after; and what is said of the model."""
-    on = torch.are_deterministic_algorithms_enabled
-    switches = [on()]
-    engine, other = (make(Cell(1, "every", total=1).written(1), Putting(layers=1)) for _ in range(2))
-    switches.append(on() and not torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
-    other.destroy()
-    switches.append(on())
-    text = ""
-    try:
-        engine(batch(0))
-    except UnsupportedError as error:
-        text = str(error)
-    engine.destroy()
-    return [*switches, on()], text
-
-
+@on_ranks(1)
 def test_operations_that_are_not_deterministic_are_refused_by_name() -> None:
-    switches, text = run_ranks(with_another_operation, 1)[0]
-    assert switches == [False, True, True, False]
-    assert "must be `rank` with `put_`" in text
+    """torch's switch is on as long as an engine is there."""
+    on = torch.are_deterministic_algorithms_enabled
+    assert not on()
+    engine, other = (Cell(1, "every", model=lambda: Putting(layers=1), total=1).engine() for _ in range(2))
+    assert on() and not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    other.destroy()
+    assert on()
+    with pytest.raises(UnsupportedError, match="must be `rank` with `put_`"):
+        engine(batch(0))
+    engine.destroy()
+    assert not on()
 
 
-# --- left to the carrier ----------------------------------------------------------------------------------
-
-
-def left_to_the_carrier(order: str) -> tuple[str, int]:
-    """A digest of some steps where reductions go through the backend's own call, as on NCCL; and how many of
-    them it has summed itself."""
-    written = config(3, "bf16", 2, precision={"reduce": {"order": order}})
-    engine = make(written, GPT(layers=1))
-    engine.comm.carrier = "native"
-    calls = 0
+@on_ranks(2)
+def test_sums_are_left_to_the_carrier_where_that_is_asked() -> None:
+    """To the backend's own call, as on NCCL."""
+    reduce_scatter, calls, left = native._reduce_scatter_single, [], []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls.append(len(left))
         return reduce_scatter(*args, **kwargs)
 
-    reduce_scatter, native._reduce_scatter_single = native._reduce_scatter_single, counted
-    run = train(engine, STEPS, 2)
+    native._reduce_scatter_single = counted
+    for order in ("rank", "native"):
+        engine = make(config(3, "bf16", 2, precision={"reduce": {"order": order}}), GPT(layers=1))
+        engine.comm.carrier = "native"
+        train(engine, STEPS, 2)
+        left.append(engine.digest())
     native._reduce_scatter_single = reduce_scatter
-    engine.destroy()
-    return digest(run), calls
-
-
-def test_sums_are_left_to_the_carrier_where_that_is_asked() -> None:
-    (ours, none), (carried, calls) = (
-        run_ranks(left_to_the_carrier, 2, order)[0] for order in ("rank", "native")
-    )
-    assert none == 0 and calls > 0
-    assert carried == ours  # two parts have but one order
+    assert set(calls) == {1}, "with `native` alone"
+    assert left[0] == left[1], "two parts have but one order"

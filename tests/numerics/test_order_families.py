@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, VOCABULARY, WIDTH, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.numerics.test_order import Cell, trained, usual
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 
-STEPS, TOTAL = 2, 8
-
-
-# --- models -----------------------------------------------------------------------------------------------
+TOTAL = 8
 
 
 class Dropping(GPT):
@@ -83,18 +81,6 @@ class Normed(GPT):
         return self.head(self.norm(self.layers[0](x)))
 
 
-# --- loops ------------------------------------------------------------------------------------------------
-
-
-def usual(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
-    norm = None
-    for number in numbers:
-        engine.seed_micro_batch(number)
-        engine.backward(engine(batch(step, number)))
-        norm = engine.step().grad_norm
-    return norm
-
-
 def other_totals(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
     """Another number of micro-batches in every step."""
     ranks = engine.mesh.size("data")
@@ -141,20 +127,13 @@ def failing(engine: Engine, step: int, numbers: Iterable[int]) -> float | None:
     return usual(engine, step, numbers)
 
 
-# --- families ---------------------------------------------------------------------------------------------
+def family(**what: Any) -> Cell:
+    """A model, a loop, and what is written in the config; at the stage of its mesh."""
+    return Cell(0, "last", **{"mode": "bf16", "total": TOTAL, **what})
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model, a loop, and what is written in the config."""
-
-    model: Callable[[], nn.Module] = lambda: GPT(layers=1)
-    loop: Callable[[Engine, int, Iterable[int]], float | None] = usual
-    mode: str = "bf16"
-    total: int = TOTAL
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
-    precision: dict[str, Any] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+def one_layer() -> nn.Module:
+    return Dropping(layers=1)
 
 
 def sgd(rest: dict[str, Any]) -> dict[str, Any]:
@@ -167,23 +146,23 @@ WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 
 STOCHASTIC = {"master": "same", "state": "bf16-stochastic"}
 
 FAMILIES = {
-    "dropout under checkpoints": Family(lambda: Dropping(layers=2)),
-    "dropout under reentrant checkpoints": Family(lambda: Reentrant(layers=2)),
-    "autocast and dropout": Family(lambda: Dropping(layers=1), mode="autocast-bf16"),
-    "sometimes without gradient": Family(Sometimes, mode="fp32", rest=sgd({"weight_decay": 0.1})),
-    "sometimes, Nesterov": Family(Sometimes, mode="fp32", rest=sgd({"nesterov": True})),
-    "frozen parts": Family(Frozen),
-    "other totals": Family(loop=other_totals),
-    "weights": Family(lambda: Dropping(layers=1), weighted),
-    "looked at": Family(loop=looked_at, rest=WARMUP),
-    "failing": Family(lambda: Dropping(layers=1), failing),
-    "Muon": Family(lambda: GPT(layers=2), rest=MUON),
-    "Lion": Family(rest=LION),
-    "split master": Family(precision={"master": "split"}),
-    "narrow": Family(precision=STOCHASTIC, rest=WARMUP),
-    "statistics": Family(precision={"statistics": True, "state": "8bit"}),
-    "an optimizer of torch": Family(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)),
-    "another of torch": Family(optimizer=lambda p: torch.optim.NAdam(p, lr=1e-3), mode="fp32"),
+    "dropout under checkpoints": family(model=lambda: Dropping(layers=2)),
+    "dropout under reentrant checkpoints": family(model=lambda: Reentrant(layers=2)),
+    "autocast and dropout": family(model=one_layer, mode="autocast-bf16"),
+    "sometimes without gradient": family(model=Sometimes, mode="fp32", rest=sgd({"weight_decay": 0.1})),
+    "sometimes, Nesterov": family(model=Sometimes, mode="fp32", rest=sgd({"nesterov": True})),
+    "frozen parts": family(model=Frozen),
+    "other totals": family(loop=other_totals),
+    "weights": family(model=one_layer, loop=weighted),
+    "looked at": family(loop=looked_at, rest=WARMUP),
+    "failing": family(model=one_layer, loop=failing),
+    "Muon": family(model=lambda: GPT(layers=2), rest=MUON),
+    "Lion": family(rest=LION),
+    "split master": family(precision={"master": "split"}),
+    "narrow": family(precision=STOCHASTIC, rest=WARMUP),
+    "statistics": family(precision={"statistics": True, "state": "8bit"}),
+    "an optimizer of torch": family(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)),
+    "another of torch": family(optimizer=lambda p: torch.optim.NAdam(p, lr=1e-3), mode="fp32"),
 }
 
 MESHES = {1: (0, "last"), 2: (3, "last"), 4: (2, "every")}
@@ -194,28 +173,12 @@ ALL = dict.fromkeys(FEW, slice(None))
 """Ranks -> which families: each on one rank, and beside it on two or on four, or on both."""
 
 
-def trained(family: Family, stage: int, when: str) -> tuple[str, list[Any]]:
-    """A digest of what a run leaves, and the norms on its way."""
-    count = family.total // torch.distributed.get_world_size()
-    precision = {"reduce": {"order": "tree", "when": when}, **family.precision}
-    written = config(stage, family.mode, count, precision=precision, **family.rest)
-    model, given = family.model(), {}
-    if family.optimizer is not None:
-        del written["optimizer"]
-        given["optimizer"] = family.optimizer(model.parameters())
-    engine = make(written, model, **given)
-    engine.seed = 5
-    norms = [family.loop(engine, step, engine.micro_batches_of_this_rank()) for step in range(STEPS)]
-    left = str(engine.digest())
-    engine.destroy()
-    return left, norms
-
-
 def trained_all(names: list[str], meshes: dict[int, tuple[int, str]]) -> list[Any]:
     told: list[Any] = []
     for name in names:
         try:
-            told.append(trained(FAMILIES[name], *meshes[torch.distributed.get_world_size()]))
+            stage, when = meshes[torch.distributed.get_world_size()]
+            told.append(trained(replace(FAMILIES[name], stage=stage, when=when)))
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
     return told
@@ -240,10 +203,7 @@ def test_what_people_do_has_the_same_bits_on_any_number_of_ranks(
         found = dict(zip(names[chosen], told, strict=True))
         alone = alone or found
         assert [name for name in found if found[name] != alone[name]] == [], f"{ranks} ranks differ from 1"
-    assert all(norm for _, norms in alone.values() for norm in norms)
-
-
-# --- what goes on -----------------------------------------------------------------------------------------
+    assert all(float(norm) for _, told in alone.values() for norm, _ in told)
 
 
 def going_on(folder: str, first: int, last: int, seed: int) -> str:
@@ -259,9 +219,7 @@ def going_on(folder: str, first: int, last: int, seed: int) -> str:
     for step in range(first, last):
         usual(engine, step, engine.micro_batches_of_this_rank())
     checkpoints.save()
-    left = str(engine.digest())
-    engine.destroy()
-    return left
+    return str(engine.digest())
 
 
 def test_a_run_goes_on_with_its_seed(tmp_path: Path) -> None:
@@ -269,21 +227,6 @@ def test_a_run_goes_on_with_its_seed(tmp_path: Path) -> None:
     run_ranks(going_on, 2, str(tmp_path / "parts"), 0, 1, 11)
     run_ranks(going_on, 4, str(tmp_path / "parts"), 1, 2, 12)
     assert run_ranks(going_on, 1, str(tmp_path / "parts"), 2, 3, 13) == [whole]
-
-
-# --- what is refused while it runs ------------------------------------------------------------------------
-
-
-def told(model: nn.Module, act: Callable[[Engine], Any]) -> str:
-    engine = make(config(1, "fp32", 2, precision={"reduce": {"order": "tree"}}), model)
-    try:
-        act(engine)
-    except UnsupportedError as error:
-        engine.seed_micro_batch(0)
-        return str(error)
-    finally:
-        engine.destroy()
-    return ""
 
 
 def plainly(engine: Engine) -> None:
@@ -309,22 +252,27 @@ def seeded_before_data(engine: Engine) -> None:
         engine.step()
 
 
-def refusals() -> list[str]:
-    return [
-        told(Dropping(layers=1), plainly),
-        told(Dropping(layers=1).eval(), plainly),
-        told(Dropping(layers=1), seeded_by_hand),
-        told(Dropping(layers=1), seeded_before_data),
-        told(GPT(layers=1), plainly),
-        told(Normed(), plainly),
-        told(Normed().eval(), plainly),
-    ]
+REFUSALS: list[tuple[Callable[[], nn.Module], Callable[[Engine], None], str]] = [
+    (one_layer, plainly, "must draw random numbers by the number of its micro-batch"),
+    (one_layer, plainly, r"`engine\.seed_micro_batch\(number\)`"),
+    (Normed, plainly, r"statistics\.running_mean.*must not be written by a forward"),
+    (lambda: one_layer().eval(), plainly, ""),
+    (one_layer, seeded_by_hand, ""),
+    (one_layer, seeded_before_data, ""),
+    (lambda: GPT(layers=1), plainly, ""),
+    (lambda: Normed().eval(), plainly, ""),
+]
+"""A model, what is done with it, and what is said."""
 
 
-def test_what_depends_on_the_micro_batches_of_a_rank_is_refused_by_name() -> None:
-    for said in run_ranks(refusals, 2):
-        assert "must draw random numbers by the number of its micro-batch" in said[0]
-        assert "`engine.seed_micro_batch(number)`" in said[0]
-        assert said[1:5] == [""] * 4
-        assert "statistics.running_mean" in said[5] and "must not be written by a forward" in said[5]
-        assert said[6] == ""
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+@on_ranks(2)
+def test_what_depends_on_the_micro_batches_of_a_rank_is_refused_by_name(number: int) -> None:
+    model, act, told = REFUSALS[number]
+    engine = make(config(1, "fp32", 2, precision={"reduce": {"order": "tree"}}), model())
+    if told:
+        with pytest.raises(UnsupportedError, match=f"(?s){told}"):
+            act(engine)
+        engine.seed_micro_batch(0)
+    else:
+        act(engine)

@@ -8,9 +8,7 @@ given, bit for bit, and a router that is not pinned shows that the comparison ca
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,13 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make, whole_values
-from tests.ranks.harness import run_ranks
-from zerodrift.dtypes import DType
+from tests.ranks.harness import on_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError
 from zerodrift.plan.schedule import collectives
 
-STAGES = (0, 1, 2, 3)
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.bfloat16}
 MODES = tuple(LOW)
 STEPS = 3
@@ -38,389 +34,179 @@ PIN_ROUTERS: Rules = [{"match": "*.router.*", "pin": "fp32"}]
 
 def written(stage: int, mode: str, rules: Rules) -> dict[str, Any]:
     """As low as it goes, but for what the rules pin."""
-    low = str(LOW[mode]).removeprefix("torch.")
-    flags = {
-        "bf16": {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        "fp16": {"fp16": {"fp16_master_weights_and_grads": True, "loss_scale": 256}},
+    enabled = {"enabled": True}
+    flags: dict[str, Any] = {
+        "bf16": {"bf16": {**enabled, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        "fp16": {"fp16": {**enabled, "fp16_master_weights_and_grads": True, "loss_scale": 256}},
         "autocast-bf16": {"gradient_accumulation_dtype": "bf16"},
     }[mode]
-    enabled = {key: {**block, "enabled": True} for key, block in flags.items() if isinstance(block, dict)}
-    return config(
-        stage,
-        mode,
-        precision={"rules": rules, "allow_narrow": True},
-        communication_data_type=low,
-        **{**flags, **enabled},
-    )
+    wire = {"communication_data_type": str(LOW[mode]).removeprefix("torch.")}
+    return config(stage, mode, precision={"rules": rules, "allow_narrow": True}, **wire, **flags)
 
 
-@dataclass
-class Seen:
-    """What went in and out of a module in one forward."""
-
-    input: Tensor
-    output: Tensor
+Calls = dict[str, list[tuple[Tensor, Tensor]]]
+"""Path of a module -> input and output of each forward, as its caller gave and gets them."""
 
 
-@dataclass
-class Watch:
-    """Inputs as a module's caller gave them, and outputs as its caller gets them."""
+def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[str]) -> tuple[Engine, Calls]:
+    """Look at inputs before the engine's hooks do, and at outputs behind them."""
+    inputs: dict[str, list[Tensor]] = {path: [] for path in paths}
+    calls: Calls = {path: [] for path in paths}
 
-    calls: list[Seen] = field(default_factory=list)
-    _given: list[Tensor] = field(default_factory=list)
+    def before(path: str, given: Any) -> None:
+        inputs[path].append(given[0].detach().clone())
 
-    def before(self, module: nn.Module) -> None:
-        """To be called before the engine puts its hooks on."""
-        module.register_forward_pre_hook(lambda _, args: self._given.append(args[0].detach().clone()))
+    def after(path: str, output: Tensor) -> None:
+        calls[path].append((inputs[path].pop(), output.detach().clone()))
 
-    def after(self, module: nn.Module) -> None:
-        """To be called afterwards."""
-        module.register_forward_hook(
-            lambda _, args, out: self.calls.append(Seen(self._given.pop(), out.detach().clone()))
-        )
-
-
-def watched(stage: int, mode: str, rules: Rules, model: nn.Module, paths: list[str]) -> tuple[Engine, Any]:
-    watches = {path: Watch() for path in paths}
-    for path, watch in watches.items():
-        watch.before(model.get_submodule(path))
+    for path in paths:
+        model.get_submodule(path).register_forward_pre_hook(lambda _, given, path=path: before(path, given))
     engine = make(written(stage, mode, rules), model)
-    for path, watch in watches.items():
-        watch.after(model.get_submodule(path))
-    return engine, watches
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(lambda _, given, out, path=path: after(path, out))
+    return engine, calls
 
 
-def masters(engine: Engine, names: list[str]) -> dict[str, Tensor]:
-    held = whole_values(engine)["master"]
-    return {name: held[name] for name in names}
+def one_step(engine: Engine) -> None:
+    engine.backward(engine(batch(0, engine.mesh.rank())))
+    engine.step()
 
 
-# --- routers --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Routed:
-    """What a stage's run of a routed model showed."""
-
-    losses: list[float] = field(default_factory=list)
-    rounded_logits: int = 0
-    """Calls whose logits are not those of the fp32 master."""
-    on_rounded_weights: int = 0
-    """Calls whose logits are those of the master rounded to 16 bits."""
-    misrouted: int = 0
-    """Tokens whose top-2 experts are not those of the fp32 router."""
-    tokens: int = 0
-    logits: set[torch.dtype] = field(default_factory=set)
-
-
-def route(stage: int, mode: str, rules: Rules) -> Routed:
+def route(stage: int, mode: str, rules: Rules) -> tuple[list[float], Counter[str]]:
+    """Losses; and of calls and tokens, how many were wrong in which way. Logits have one dtype."""
     paths = [name.removesuffix(".weight") for name in ROUTERS]
-    engine, watches = watched(stage, mode, rules, GPT(moe=True), paths)
-    run = Routed()
+    engine, calls = watched(stage, mode, rules, GPT(moe=True), paths)
+    losses: list[float] = []
+    counts: Counter[str] = Counter()
     for step in range(STEPS):
-        held = {name: engine.parameter(name).master for name in ROUTERS}
+        masters = {name: engine.parameter(name).master for name in ROUTERS}
         loss = engine(batch(step, engine.mesh.rank(), samples=16))
         engine.backward(loss)
         engine.step()
-        run.losses.append(loss.item())
-        for path, watch in watches.items():
-            seen, master = watch.calls.pop(), held[f"{path}.weight"]
-            assert not watch.calls
-            _judge(run, seen, master, LOW[mode])
-    engine.destroy()
-    return run
-
-
-def _judge(run: Routed, seen: Seen, master: Tensor, low: torch.dtype) -> None:
-    wide = seen.input.float()
-    exact = F.linear(wide, master)
-    rounded = F.linear(wide, master.to(low).float())
-    run.logits.add(seen.output.dtype)
-    run.rounded_logits += not torch.equal(seen.output, exact.to(seen.output.dtype))
-    run.on_rounded_weights += torch.equal(seen.output.float(), rounded)
-    chosen, best = (logits.float().topk(2).indices for logits in (seen.output, exact))
-    run.misrouted += int((chosen != best).any(-1).sum())
-    run.tokens += len(chosen)
-
-
-def route_all(mode: str, rules: Rules, stages: tuple[int, ...] = (0, 3)) -> list[Routed]:
-    return [route(stage, mode, rules) for stage in stages]
+        losses.append(loss.item())
+        for path in paths:
+            ((given, logits),) = calls[path]
+            calls[path].clear()
+            wide, master = given.float(), masters[f"{path}.weight"]
+            exact, rounded = F.linear(wide, master), F.linear(wide, master.to(LOW[mode]).float())
+            chosen, best = (each.float().topk(2).indices for each in (logits, exact))
+            counts["rounded"] += not torch.equal(logits, exact.to(logits.dtype))
+            counts["on rounded weights"] += torch.equal(logits.float(), rounded)
+            counts["misrouted"] += int((chosen != best).any(-1).sum())
+            counts["tokens"] += len(chosen)
+            assert logits.dtype is (torch.float32 if rules else torch.bfloat16), "a matrix keeps its dtype"
+    return losses, counts
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+@on_ranks(2)
 def test_pinned_routers_choose_as_a_full_fp32_router_does(stages: tuple[int, ...], mode: str) -> None:
-    for found in run_ranks(route_all, 2, mode, PIN_ROUTERS, stages):
-        for run in found:
-            assert run.losses == found[0].losses
-            assert run.tokens == STEPS * len(ROUTERS) * 16 * 12
-            assert (run.misrouted, run.rounded_logits, run.on_rounded_weights) == (0, 0, 0)
-            assert run.logits == {torch.float32}, "a matrix keeps its dtype"
+    runs = [route(stage, mode, PIN_ROUTERS) for stage in stages]
+    assert all(run == runs[0] for run in runs), runs
+    assert +runs[0][1] == {"tokens": STEPS * len(ROUTERS) * 16 * 12}, runs
 
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])
+@on_ranks(1)
 def test_routers_that_are_not_pinned_choose_otherwise(mode: str) -> None:
     """The comparison above can fail: in bf16 some tokens go to other experts."""
-    for found in run_ranks(route_all, 1, mode, []):
-        for run in found:
-            assert run.misrouted > 0 and run.logits == {torch.bfloat16}
+    for stage in (0, 3):
+        assert route(stage, mode, [])[1]["misrouted"] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pinned_router_may_return_its_inputs_dtype(mode: str) -> None:
-    rules: Rules = [{"match": "*.router.*", "pin": "fp32", "output": "input"}]
-    (run,) = run_ranks(route, 1, 3, mode, rules)
-    # Rounded once, from the exact logits; under autocast the norm before it returns fp32.
-    assert run.rounded_logits == 0 and run.on_rounded_weights == 0
-    assert run.logits == {torch.float32 if "autocast" in mode else LOW[mode]}
-
-
-# --- every column ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Columns:
-    """Where a router and an expert of one stage were seen in which dtype."""
-
-    wires: Counter[tuple[str, str, int]]
-    """(op, dtype, elements) of every gather and reduction of one step."""
-    planned: Counter[tuple[str, str, int]]
-    """The same, of the plan's list."""
-    pinned: dict[str, Any]
-    other: dict[str, Any]
-
-
-def columns_of(mode: str) -> list[Columns]:
-    found = []
-    for stage in STAGES:
-        engine = make(written(stage, mode, PIN_ROUTERS), GPT(moe=True))
-        with engine.comm.record() as log:
-            pinned = _watch_dtypes(engine, ROUTERS[0])
-            other = _watch_dtypes(engine, "layers.0.attention.qkv.weight")
-            engine.backward(engine(batch(0, engine.mesh.rank())))
-            for name, dtypes in ((ROUTERS[0], pinned), ("layers.0.attention.qkv.weight", other)):
-                segment = engine.executor.segments[engine.plan.row(name).segment]
-                assert segment.reduced is not None
-                dtypes |= {"reduced": segment.reduced.dtype, "storage": segment.storage.dtype}
-            engine.step()
-        wires = Counter((e.op, str(e.dtype), e.numel) for e in log if e.op in MOVED)
-        planned = Counter((c.op, str(c.dtype), c.numel) for c in collectives(engine.plan) if c.op in MOVED)
-        for name, dtypes in ((ROUTERS[0], pinned), ("layers.0.attention.qkv.weight", other)):
-            state = dict(engine.parameter(name).state)
-            dtypes["state fits 16 bits"] = all(_fits(value, torch.bfloat16) for value in state.values())
-            dtypes["master fits 16 bits"] = _fits(engine.parameter(name).master, LOW[mode])
-        found.append(Columns(wires, planned, pinned, other))
-        engine.destroy()
-    return found
-
-
+OTHER = "layers.0.attention.qkv.weight"
 MOVED = ("all_gather", "reduce_scatter")
 
 
-def _watch_dtypes(engine: Engine, name: str) -> dict[str, Any]:
-    """The parameter and its gradient, as they are when the gradient has landed."""
+def fits(values: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def dtypes_as_it_lands(engine: Engine, name: str) -> dict[str, Any]:
+    """Note dtypes of a parameter and its gradient when the gradient has landed."""
     seen: dict[str, Any] = {}
 
     def landed(parameter: Tensor) -> None:
         assert parameter.grad is not None
         seen.update(parameter=parameter.dtype, gradient=parameter.grad.dtype)
-        seen["gradient fits 16 bits"] = _fits(parameter.grad, torch.bfloat16)
+        seen["gradient fits 16 bits"] = fits(parameter.grad)
 
     engine.module.get_parameter(name).register_post_accumulate_grad_hook(landed)
     return seen
 
 
-def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).to(values.dtype), values)
-
-
-@functools.cache
-def seen_by_ranks(mode: str) -> list[list[Columns]]:
-    return run_ranks(columns_of, 2, mode)
-
-
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_a_pinned_router_is_fp32_in_every_column(mode: str) -> None:
     """Gathered, computed, accumulated, reduced, updated and remembered, while its neighbours are not."""
-    fp32, low = torch.float32, LOW[mode]
-    for found in seen_by_ranks(mode):
-        for columns in found:
-            assert columns.pinned == {
-                "parameter": fp32,
-                "gradient": fp32,
-                "gradient fits 16 bits": False,
-                "reduced": fp32,
-                "storage": fp32,
-                "state fits 16 bits": False,
-                "master fits 16 bits": False,
-            }
-            autocast = mode == "autocast-bf16"
-            assert columns.other == {
-                "parameter": low,
-                "gradient": low,
-                "gradient fits 16 bits": mode != "fp16",
-                "reduced": low,
-                "storage": fp32 if autocast else low,
-                "state fits 16 bits": mode == "bf16",
-                "master fits 16 bits": not autocast,
-            }
-            assert columns.wires == columns.planned
-
-
-def routers_on_the_wire(every: list[Columns]) -> list[Counter[tuple[str, str, int]]]:
-    """Only the router segments of what was recorded: they are the only ones of their size."""
-    return [
-        Counter({key: count for key, count in columns.wires.items() if key[2] == 512}) for columns in every
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_pinned_routers_travel_in_fp32(mode: str) -> None:
-    """Two routers of 128 elements, each padded to 512: 256 for each of two ranks."""
-    reduced = {("reduce_scatter", "fp32", 512): 2}
-    for found in map(routers_on_the_wire, seen_by_ranks(mode)):
-        # Gathered after the update, or at stage 3 before every forward and every backward.
-        gathers = (2, 2, 2, 4)
-        assert found[0] == Counter(reduced | {("all_gather", "fp32", 512): 2})
-        for wires, count in zip(found, gathers, strict=True):
-            assert wires == Counter(reduced | {("all_gather", "fp32", 512): count})
-
-
-# --- norms, heads, whole blocks, single parameters ------------------------------------------------------
-
-
-def norms_and_head(mode: str, output: str | None) -> list[str]:
-    """What pinned norms and a pinned head get wrong."""
-    return [wrong for stage in (0, 3) for wrong in norms_and_head_at(stage, mode, output)]
-
-
-def norms_and_head_at(stage: int, mode: str, output: str | None) -> list[str]:
-    rules: Rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "head.*", "pin": "fp32"}]
-    if output:
-        rules[1]["output"] = output
-    paths = ["layers.0.norm1", "norm", "head"]
-    engine, watches = watched(stage, mode, rules, GPT(tied=False), paths)
-    held = masters(engine, [row.name for row in engine.plan.rows])
-    engine.backward(engine(batch(0, engine.mesh.rank())))
-    engine.step()
-    wrong = []
-    for path in paths:
-        seen = watches[path].calls.pop()
-        wide, weight = seen.input.float(), held[f"{path}.weight"]
-        if path == "head":
-            exact = F.linear(wide, weight)
-            wanted = seen.input.dtype if output == "input" else torch.float32
-        else:
-            exact = F.layer_norm(wide, (32,), weight, held[f"{path}.bias"])
-            wanted = seen.input.dtype
-        if seen.output.dtype is not wanted or not torch.equal(seen.output, exact.to(wanted)):
-            wrong.append(f"stage {stage}: {path}: {seen.input.dtype} -> {seen.output.dtype}")
-    engine.destroy()
-    return wrong
+    low, autocast = LOW[mode], mode == "autocast-bf16"
+    pinned: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced", "storage"), torch.float32)
+    pinned |= dict.fromkeys(("gradient fits 16 bits", "state fits 16 bits", "master fits 16 bits"), False)
+    other: dict[str, Any] = dict.fromkeys(("parameter", "gradient", "reduced"), low)
+    other |= {"storage": torch.float32 if autocast else low, "gradient fits 16 bits": mode != "fp16"}
+    other |= {"state fits 16 bits": mode == "bf16", "master fits 16 bits": not autocast}
+    # Gathered after the update, or at stage 3 before every forward and every backward.
+    for stage, gathers in enumerate((2, 2, 2, 4)):
+        engine = make(written(stage, mode, PIN_ROUTERS), GPT(moe=True))
+        seen = {name: dtypes_as_it_lands(engine, name) for name in (ROUTERS[0], OTHER)}
+        with engine.comm.record() as log:
+            engine.backward(engine(batch(0, engine.mesh.rank())))
+            for name, dtypes in seen.items():
+                segment = engine.executor.segments[engine.plan.row(name).segment]
+                dtypes |= {"reduced": segment.reduced.dtype, "storage": segment.storage.dtype}
+            engine.step()
+        for name, dtypes in seen.items():
+            parameter = engine.parameter(name)
+            dtypes["state fits 16 bits"] = all(fits(value) for value in parameter.state.values())
+            dtypes["master fits 16 bits"] = fits(parameter.master, low)
+        assert seen == {ROUTERS[0]: pinned, OTHER: other}, seen
+        sent, planned = (
+            Counter((each.op, str(each.dtype), each.numel) for each in calls if each.op in MOVED)
+            for calls in (log, collectives(engine.plan))
+        )
+        assert sent == planned, (sent, planned)
+        # Two routers of 128 elements, each padded to 512: nothing else has that size.
+        routers = {key: count for key, count in sent.items() if key[2] == 512}
+        assert routers == {("reduce_scatter", "fp32", 512): 2, ("all_gather", "fp32", 512): gathers}
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("output", [None, "input", "keep"])
 @pytest.mark.parametrize("mode", MODES)
-def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(mode: str, output: str | None) -> None:
-    assert run_ranks(norms_and_head, 2, mode, output) == [[], []]
-
-
-def whole_block(mode: str) -> list[tuple[torch.dtype, torch.dtype, bool]]:
-    """At two stages: the inputs of the last layers of a pinned block and another, and whether it returns its
-    input's."""
-    return [whole_block_at(stage, mode) for stage in (0, 3)]
-
-
-def whole_block_at(stage: int, mode: str) -> tuple[torch.dtype, torch.dtype, bool]:
-    rules: Rules = [{"match": "layers.1.mlp.*", "pin": "fp32"}]
-    paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
-    engine, watches = watched(stage, mode, rules, GPT(), paths)
-    engine.backward(engine(batch(0, engine.mesh.rank())))
-    engine.step()
-    inside, outside, block = (watches[path].calls[0] for path in paths)
-    engine.destroy()
-    return inside.input.dtype, outside.input.dtype, block.output.dtype is block.input.dtype
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_pinned_norms_return_their_inputs_dtype_and_heads_keep_theirs(
+    stage: int, mode: str, output: str | None
+) -> None:
+    rules: Rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "head.*", "pin": "fp32"}]
+    if output:
+        rules[1]["output"] = output
+    engine, calls = watched(stage, mode, rules, GPT(tied=False), ["layers.0.norm1", "norm", "head"])
+    held = whole_values(engine)["master"]
+    one_step(engine)
+    for path, ((given, out),) in calls.items():
+        wide, weight = given.float(), held[f"{path}.weight"]
+        if path == "head":
+            exact = F.linear(wide, weight)
+        else:
+            exact = F.layer_norm(wide, (32,), weight, held[f"{path}.bias"])
+        wanted = torch.float32 if path == "head" and output != "input" else given.dtype
+        assert out.dtype is wanted and torch.equal(out, exact.to(wanted)), (path, given.dtype, out.dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_a_pinned_block_rounds_nothing_inside_and_returns_its_inputs_dtype(mode: str) -> None:
     """It is one boundary, and what follows it computes in the dtype of what came before."""
-    for rank in run_ranks(whole_block, 2, mode):
-        assert rank == [(torch.float32, LOW[mode], True)] * 2
+    for stage in (0, 3):
+        paths = ["layers.1.mlp.down", "layers.0.mlp.down", "layers.1.mlp"]
+        engine, calls = watched(stage, mode, [{"match": "layers.1.mlp.*", "pin": "fp32"}], GPT(), paths)
+        one_step(engine)
+        inside, outside, (given, out) = (calls[path][0] for path in paths)
+        assert (inside[0].dtype, outside[0].dtype) == (torch.float32, LOW[mode])
+        assert out.dtype is given.dtype
 
-
-class Decay(nn.Module):
-    """A layer with a pinned scalar per channel, as state space models keep them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inside = nn.Linear(width, width)
-        self.a_log = nn.Parameter(torch.linspace(0.1, 3.1, width).log())
-        self.skip = nn.Parameter(torch.ones(width))
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {name: parameter.dtype for name, parameter in self.named_parameters()}
-        decay = torch.exp(-torch.exp(self.a_log.float()))
-        self.decay = decay.detach().clone()
-        return self.inside(x) * decay.to(x.dtype) + self.skip.to(x.dtype) * x
-
-
-class Decays(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.layers = nn.ModuleList(Decay(16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
-
-
-def single_parameters(mode: str) -> list[Any]:
-    """Only `a_log` is pinned, of a module that has other parameters too."""
-    found = []
-    for stage in STAGES:
-        engine = make(written(stage, mode, [{"match": "*.a_log", "pin": "fp32"}]), Decays())
-        generator = torch.Generator().manual_seed(engine.mesh.rank())
-        losses = []
-        for _ in range(STEPS):
-            held = engine.parameter("layers.1.a_log").master
-            loss = engine(torch.randn(8, 16, generator=generator))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            layer = engine.module.layers[1]
-            assert torch.equal(layer.decay, torch.exp(-torch.exp(held)))
-        found.append((losses, layer.seen, _fits(held, torch.bfloat16)))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_one_pinned_parameter_among_others_keeps_its_dtype(mode: str) -> None:
-    """The module is no boundary then: its code gets each parameter in its own dtype and says what it does."""
-    low, norms = LOW[mode], torch.float32 if mode == "autocast-bf16" else LOW[mode]
-    dtypes = {"a_log": torch.float32, "skip": norms, "inside.weight": low, "inside.bias": low}
-    for found in run_ranks(single_parameters, 2, mode):
-        assert all(losses == found[0][0] for losses, _, _ in found)
-        assert all(seen == dtypes and not rounded for _, seen, rounded in found)
-
-
-def test_a_pin_names_its_rule_and_the_plan_says_why() -> None:
-    engine = make(written(3, "bf16", PIN_ROUTERS), GPT(moe=True))
-    row = engine.plan.row(ROUTERS[0])
-    assert row is not None and row.columns.pinned
-    assert row.columns.storage.dtype is row.columns.gather is row.columns.compute is DType.FP32
-    assert set(row.columns.reasons().values()) >= {"precision.rules[0]: '*.router.*'"}
-    engine.destroy()
-
-
-# --- used by others -----------------------------------------------------------------------------------------
 
 FINE = 1 + 2**-12
 """Exact in fp32, 1 in bf16 and in fp16."""
@@ -472,11 +258,9 @@ USES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks there
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
+    rules: Rules = [{"match": match, "pin": "fp32"} for match in ("gate", "router.*")]
     for name, use in USES.items():
-        engine = make(
-            written(3, mode, [{"match": "gate", "pin": "fp32"}, {"match": "router.*", "pin": "fp32"}]),
-            Uses(use),
-        )
+        engine = make(written(3, mode, rules), Uses(use))
         loss = engine(torch.ones(1, 8))
         count = loss.item() / FINE
         assert count >= 4 and abs(count - round(count)) < 1e-6, name
@@ -491,66 +275,64 @@ def test_a_pin_holds_wherever_the_parameter_is_used(mode: str) -> None:
 
 
 def test_a_model_that_casts_a_pinned_parameter_itself_is_told_of_once() -> None:
-    engine = make(
-        written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), Uses(lambda m, x: x @ m.gate.to(x.dtype))
-    )
-    with pytest.warns(
-        UserWarning, match="`gate` is pinned to torch.float32, and the model itself casts it"
-    ) as told:
+    model = Uses(lambda m, x: x @ m.gate.to(x.dtype))
+    engine = make(written(0, "bf16", [{"match": "gate", "pin": "fp32"}]), model)
+    said = "`gate` is pinned to torch.float32, and the model itself casts it"
+    with pytest.warns(UserWarning, match=said) as told:
         for _ in range(3):
             engine(torch.ones(1, 8))
     assert len(told) == 1
     engine.destroy()
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
+class Through(nn.Module):
+    """Some parts, what is computed with them, and a head."""
+
+    def __init__(self, use: Any, **parts: nn.Module) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0])).float().mean()
-
-
-class Projects(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.use = use
+        for name, part in parts.items():
+            setattr(self, name, part)
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        return self.head(found).float().mean()
+        return self.head(self.use(self, x)).float().square().mean()
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(8, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(x.abs().sum(-1).long() % 8))).float().square().mean()
+def attends() -> nn.Module:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Through(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=attention)
 
 
-class Normed(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.head = inside, nn.Linear(8, 1)
+def projects() -> nn.Module:
+    parts = {name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj")}
+    use = F.scaled_dot_product_attention
+    return Through(lambda m, x: use(m.q_proj(x), m.k_proj(x), m.v_proj(x)), **parts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inside(x.flatten(0, 1))).float().square().mean()
+
+def tied() -> nn.Module:
+    out = nn.Linear(8, 8, bias=False)
+    model = Through(
+        lambda m, x: m.out(m.mix(m.embed(x.abs().sum(-1).long() % 8))),
+        embed=nn.Embedding(8, 8),
+        mix=nn.Linear(8, 8),
+        out=out,
+    )
+    out.weight = model.embed.weight
+    return model
+
+
+def normed(inside: nn.Module) -> nn.Module:
+    return Through(lambda m, x: m.inside(x.flatten(0, 1)), inside=inside)
 
 
 PINNED_PARTS: list[tuple[Any, str]] = [
-    (Attends, "*out_proj*"),
-    (Projects, "q_proj.*"),
-    (Tied, "embed.*"),
-    (lambda: Normed(nn.BatchNorm1d(8)), "inside.*"),
-    (lambda: Normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), "inside.*"),
-    (lambda: Normed(nn.utils.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+    (attends, "*out_proj*"),
+    (projects, "q_proj.*"),
+    (tied, "embed.*"),
+    (lambda: normed(nn.BatchNorm1d(8)), "inside.*"),
+    (lambda: normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), "inside.*"),
+    (lambda: normed(nn.utils.spectral_norm(nn.Linear(8, 8))), "inside.*"),
 ]
 
 
@@ -573,11 +355,10 @@ def test_a_pinned_part_of_any_kind_trains(mode: str) -> None:
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
-    for value in (torch.ones(4, dtype=torch.complex64),):
-        model = nn.Linear(8, 8)
-        model.odd = nn.Parameter(value)
-        with pytest.raises(ConfigError, match=r"`odd`: must be of real floating numbers to be trained"):
-            make(written(3, "bf16", []), model)
+    model = nn.Linear(8, 8)
+    model.odd = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"`odd`: must be of real floating numbers to be trained"):
+        make(written(3, "bf16", []), model)
     for dtype in (torch.bool, torch.int32, torch.complex64):
         model = nn.Linear(8, 8)
         model.odd = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)

@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.numerics.runs import make
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import make, require_alike, whole_values
+from tests.ranks.harness import on_ranks
+from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import Scaler
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError
 from zerodrift.policy.nouns import LossScale
 
 STAGES = (0, 1, 2, 3)
-
-
-# --- the rule -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -99,9 +97,6 @@ def test_the_multiplier_is_unscaling_and_clipping_at_once() -> None:
     assert not Norm(math.inf).finite and not Norm(math.nan).finite
 
 
-# --- on ranks -----------------------------------------------------------------------------------------------
-
-
 class Two(nn.Module):
     """Two weights whose gradients are the inputs given for them."""
 
@@ -114,118 +109,82 @@ class Two(nn.Module):
         return (self.first(x).float() + self.second(y).float()).sum()
 
 
-def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
-    return {
-        "precision": {"mode": mode},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 1.0,
-        "fp16": {"initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 10}},
-        **rest,
-    }
-
-
-def everything(engine: Any) -> list[torch.Tensor]:
-    values = [engine.parameter(name).master for name in NAMES]
-    return values + [tensor for name in NAMES for _, tensor in sorted(engine.parameter(name).state.items())]
-
-
 NAMES = ("first.weight", "second.weight")
-
-
-def skipping(mode: str) -> list[Any]:
-    """A good step, an overflow on one rank in one weight, and another good step."""
-    found = []
-    for stage in STAGES:
-        engine = make(written(stage, mode), Two())
-        x, bad = torch.full((1, 300), 0.01), torch.full((1, 300), 0.01)
-        bad[0, 299] = math.inf
-        engine.backward(engine(x, x))
-        engine.step()
-        before, rate = everything(engine), engine.updater.learning_rates()
-        steps = engine.schedule.last_batch_iteration
-        engine.backward(engine(x, bad if engine.mesh.rank() == engine.mesh.size("data") - 1 else x))
-        result = engine.step()
-        after = everything(engine)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "weights and moments stay"
-        assert (engine.updater.learning_rates(), engine.schedule.last_batch_iteration) == (rate, steps)
-        assert not result.updated and result.skipped and result.bad == ("second.weight",)
-        assert result.grad_norm is not None and not math.isfinite(result.grad_norm)
-        engine.backward(engine(x, x))
-        last = engine.step()
-        assert last.updated and (engine.global_steps, engine.skipped_steps) == (2, 1)
-        found.append((last.grad_norm, last.loss_scale, [value.sum().item() for value in everything(engine)]))
-        engine.destroy()
-    return found
-
-
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
 
 
-def all_skipping() -> dict[str, list[Any]]:
-    return {mode: skipping(mode) for mode in MODES}
+def engine_of(stage: int, mode: str, hysteresis: int) -> Engine:
+    written = {
+        "precision": {"mode": mode},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "fp16": {"initial_scale_power": 8, "hysteresis": hysteresis, "loss_scale_window": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 10}},
+    }
+    return make(written, Two())
+
+
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    return {
+        f"{kind} {name}": value for kind, of in whole_values(engine).items() for name, value in of.items()
+    }
+
+
+def inputs(value: float = 0.01, place: int = 0) -> torch.Tensor:
+    x = torch.full((1, 300), 0.01)
+    x[0, place] = value
+    return x
+
+
+def skip_once(engine: Engine, value: float, place: int) -> tuple[Any, ...]:
+    """A good step, one whose gradient is not finite in one element on one rank, and another good step."""
+    x = inputs()
+    engine.backward(engine(x, x))
+    engine.step()
+    before, rate = everything(engine), engine.updater.learning_rates()
+    steps = engine.schedule.last_batch_iteration
+    last = engine.mesh.rank() == engine.mesh.size("data") - 1
+    engine.backward(engine(x, inputs(value, place) if last else x))
+    result = engine.step()
+    require_alike(before, everything(engine))
+    assert (engine.updater.learning_rates(), engine.schedule.last_batch_iteration) == (rate, steps)
+    assert not result.updated and result.skipped and result.bad == ("second.weight",), result
+    assert result.grad_norm is not None and not math.isfinite(result.grad_norm)
+    engine.backward(engine(x, x))
+    result = engine.step()
+    assert result.updated and (engine.global_steps, engine.skipped_steps) == (2, 1), result
+    return result.grad_norm, result.loss_scale, {key: v.sum().item() for key, v in everything(engine).items()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(world: int) -> None:
-    ranks = run_ranks(all_skipping, world)
-    for found in ranks:
-        assert found == ranks[0], "ranks skip together"
-        for mode, stages in found.items():
-            assert all(stage == stages[0] for stage in stages), f"{mode}: the same at every stage"
-            assert stages[0][1] == (256.0 if mode.endswith("fp16") else 1.0), "hysteresis takes the first"
-
-
-def raising() -> list[str]:
-    said = []
-    for mode in MODES:
-        engine = make(written(3, mode), Two())
-        x = torch.full((1, 300), math.nan)
-        engine.backward(engine(torch.ones(1, 300), x))
-        with pytest.raises(NonFiniteError) as caught:
-            engine.step(error_if_nonfinite=True)
-        said.append(str(caught.value))
-        engine.backward(engine(torch.ones(1, 300), torch.ones(1, 300)))
-        assert engine.step().updated
-        engine.destroy()
-    return said
-
-
-def test_an_error_instead_names_the_parameter_and_leaves_the_engine_usable() -> None:
-    for said in run_ranks(raising, 2):
-        assert all("`gradient`: must be finite" in text and "second.weight" in text for text in said)
-
-
-def unscaled(mode: str, scale: float) -> list[Any]:
-    """Norm, gradient and clipped update of a run with a loss scale."""
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("world", "hysteresis", "value", "place", "scale"),
+    [(1, 2, math.inf, 299, 256.0), (2, 2, math.inf, 299, 256.0), (2, 1, math.nan, 3, 128.0)],
+    ids=["alone", "patient", "at once"],
+)
+@on_ranks("world")
+def test_a_gradient_that_is_not_finite_changes_nothing_in_any_mode_or_stage(
+    world: int, hysteresis: int, value: float, place: int, scale: float, mode: str
+) -> None:
+    """In DeepSpeed one rank skips, the other steps, and their scales part; outside of fp16 it is applied. The
+    place is in the first slice or the last; the scale is that of fp16 behind it."""
     found = []
     for stage in STAGES:
-        sgd = {"type": "SGD", "params": {"lr": 1.0}}
-        # A scale of 1 is a static one too.
-        config = written(stage, mode, fp16={"loss_scale": scale}, optimizer=sgd, gradient_clipping=0.5)
-        del config["scheduler"]
-        engine = make(config, Two())
-        before = engine.parameter(NAMES[0]).master
-        x = torch.full((1, 300), 2.0**-5)
-        loss = engine(x, torch.zeros(1, 300))
-        engine.backward(loss)
-        gradient = engine.parameter(NAMES[0]).gradient
-        result = engine.step()
-        moved = before - engine.parameter(NAMES[0]).master
-        found.append((result.grad_norm, gradient.unique().tolist(), moved.norm().item(), loss.item()))
-        engine.destroy()
-    return found
+        engine = engine_of(stage, mode, hysteresis)
+        found += engine.comm.all_gather_object(skip_once(engine, value, place))
+    assert found == [found[0]] * world * len(STAGES), "the same on every rank and at every stage"
+    assert found[0][1] == (scale if mode.endswith("fp16") else 1.0), found[0]
 
 
-@pytest.mark.parametrize("mode", ["fp16", "autocast-fp16"])
-def test_norm_clip_and_gradient_are_of_the_unscaled_loss(mode: str) -> None:
-    """Every scale that is a power of two gives the same bits, at every stage."""
-    (plain, _), (scaled, _) = run_ranks(unscaled, 2, mode, 1.0), run_ranks(unscaled, 2, mode, 4096.0)
-    assert plain == scaled
-    for norm, gradient, moved, _ in scaled:
-        assert gradient == [2.0**-5]
-        assert norm == pytest.approx(2.0**-5 * math.sqrt(300), rel=1e-12)
-        # Clipped from 0.54 to 0.5; the sum of 300 fp32 weights' rounding is below 1e-5 of it.
-        assert moved == pytest.approx(0.5, rel=1e-5)
+@on_ranks(2)
+def test_an_error_instead_names_the_parameter_and_leaves_the_engine_usable() -> None:
+    for mode in MODES:
+        engine = engine_of(3, mode, 2)
+        engine.backward(engine(torch.ones(1, 300), inputs(math.nan)))
+        with pytest.raises(NonFiniteError, match=r"`gradient`: must be finite.*second\.weight"):
+            engine.step(error_if_nonfinite=True)
+        engine.backward(engine(torch.ones(1, 300), torch.ones(1, 300)))
+        assert engine.step().updated

@@ -1,14 +1,23 @@
-"""The promise: stages 0-3 are the same numbers, bit for bit, in every mode, with different memory."""
+"""The promise: stages 0-3 are the same numbers, bit for bit, in every mode, with different memory.
+
+Also for gradients that are read and written before a step, for replicas, and for small segments that are
+gathered with the root.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, same, train
-from tests.ranks.harness import run_ranks
+from tests.numerics import runs
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import Run, config, finish, make, require_alike, same, train
+from tests.ranks.harness import on_ranks
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.plan import build, layout
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)
@@ -18,24 +27,31 @@ TWO, FEW, ENOUGH, MANY = 2, 3, 8, 50
 """Steps. In the first few all that stages do differently is done; the others are enough to learn."""
 
 
-def run_stages(
-    stages: tuple[int, ...], mode: str, moe: bool, micro: int, steps: int, rest: dict[str, Any]
-) -> tuple[list[str], list[float]]:
-    """On one rank: the same training at several stages; what differs, and the losses of the first."""
-    runs = []
+def train_alike(
+    mode: str,
+    moe: bool,
+    stages: tuple[int, ...] = STAGES,
+    micro: int = 1,
+    steps: int = FEW,
+    **precision: Any,
+) -> list[float]:
+    """On a rank: the same training at several stages has to be the same bits; its losses."""
+    found = []
     for stage in stages:
-        engine = make(config(stage, mode, micro, **rest), GPT(moe=moe))
-        runs.append(train(engine, steps, micro))
+        engine = make(config(stage, mode, micro, precision=precision), GPT(moe=moe))
+        found.append(train(engine, steps, micro))
         engine.destroy()
-    return same(runs), runs[0].losses
+    assert same(found) == [], same(found)
+    return found[0].losses
 
 
 @pytest.mark.cells(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world", timeout=200)
 def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool, mode: str) -> None:
-    assert_same(world, mode, moe)
+    train_alike(mode, moe)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +61,9 @@ def test_all_stages_are_the_same_bits_with_one_micro_batch(world: int, moe: bool
         *(pytest.param(moe, mode, STAGES, marks=pytest.mark.slow) for moe in (False, True) for mode in MODES),
     ],
 )
+@on_ranks(4, timeout=200)
 def test_all_stages_are_the_same_bits_on_four_ranks(moe: bool, mode: str, stages: tuple[int, ...]) -> None:
-    assert_same(4, mode, moe, stages)
-
-
-def assert_same(world: int, mode: str, moe: bool, stages: tuple[int, ...] = STAGES) -> None:
-    for differs, _ in run_ranks(run_stages, world, stages, mode, moe, 1, FEW, {}, timeout=200):
-        assert differs == []
+    train_alike(mode, moe, stages)
 
 
 @pytest.mark.long
@@ -67,26 +79,122 @@ def assert_same(world: int, mode: str, moe: bool, stages: tuple[int, ...] = STAG
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks("world", timeout=280)
 def test_a_run_that_learns_is_the_same_bits(
     world: int, moe: bool, stages: tuple[int, ...], steps: int, mode: str
 ) -> None:
-    for differs, losses in run_ranks(run_stages, world, stages, mode, moe, 1, steps, {}, timeout=280):
-        assert differs == []
-        assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
+    losses = train_alike(mode, moe, stages, steps=steps)
+    assert losses[-1] < losses[0] - 1.0, f"did not learn: {losses[0]} -> {losses[-1]}"
 
 
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("when", ["last", "every"])
-def test_all_stages_are_the_same_bits_when_they_reduce_alike(mode: str, when: str) -> None:
-    rest = {"precision": {"reduce": {"when": when}}}
-    for differs, _ in run_ranks(run_stages, 2, STAGES, mode, True, 4, TWO, rest, timeout=200):
-        assert differs == []
+@pytest.mark.parametrize(
+    ("moe", "stages", "reduce"),
+    [
+        (True, STAGES, {"reduce": {"when": "last"}}),
+        (True, STAGES, {"reduce": {"when": "every"}}),
+        (False, (0, 1), {}),
+        (False, (2, 3), {}),
+    ],
+    ids=["last", "every", "last by default", "every by default"],
+)
+@on_ranks(2, timeout=200)
+def test_all_stages_are_the_same_bits_when_they_reduce_alike(
+    moe: bool, stages: tuple[int, ...], reduce: dict[str, Any], mode: str
+) -> None:
+    train_alike(mode, moe, stages, micro=4, steps=TWO, **reduce)
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
-def test_stages_that_reduce_alike_by_default_are_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
-    for differs, _ in run_ranks(run_stages, 2, stages, mode, False, 4, TWO, {}, timeout=200):
-        assert differs == []
+def gradients(stage: int, replicate: int, extra: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Gradients as read, as read after every other one was doubled, and the masters after a step."""
+    blocks = {**extra, "sharding": {"replicate": replicate}, "gradient_clipping": 0.0}
+    blocks["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    torch.manual_seed(0)
+    engine = make(config(stage, "fp32", 1, **blocks), GPT(layers=1))
+    engine.backward(engine(batch(0, engine.mesh.rank())))
+    read = runs.gradients(engine)
+    for name in list(read)[::2]:
+        engine.parameter(name).gradient = 2 * read[name]
+    again = runs.gradients(engine)
+    engine.step()
+    return [read, again, runs.masters(engine)]
+
+
+PREDIVIDED = {"gradient_predivide_factor": 2.0}
+
+
+@pytest.mark.parametrize("extra", [{}, PREDIVIDED], ids=["", "predivided"])
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_replicas_read_as_slices_do(stage: int, extra: dict[str, Any]) -> None:
+    """Two ranks: a sum of two is the same bits in any order."""
+    sliced, replicas = (gradients(stage, count, extra) for count in (1, 2))
+    for one, other in zip(sliced, replicas, strict=True):
+        require_alike(one, other)
+    read, again, _ = replicas
+    doubled = list(read)[::2]
+    require_alike(again, {name: read[name] * (2 if name in doubled else 1) for name in read})
+    assert any(read[name].any() for name in read)
+
+
+@on_ranks(4)
+def test_replicas_of_slices_read_as_slices_do() -> None:
+    for one, other in zip(gradients(3, 1, {}), gradients(3, 2, {}), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+ON_FEW, ON_SOME, ON_MANY = 2, 512, 16384
+"""Ranks: none, the pinned norms and all parameters of blocks are small."""
+PINNED = {"rules": [{"match": "layers.*.norm*", "pin": "fp32"}]}
+
+_move = build.move_small_segments
+
+
+def as_on(ranks: int) -> None:
+    """Make small in this process what would be on so many, of a model that is as much larger."""
+    layout.MIN_SLICED_ELEMENTS = 256 * 256 // 32
+
+    def moved(units: Any, columns: Any, model: Any, slices: int) -> Any:
+        return _move(units, columns, model, ranks // 32 if ranks > ON_FEW else 1)
+
+    build.move_small_segments = moved
+
+
+def written(stage: int) -> dict[str, Any]:
+    return config(stage, "bf16", 2, precision=PINNED)
+
+
+def trained(ranks: int, stage: int) -> tuple[Run, int, int]:
+    """A run, the rows of the root, and how many collectives a step took."""
+    as_on(ranks)
+    engine = make(written(stage))
+    train(engine, 1, 2)
+    with engine.comm.record() as calls:
+        run = train(engine, 1, 2)
+    rows = len(engine.plan.units[0].rows)
+    return run, rows, len(calls)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "moved"), [(ON_SOME, 3, 8), (ON_MANY, 0, 22)])
+@on_ranks(2)
+def test_bits_are_the_same_where_small_segments_are_gathered_with_the_root(
+    ranks: int, stage: int, moved: int
+) -> None:
+    (apart, root, calls), (together, more, fewer) = (trained(n, stage) for n in (ON_FEW, ranks))
+    require_alike(apart, together)
+    assert more - root == moved and fewer < calls, (more - root, fewer, calls)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_one_layout_is_loaded_into_the_other(tmp_path: Path) -> None:
+    as_on(ON_FEW)
+    engine = make(written(3))
+    train(engine, 1, 2)
+    before = finish(engine)
+    Checkpoints(engine, tmp_path, quiet=True).save()
+    engine.destroy()
+    as_on(ON_SOME)
+    engine = make(written(3))
+    Checkpoints(engine, tmp_path, quiet=True).load()
+    require_alike(before, finish(engine))

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import Run, config, finish, make
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, finish, make, require_alike
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.report.updates import UpdateReport, combine_lines
-
-ON = {"precision": {"statistics": True}}
 
 
 def on(**precision: Any) -> dict[str, Any]:
@@ -33,9 +31,7 @@ def report(stage: int, mode: str, steps: int, rest: dict[str, Any]) -> UpdateRep
     engine = make(config(stage, mode, 1, **rest), GPT(moe=True, layers=1))
     for number in range(steps):
         step(engine, number)
-    found = engine.update_statistics()
-    engine.destroy()
-    return found
+    return engine.update_statistics()
 
 
 def reports(stages: tuple[int, ...], mode: str, rest: dict[str, Any]) -> list[UpdateReport]:
@@ -65,20 +61,36 @@ def test_a_report_is_the_same_at_every_stage_and_world(
     assert all(line.moved for line in alone[0].lines if line.name.endswith("attention.qkv.weight"))
 
 
-def masters(engine: Engine) -> Run:
-    run = Run()
-    finish(engine, run)
-    return run
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 
 
-def against_fp64(mode: str, rest: dict[str, Any], exact: bool) -> None:
+def muon(lr: float) -> dict[str, Any]:
+    return {"optimizer": {"type": "Muon", "params": {"lr": lr}}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rest", "exact"),
+    [
+        pytest.param("fp32", on(), True, id="same-fp32"),
+        pytest.param("bf16", on(), True, id="split"),
+        pytest.param("bf16", on(master="fp32"), True, id="fp32"),
+        pytest.param("bf16", on(master="same"), False, id="same-bf16"),
+        pytest.param("bf16", {**on(), **SGD}, True, id="sgd"),
+        pytest.param("bf16", {**on(), **LION}, True, id="lion"),
+        pytest.param("bf16", {**on(), **muon(0.02)}, True, id="muon"),
+        pytest.param("bf16", {**on(master="same"), **muon(1e-4)}, False, id="muon-same"),
+    ],
+)
+@on_ranks(2)
+def test_a_report_is_what_full_values_say(mode: str, rest: dict[str, Any], exact: bool) -> None:
     """The last of three updates, from full values before and after it."""
     engine = make(config(3, mode, 1, **rest))
     for number in range(2):
         step(engine, number)
-    before = masters(engine)
+    before = finish(engine)
     step(engine, 2)
-    after, found = masters(engine), engine.update_statistics()
+    after, found = finish(engine), engine.update_statistics()
     assert found.step == 3 and len(found.lines) == len(before.masters)
     for line in found.lines:
         old, new = before.masters[line.name].double(), after.masters[line.name].double()
@@ -95,39 +107,21 @@ def against_fp64(mode: str, rest: dict[str, Any], exact: bool) -> None:
     total = found.total
     assert total.numel == sum(line.numel for line in found.lines)
     assert total.lost_share == sum(line.lost for line in found.lines) / total.moved
-    engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("mode", "rest", "exact"),
-    [
-        ("fp32", on(), True),
-        ("bf16", on(), True),
-        ("bf16", on(master="fp32"), True),
-        ("bf16", on(master="same"), False),
-        ("bf16", {**on(), "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, True),
-        ("bf16", {**on(), "optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, True),
-        ("bf16", {**on(), "optimizer": {"type": "Muon", "params": {"lr": 0.02}}}, True),
-        ("bf16", {**on(master="same"), "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}, False),
-    ],
-    ids=["same-fp32", "split", "fp32", "same-bf16", "sgd", "lion", "muon", "muon-same"],
-)
-def test_a_report_is_what_full_values_say(mode: str, rest: dict[str, Any], exact: bool) -> None:
-    run_ranks(against_fp64, 2, mode, rest, exact)
-
-
+@on_ranks(2)
 def test_a_bf16_master_that_loses_updates_is_seen() -> None:
     """A learning rate of 1e-5 moves a bf16 weight by less than half an ulp: nearly all of it is lost."""
     low = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.0}}}
     name = "layers.0.attention.qkv.weight"
-    same = run_ranks(report, 2, 3, "bf16", 2, {**on(master="same"), **low})[0].line(name)
-    split = run_ranks(report, 2, 3, "bf16", 2, {**on(master="split"), **low})[0].line(name)
-    assert same.lost_share > 0.7 and same.lost == same.unseen
-    assert split.lost_share < 0.01 and split.unseen_share > 0.7
+    same, split = (report(3, "bf16", 2, {**on(master=kind), **low}).line(name) for kind in ("same", "split"))
+    assert same.lost_share > 0.7 and same.lost == same.unseen, same
+    assert split.lost_share < 0.01 and split.unseen_share > 0.7, split
     assert same.ratio == pytest.approx(split.ratio, rel=0.1), "the wanted change is the same"
 
 
-def underflowing() -> UpdateReport:
+@on_ranks(2)
+def test_state_that_underflows_is_seen() -> None:
     """Half of the rows of an embedding get gradients whose squares are below the least bf16."""
     model = nn.Linear(512, 4, bias=False)
     engine = make({**config(3, "fp32", 1, **on(state="bf16-stochastic")), "gradient_clipping": 0}, model)
@@ -135,14 +129,7 @@ def underflowing() -> UpdateReport:
     x[:, ::2] = 1e-25
     engine.backward(engine(x).sum())
     engine.step()
-    found = engine.update_statistics()
-    engine.destroy()
-    return found
-
-
-def test_state_that_underflows_is_seen() -> None:
-    for found in run_ranks(underflowing, 2):
-        assert found.line("weight").underflow_share == 0.5
+    assert engine.update_statistics().line("weight").underflow_share == 0.5
 
 
 def own(stage: int) -> UpdateReport:
@@ -152,15 +139,14 @@ def own(stage: int) -> UpdateReport:
     settings = {"precision": {"mode": "bf16", "statistics": True}, "zero_optimization": {"stage": stage}}
     engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
     step(engine, 0)
-    before = masters(engine)
+    before = finish(engine)
     step(engine, 1)
-    after, found = masters(engine), engine.update_statistics()
+    after, found = finish(engine), engine.update_statistics()
     for line in found.lines:
         old, new = before.masters[line.name], after.masters[line.name]
         assert line.moved == int((old != new).sum()) and line.lost == 0
         assert line.unseen == line.moved - int((before.weights[line.name] != after.weights[line.name]).sum())
         assert line.change_norm == pytest.approx((new.double() - old.double()).norm().item(), rel=1e-6)
-    engine.destroy()
     return found
 
 
@@ -169,45 +155,31 @@ def test_views_report_what_the_master_did() -> None:
     assert found[0] == found[1] == found[2]
 
 
-# --- off, and asking at the wrong time ----------------------------------------------------------------
-
-
-def asked(settings: dict[str, Any], steps: int) -> str:
-    engine = make(settings)
+@pytest.mark.parametrize(
+    ("rest", "steps", "told"),
+    [({}, 1, "Set `precision.statistics: true`"), (on(), 0, "must follow an update")],
+    ids=["off unless asked for", "before an update"],
+)
+@on_ranks(1)
+def test_what_cannot_be_told_is_said(rest: dict[str, Any], steps: int, told: str) -> None:
+    engine = make(config(0, "bf16", **rest))
     for number in range(steps):
         step(engine, number)
-    assert engine.updater is not None and bool(engine.updater.statistics) == bool(
-        engine.plan.policy.statistics
-    )
-    with pytest.raises(UnsupportedError) as caught:
+    assert engine.updater is not None
+    assert bool(engine.updater.statistics) == bool(engine.plan.policy.statistics)
+    with pytest.raises(UnsupportedError, match=told):
         engine.update_statistics()
-    engine.destroy()
-    return str(caught.value)
 
 
-def test_it_is_off_unless_asked_for() -> None:
-    assert "Set `precision.statistics: true`" in run_ranks(asked, 1, config(0, "bf16"), 1)[0]
-
-
-def test_it_needs_an_update() -> None:
-    assert "must follow an update" in run_ranks(asked, 1, config(0, "bf16", **ON), 0)[0]
-
-
-def trained(rest: dict[str, Any]) -> Run:
-    engine = make(config(3, "bf16", 1, **rest))
-    for number in range(4):
-        step(engine, number)
-    run = masters(engine)
-    engine.destroy()
-    return run
-
-
+@on_ranks(2)
 def test_recording_changes_no_bit() -> None:
-    silent, recorded = (run_ranks(trained, 2, rest)[0] for rest in ({}, ON))
-    assert silent.differs(recorded) == []
-
-
-# --- the table ----------------------------------------------------------------------------------------
+    runs = []
+    for rest in ({}, on()):
+        engine = make(config(3, "bf16", 1, **rest))
+        for number in range(4):
+            step(engine, number)
+        runs.append(finish(engine))
+    require_alike(runs[0], runs[1])
 
 
 def test_the_table_shows_the_worst_first_and_everything_last() -> None:
@@ -219,14 +191,10 @@ def test_the_table_shows_the_worst_first_and_everything_last() -> None:
     assert lines[5].split()[0] == "all" and lines[6].startswith(f"and {len(found.lines) - 3} more")
     assert max(map(len, lines)) <= 100
     assert str(found) == found.text()
-    data = found.to_json()
-    assert data["step"] == 2 and data["parameters"][0]["lost_share"] == found.lines[0].lost_share
-
-
-def test_figures_of_several_are_of_their_elements() -> None:
-    found = run_ranks(report, 1, 0, "bf16", 2, on(master="same"))[0]
     one, other = found.lines[:2]
     both = combine_lines("both", (one, other))
     assert both.lost_share == (one.lost + other.lost) / (one.moved + other.moved)
     assert both.weight_norm == pytest.approx((one.weight_norm**2 + other.weight_norm**2) ** 0.5)
     assert combine_lines("none", ()).ratio == 0
+    data = found.to_json()
+    assert data["step"] == 2 and data["parameters"][0]["lost_share"] == found.lines[0].lost_share

@@ -2,7 +2,8 @@
 
 `run_ranks(function, world_size, *args)` forks the ranks from a server that has torch imported, so a rank
 costs a tenth of a second. The function runs with the default process group initialised; `comm.mesh.start`
-builds on it. What it leaves to the test: seeds, and what is compared.
+builds on it. What it leaves to the test: seeds, and what is compared. `on_ranks(world_size)` makes a test
+whose body is that function.
 
 A first engine in a new process costs as much again as one after it. `kept_ranks()` keeps ranks that have
 answered for the next call, which has a process group of its own; but those in which a function has left an
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -27,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,11 +100,8 @@ def run_ranks(
                 ranks.append(_waiting.pop() if _waiting and not dying else _start())
                 ranks[-1].begin(_Work(number, world_size, Path(name), call, timeout))
             answers = _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
-            if (
-                _keeping
-                and not dying
-                and not any(rank.outcome is None or rank.outcome.left for rank in ranks)
-            ):
+            left = any(rank.outcome is None or rank.outcome.left for rank in ranks)
+            if _keeping and not dying and not left:
                 # The first one asked for is the first one given.
                 _waiting.extend(reversed(ranks))
                 ranks = []
@@ -108,6 +109,47 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.end()
+
+
+def destroy_at_the_end(engine: Any) -> Any:
+    """Destroy an engine when the function that this rank runs has ended; elsewhere its caller does."""
+    if _engines is None:
+        return engine
+    made, engines = weakref.ref(engine), _engines
+
+    def destroy() -> None:
+        """One that is destroyed before is not kept any longer."""
+        if (known := made()) in engines:
+            engines.remove(known)
+        type(known).destroy(known)
+
+    engine.destroy = destroy
+    engines.append(engine)
+    return engine
+
+
+Test = Callable[..., None]
+
+
+def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Make a test run on each of so many ranks: what raises on one of them fails it.
+
+    The number may be the name of a parameter. Asserts say what they found: there, pytest rewrites none.
+    """
+
+    def made(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            ranks = given[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(_run_test, ranks, test.__module__, test.__name__, given, timeout=timeout)
+
+        return run
+
+    return made
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 @contextlib.contextmanager
@@ -180,6 +222,8 @@ class _Rank:
         self.pipe.close()
 
 
+_engines: list[Any] | None = None
+"""Engines that the function of this rank has made; None where this is no rank."""
 _keeping: list[bool] = []
 _waiting: list[_Rank] = []
 """Ranks that were kept."""
@@ -228,6 +272,8 @@ def _hang(waiting: list[_Rank], where: str) -> str:
 
 def _rank(pipe: Connection) -> None:
     """The life of one rank."""
+    global _engines
+    _engines = []
     _die_with_parent()
     torch.set_num_threads(1)
     folder, environment, random = os.getcwd(), dict(os.environ), torch.get_rng_state()
@@ -260,6 +306,8 @@ def _answer(work: _Work) -> bytes:
         )
         dist.barrier()  # nobody leaves while another is still connecting
         value = function(*args)
+        while _engines:
+            _engines[0].destroy()
         left = len(dist.distributed_c10d._world.pg_map) > 1
         answer = pickle.dumps(_Outcome(True, value, time.monotonic(), left))
     except BaseException:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import Run, config, finish, make
-from tests.ranks.harness import run_ranks
-from tests.ranks.plain import run_all, weights
+from tests.numerics.runs import config, finish, make, require_alike, unlike
+from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.plain import weights
 from zerodrift.api import make_plan
 from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
@@ -76,10 +76,9 @@ def step(engine: Engine, number: int, own: bool = False) -> None:
         engine.step()
 
 
-# --- on every rank alike ----------------------------------------------------------------------------------
-
-
-def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> None:
     """In a forward or a backward, of the first or second micro-batch, in the engine's or a user's loop."""
     model, _ = mined()
     clean = make(config(stage, "fp32", 2), model)
@@ -87,7 +86,6 @@ def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
         step(clean, number)
     expected = weights(clean)
     clean.destroy()
-    problems = []
     for own in (False, True):
         model, bomb = mined()
         engine = make(config(stage, "fp32", 2), model)
@@ -95,9 +93,8 @@ def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
             if micro:
                 engine.backward(engine(batch(99, engine.mesh.rank())))
                 engine.step()
-            bomb.armed = where
+            bomb.armed, data = where, batch(98, engine.mesh.rank())
             with pytest.raises(Boom):
-                data = batch(98, engine.mesh.rank())
                 if own and where == "backward":
                     engine.module(data).backward()
                 else:
@@ -106,15 +103,14 @@ def after_a_failure_the_next_step_is_as_if_nothing_was(stage: int) -> Any:
             if where == "forward":
                 engine.zero_grad()  # the first micro-batch is still there, which a clean step has not
             step(engine, number, own)
-        found = weights(engine)
-        problems += [f"own {own}: {name}" for name in found if not torch.equal(found[name], expected[name])]
-        full = [unit for unit in engine.executor.units if stage == 3 and unit.is_full]
-        problems += [f"{unit} was left gathered" for unit in full]
+        assert unlike(expected, weights(engine)) == [], own
+        assert not any(unit.is_full for unit in engine.executor.units if stage == 3)
         engine.destroy()
-    return problems
 
 
-def a_failed_forward_costs_nothing_else(stage: int) -> Any:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_failed_forward_costs_nothing_else(stage: int) -> None:
     """The micro-batches before it stay."""
     runs = []
     for fails in (False, True):
@@ -128,22 +124,10 @@ def a_failed_forward_costs_nothing_else(stage: int) -> Any:
                 engine(batch(5))
             bomb.armed = ""
         engine.backward(engine(batch(1)))
-        if not engine.step().updated:
-            return "two micro-batches are a step"
-        runs.append(Run())
-        finish(engine, runs[-1])
+        assert engine.step().updated, "two micro-batches are a step"
+        runs.append(finish(engine))
         engine.destroy()
-    return runs[0].differs(runs[1])
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_exception_leaves_the_engine_usable(stage: int) -> None:
-    checks = [after_a_failure_the_next_step_is_as_if_nothing_was, a_failed_forward_costs_nothing_else]
-    for found in run_ranks(run_all, 2, checks, stage):
-        assert found == []
-
-
-# --- on one rank ------------------------------------------------------------------------------------------
+    require_alike(runs[0], runs[1])
 
 
 def impatient(
@@ -167,10 +151,17 @@ def waits(engine: Engine, steps: int = 3) -> tuple[str, float]:
     return "nothing was missed", time.monotonic() - began
 
 
-def one_raises(stage: int, where: str) -> tuple[str, float]:
+def one_fails(stage: int, where: str) -> tuple[str, float]:
+    """On rank 1: it raises in the first forward or backward, or is gone in the second step."""
     model, bomb = mined()
     engine = impatient(stage, model=model)
+    if where == "killed":
+        engine.backward(engine(batch(0)))
+        engine.step()
     if engine.mesh.rank() == 0:
+        return waits(engine)
+    if where == "killed":
+        model.layers[1].register_forward_hook(lambda *_: os._exit(9))
         return waits(engine)
     bomb.armed = where
     with pytest.raises(Boom):
@@ -178,30 +169,13 @@ def one_raises(stage: int, where: str) -> tuple[str, float]:
     return "raised", 0.0
 
 
-@pytest.mark.parametrize(("stage", "where"), [(0, "backward"), (3, "forward")])
-def test_an_exception_on_one_rank_ends_the_others_within_the_timeout(stage: int, where: str) -> None:
-    (error, seconds), (raised, _) = run_ranks(one_raises, 2, stage, where)
-    assert raised == "raised"
+@pytest.mark.parametrize(("stage", "where"), [(0, "backward"), (3, "forward"), (0, "killed"), (3, "killed")])
+def test_what_ends_one_rank_ends_the_others_within_the_timeout(stage: int, where: str) -> None:
+    dying = [1] if where == "killed" else []
+    (error, seconds), other = run_ranks(one_fails, 2, stage, where, dying=dying)
+    assert other == (None if dying else ("raised", 0.0))
     assert "rank 1 must take part within the timeout" in error
     assert seconds < 2 * TIMEOUT, "one timeout, not one per collective under way"
-
-
-def one_dies(stage: int) -> tuple[str, float]:
-    model, _ = mined()
-    engine = impatient(stage, model=model)
-    engine.backward(engine(batch(0)))
-    engine.step()
-    if engine.mesh.rank() == 1:
-        model.layers[1].register_forward_hook(lambda *_: os._exit(9))
-    return waits(engine)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_is_killed_in_a_step_ends_the_others(stage: int) -> None:
-    found, _ = run_ranks(one_dies, 2, stage, dying=[1])
-    error, seconds = found
-    assert "rank 1 must take part" in error
-    assert seconds < 2 * TIMEOUT
 
 
 def different_plans() -> str:
@@ -221,9 +195,6 @@ def test_different_plans_fail_fast_on_both_ranks_with_the_first_row_that_differs
     assert rows is not None and rows[1] != rows[2]
 
 
-# --- units in another order -------------------------------------------------------------------------------
-
-
 class Shuffled(nn.Module):
     """Blocks that add to a stream of width 16, run in an order that the caller gives."""
 
@@ -238,26 +209,26 @@ class Shuffled(nn.Module):
         return x.square().mean()
 
 
-def disordered(stage: int, widths: tuple[int, ...]) -> list[str]:
-    """Two good steps, then one in which rank 1 goes another way through the blocks."""
+@pytest.mark.parametrize(("stage", "widths"), [(3, (16,) * 4), (3, (16, 32, 48, 64)), (0, (16, 32, 48, 64))])
+@on_ranks(2)
+def test_ranks_that_go_through_units_in_different_orders_are_told(
+    stage: int, widths: tuple[int, ...]
+) -> None:
+    """At stage 3 they would compute with each other's weights, of equal size or not; at stage 0 nothing is
+    gathered, and any order is right. Two good steps, then one in which rank 1 goes another way."""
     watch.INTERVAL, watch.PATIENCE = 0.1, 0.5
     engine = impatient(stage, "fp32", model=Shuffled(widths), timeout=60.0)
-    said = []
-    for order in ((0, 1, 2, 3), (2, 0, 3, 1), (0, 2, 1, 3) if engine.mesh.rank() else (1, 0, 2, 3)):
-        try:
-            engine.backward(engine(torch.ones(2, 16), order))
-            said.append(f"updated {engine.step().updated}")
-        except RankError as error:
-            said.append(str(error))
-    return said
-
-
-def test_ranks_that_go_through_units_in_different_orders_are_told() -> None:
-    """At stage 3 they would compute with each other's weights, of equal size or not; at stage 0 nothing is
-    gathered, and any order is right."""
-    for widths in ((16,) * 4, (16, 32, 48, 64)):
-        for first, second, third in run_ranks(disordered, 2, 3, widths):
-            assert (first, second) == ("updated True", "updated True")
-            assert third.startswith("`ranks`: must come to the same collectives")
-            assert "rank 0 in all_gather of `layers." in third and "rank 1 in all_gather of `layers." in third
-    assert run_ranks(disordered, 2, 0, (16, 32, 48, 64)) == [["updated True"] * 3] * 2
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        engine.backward(engine(torch.ones(2, 16), order))
+        assert engine.step().updated
+    last = (0, 2, 1, 3) if engine.mesh.rank() else (1, 0, 2, 3)
+    if stage == 0:
+        engine.backward(engine(torch.ones(2, 16), last))
+        assert engine.step().updated
+        return
+    told = "^`ranks`: must come to the same collectives"
+    for rank in (0, 1):
+        told += f"(?=.*rank {rank} in all_gather of `layers\\.)"
+    with pytest.raises(RankError, match=told):
+        engine.backward(engine(torch.ones(2, 16), last))
+        engine.step()

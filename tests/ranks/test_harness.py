@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, run_ranks
+from tests.ranks.harness import RankFailure, kept_processes, kept_ranks, on_ranks, run_ranks
 
 pytestmark = pytest.mark.fresh_ranks
 
@@ -36,16 +32,12 @@ def test_results_come_back_in_rank_order() -> None:
     assert all(total.tolist() == [3.0, 3.0] for *_, total in found)
 
 
-def not_imported() -> list[str]:
-    """What this rank should have been forked with and was not."""
-    listed = sys.modules["tests.ranks.preload"].MODULES
-    return [name for name in listed if name not in sys.modules]
-
-
+@on_ranks(1)
 def test_ranks_begin_with_everything_imported() -> None:
     """A name that is wrong there would only make tests slow."""
     pytest.importorskip("transformers")
-    assert run_ranks(not_imported, 1) == [[]]
+    listed = sys.modules["tests.ranks.preload"].MODULES
+    assert all(name in sys.modules for name in listed), set(listed) - set(sys.modules)
 
 
 def fail_on(rank: int) -> None:
@@ -94,6 +86,15 @@ def test_a_rank_that_dies_is_a_failure_unless_it_was_meant_to() -> None:
     assert run_ranks(die_on, 2, 1, dying={1}) == [0, None]
 
 
+def cannot_answer() -> object:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
+    with pytest.raises(RankFailure, match="cannot_answer"):
+        run_ranks(cannot_answer, 1)
+
+
 def changing(change: str) -> tuple[int, str, bool, float]:
     """Who this rank is and what it finds; then it changes that."""
     found = os.getpid(), os.getcwd(), "CHANGED" in os.environ, float(torch.rand(()))
@@ -120,63 +121,3 @@ def test_ranks_are_kept_unless_something_is_left_in_them() -> None:
         assert run_ranks(changing, 1, "")
     assert not multiprocessing.active_children()
     assert run_ranks(changing, 1, "") and not kept_processes()
-
-
-def cannot_answer() -> object:
-    return lambda: None
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
-    with pytest.raises(RankFailure, match="cannot_answer"):
-        run_ranks(cannot_answer, 1)
-
-
-def write_pid_and_wait(folder: Path) -> None:
-    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
-    time.sleep(60)
-
-
-ORPHANS = """
-import pathlib, sys
-from tests.ranks import harness
-from tests.ranks.test_harness import write_pid_and_wait
-
-harness.PRELOAD[:] = ["tests.ranks.test_harness"]  # all that these ranks need
-harness.run_ranks(write_pid_and_wait, 2, pathlib.Path(sys.argv[1]))
-"""
-
-
-def _gone(pid: int) -> bool:
-    """Ended, or waiting to be buried by whoever adopted it."""
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc to see who is alive")
-def test_no_rank_survives_its_killed_parent(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), *filter(None, sys.path)])
-    told = tmp_path / "told"
-    told.mkdir()
-    # Not below `tmp_path`: the server's socket lies in it, and a socket's path ends at 107 characters.
-    scratch = tempfile.mkdtemp()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", ORPHANS, str(told)],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": scratch},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(pids := [int(path.read_text() or 0) for path in told.iterdir()]) < 2 or 0 in pids:
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.05)
-    finally:
-        parent.kill()
-        parent.wait()
-        shutil.rmtree(scratch, ignore_errors=True)
-    deadline = time.monotonic() + 20
-    while not all(_gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{pids} outlived their parent"
-        time.sleep(0.05)

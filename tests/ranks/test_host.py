@@ -6,10 +6,11 @@ Calls are counted, not seconds. Where they may grow, they do so with the depth o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,12 @@ from torch import nn
 
 from tests.host_calls import calls
 from tests.numerics import runs
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift import initialize
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.checkpoint.manifest import MANIFEST
 from zerodrift.comm import collectives, mesh
+from zerodrift.engine.engine import Engine
 from zerodrift.mesh import MeshShape
 
 pytestmark = pytest.mark.fresh_ranks
@@ -68,35 +70,41 @@ def test_the_lines_that_need_a_group_are_those_of_all_ranks() -> None:
             assert list(mesh._lines(shape, axis)) == [line for line in every if len(line) > 1], (shape, axis)
 
 
-def counted(cases: list[tuple[int, str]]) -> list[list[tuple[int, int]]]:
-    """Calls of making an engine, and of one step, on rank 0 of 8 and of 1024."""
+def alone_like_gpus() -> None:
+    """A rank whose groups are those of the test."""
     dist.destroy_process_group()
     like_gpus()
-    calls_of_an_engine(8, *cases[0])  # imports, and what is looked up once
-    return [[calls_of_an_engine(ranks, *case) for ranks in (8, 1024)] for case in cases]
+
+
+@contextlib.contextmanager
+def fake_engine(ranks: int, model: Callable[[], nn.Module], units: int, **written: Any) -> Iterator[Engine]:
+    """An engine of rank 0 of so many; a unit for each child, however small it is."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+    config = {
+        "sharding": {"units": [str(number) for number in range(units)]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **written,
+    }
+    engine = initialize(model(), config=config, device="cpu", quiet=True)
+    yield engine
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def one_step(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
 
 
 def calls_of_an_engine(ranks: int, stage: int, order: str) -> tuple[int, int]:
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
-    config = {
-        "precision": {"mode": "fp32", "reduce": {"order": order}},
-        "zero_optimization": {"stage": stage},
-        "sharding": {"units": [str(number) for number in range(BLOCKS)]},  # however small they are
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engines = []
-    made = calls(lambda: engines.append(initialize(network(), config=config, device="cpu", quiet=True)))
-    (engine,) = engines
-
-    def step() -> None:
-        engine.backward(engine(torch.ones(1, 8)).sum())
-        engine.step()
-
+    precision = {"mode": "fp32", "reduce": {"order": order}}
+    engines = fake_engine(ranks, network, BLOCKS, precision=precision, zero_optimization={"stage": stage})
+    entered: list[Engine] = []
+    made = calls(lambda: entered.append(engines.__enter__()))
     for _ in range(5):  # more is looked at in the first steps
-        step()
-    found = calls(step)
-    engine.destroy()
-    dist.destroy_process_group()
+        one_step(entered[0])
+    found = calls(lambda: one_step(entered[0]))
+    engines.__exit__(None, None, None)
     return made, found
 
 
@@ -104,109 +112,81 @@ def calls_of_a_step(blocks: int, layers: int) -> int:
     """Beyond those of plain torch, of a step of so many units with so many layers each."""
 
     def made() -> nn.Module:
-        return nn.Sequential(
-            *(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) for _ in range(blocks))
-        )
+        inner = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) for _ in range(blocks))
+        return nn.Sequential(*inner)
 
-    dist.init_process_group("fake", rank=0, world_size=8, store=dist.HashStore())
-    config = {
-        "zero_optimization": {"stage": 3},
-        "sharding": {"units": [str(number) for number in range(blocks)]},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engine, plain = initialize(made(), config=config, device="cpu", quiet=True), made()
-
-    def step() -> None:
-        engine.backward(engine(torch.ones(1, 8)).sum())
-        engine.step()
-
-    for _ in range(5):
-        step()
-    found = calls(step) - calls(lambda: plain(torch.ones(1, 8)).sum().backward())
-    engine.destroy()
-    dist.destroy_process_group()
-    return found
+    plain = made()
+    with fake_engine(8, made, blocks, zero_optimization={"stage": 3}) as engine:
+        for _ in range(5):
+            one_step(engine)
+        return calls(lambda: one_step(engine)) - calls(lambda: plain(torch.ones(1, 8)).sum().backward())
 
 
-def calls_of_sizes(sizes: list[tuple[int, int]]) -> list[int]:
-    dist.destroy_process_group()
-    like_gpus()
-    calls_of_a_step(1, 1)  # imports, and what is looked up once
-    return [calls_of_a_step(*size) for size in sizes]
-
-
+@on_ranks(1)
 def test_a_parameter_and_a_unit_more_cost_few_calls() -> None:
     """In Python alone: what is done for each parameter is done for all of a segment at once."""
-    ((small, more_layers, more_blocks),) = run_ranks(calls_of_sizes, 1, [(2, 1), (2, 11), (12, 1)])
-    assert (more_layers - small) / (2 * 10 * 2) <= 10
-    assert (more_blocks - small) / 10 <= 680
+    alone_like_gpus()
+    calls_of_a_step(1, 1)  # imports, and what is looked up once
+    small, more_layers, more_blocks = (calls_of_a_step(*size) for size in ((2, 1), (2, 11), (12, 1)))
+    assert (more_layers - small) / (2 * 10 * 2) <= 10, (small, more_layers)
+    assert (more_blocks - small) / 10 <= 680, (small, more_blocks)
 
 
-def on_few_and_as_on_many() -> list[str]:
-    few = runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)
-    collectives.AT_ONCE, collectives.SEVERAL, collectives.FEW["pairs"] = 2, 1, 1
-    return runs.same([few, runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)])
-
-
+@on_ranks(3)
 def test_training_has_the_same_bits_as_many_gloo_ranks_do_it() -> None:
     """Parts in one call between messages of pairs, objects by their hash, integers by gloo."""
-    assert run_ranks(on_few_and_as_on_many, 3) == [[]] * 3
+    few = runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)
+    collectives.AT_ONCE, collectives.SEVERAL, collectives.FEW["pairs"] = 2, 1, 1
+    assert few.differs(runs.train(runs.make(runs.config(3, "fp32", 2)), 3, 2)) == []
 
 
+@on_ranks(1)
 def test_the_host_makes_as_many_calls_on_1024_ranks_as_on_8() -> None:
-    cases = [(3, "rank"), (0, "native"), (3, "tree")]
-    (found,) = run_ranks(counted, 1, cases)
-    for (stage, order), (few, many) in zip(cases, found, strict=True):
+    """Calls of making an engine, and of one step, are counted."""
+    alone_like_gpus()
+    calls_of_an_engine(8, 3, "rank")  # imports, and what is looked up once
+    for case in ((3, "rank"), (0, "native"), (3, "tree")):
+        few, many = (calls_of_an_engine(ranks, *case) for ranks in (8, 1024))
         # torch looks at each rank of a new group, three times.
-        assert many[0] <= few[0] + 4 * 1024, (stage, order)
-        swaps = (BLOCKS + 1) * 7 if order == "tree" else 0  # 1024 is 8 doubled 7 times
-        assert few[1] - 10 <= many[1] <= few[1] + 10 + 150 * swaps, (stage, order)
+        assert many[0] <= few[0] + 4 * 1024, (case, few, many)
+        swaps = (BLOCKS + 1) * 7 if case[1] == "tree" else 0  # 1024 is 8 doubled 7 times
+        assert few[1] - 10 <= many[1] <= few[1] + 10 + 150 * swaps, (case, few, many)
 
 
-def bytes_held(sizes: list[int]) -> list[dict[str, int]]:
-    """By room, after three steps on rank 0 of so many."""
+@on_ranks(1)
+def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
+    """By room, after three steps. But for torch's own, and its tables of groups, whose numbers are made where
+    a group is asked for."""
     sys.path.append(str(Path(__file__).parents[2] / "bench"))
     import flat
 
     dist.destroy_process_group()
     flat.like_gpus()
     found: list[dict[str, int]] = []
-    for ranks in (8, *sizes):  # the first for imports, and what is looked up once
+    for ranks in (8, 8, 4096):  # the first for imports, and what is looked up once
         options = argparse.Namespace(blocks=2, width=16)
         flat.measured(ranks, options, SimpleNamespace(put=lambda answer: found.append(answer[0])))
-    return found[1:]
+    _, few, many = found
+    for room in few.keys() - {"torch.distributed"}:
+        tables = 4096 * 40 if room == "comm" else 0
+        assert many[room] <= 1.05 * few[room] + 4096 + tables, (room, few[room], many[room])
 
 
-def test_what_the_host_holds_does_not_grow_with_ranks() -> None:
-    """But for torch's tables of its groups, whose numbers are made where a group is asked for."""
-    ((few, many),) = run_ranks(bytes_held, 1, [8, 4096])
-    tables = 4096 * 40
-    for room in few:
-        assert many[room] <= 1.05 * few[room] + 4096 + (tables if room == "comm" else 0) or (
-            room == "torch.distributed"
-        ), (room, few[room], many[room])
-
-
-def saved(folder: str, sizes: list[int]) -> list[tuple[int, int, int]]:
-    """(Calls, bytes at the peak, bytes of the manifest) of a save, on rank 0 of so many."""
-    dist.destroy_process_group()
-    like_gpus()
+@on_ranks(1)
+def test_a_save_does_not_grow_with_ranks(tmp_path: Path) -> None:
+    """But for a list of what went wrong on each, of nothing, and a look at it."""
+    alone_like_gpus()
     found = []
-    for ranks in (sizes[0], *sizes):  # the first for imports, and what is looked up once
+    for number, ranks in enumerate((128, 128, 4096)):  # the first for imports, and what is looked up once
         dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
         engine = initialize(network(), config=runs.config(3, "fp32"), device="cpu", quiet=True)
-        checkpoints = Checkpoints(engine, f"{folder}/{len(found)}", quiet=True)
+        checkpoints = Checkpoints(engine, tmp_path / str(number), quiet=True)
         tracemalloc.start()
         count = calls(lambda: checkpoints.save("one"))  # noqa: B023
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        found.append((count, peak, (Path(folder) / str(len(found)) / "one" / MANIFEST).stat().st_size))
+        found.append((count, peak, (tmp_path / str(number) / "one" / MANIFEST).stat().st_size))
         engine.destroy()
         dist.destroy_process_group()
-    return found[1:]
-
-
-def test_a_save_does_not_grow_with_ranks(tmp_path: Path) -> None:
-    """But for a list of what went wrong on each, of nothing, and a look at it."""
-    (((few, low, short), (many, high, long)),) = run_ranks(saved, 1, str(tmp_path), [128, 4096])
-    assert many <= few + 4 * 4096 and high <= low + 32 * 4096 and long <= short + 16
+    _, (few, low, short), (many, high, long) = found
+    assert many <= few + 4 * 4096 and high <= low + 32 * 4096 and long <= short + 16, found

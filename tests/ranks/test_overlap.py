@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.experts import EXPERTS, WIDTH, Layer
-from tests.numerics.runs import config, masters_and_states
-from tests.ranks.harness import run_ranks
-from tests.ranks.test_failures import Boom
+from tests.numerics.runs import Run, config, masters_and_states
+from tests.numerics.test_pipelines import pipeline
+from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.test_failures import Bomb
 from tests.ranks.test_pipeline_failures import SOON, until_it_ends
-from zerodrift.api import initialize
 from zerodrift.comm.collectives import Handle
 from zerodrift.engine.engine import Engine
 from zerodrift.experts.turns import Turns
@@ -77,13 +77,12 @@ def engine_of(
     dense: tuple[int, ...] = (),
     dropout: float = 0.0,
     recompute: bool = False,
+    weights: str | None = None,
     **rest: Any,
 ) -> Engine:
-    torch.set_num_threads(1)
-    block = {"stages": 2, "schedule": "dualpipev", "micro_batches": COUNT, **rest.pop("pipeline", {})}
-    written = {**config(stage, mode, COUNT, **rest), "experts": {"ranks": 2}, "pipeline": block}
+    written = {**config(stage, mode, COUNT, **rest), "experts": {"ranks": 2}}
     model = Network(dense, dropout)
-    return initialize(model, config=written, parts=parts(recompute), device="cpu", quiet=True)
+    return pipeline(written, "dualpipev", weights, model, parts(recompute), micro_batches=COUNT)
 
 
 def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
@@ -91,72 +90,45 @@ def one_after_the_other(turns: Turns, first: Any, second: Any) -> None:
     second()
 
 
-def trained(mode: str, stage: int, **how: Any) -> tuple[dict[str, Any], int]:
+def trained(mode: str, stage: int, **how: Any) -> tuple[Run, int]:
     """Two steps; and how many pairs there were."""
-    engine, pairs = engine_of(mode, stage, **how), []
+    engine, pairs, run = engine_of(mode, stage, **how), [], Run()
     torch.manual_seed(5)
-    run = engine.executor.turns.run
+    turn = engine.executor.turns.run
 
     def counted(first: Any, second: Any) -> None:
         pairs.append(1)
-        run(first, second)
+        turn(first, second)
 
     engine.executor.turns.run = counted
-    found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(2):
         result = engine.train_batch(data(step, engine.mesh.rank("data")))
-        found["losses"] += result.losses
-        found["norms"].append(result.step.grad_norm)
-    found["random"] = torch.rand(())
-    found["masters"], found["states"] = masters_and_states(engine)
-    engine.destroy()
-    return found, len(pairs)
+        run.losses += result.losses
+        run.norms.append(result.step.grad_norm)
+    run.scales.append(float(torch.rand(())))  # the generator is where it was
+    run.masters, run.states = masters_and_states(engine)
+    return run, len(pairs)
 
 
-def differences(mode: str, stage: int, how: dict[str, Any]) -> tuple[list[str], int]:
-    run = Turns.run
-    in_turns, pairs = trained(mode, stage, **how)
-    Turns.run = one_after_the_other  # type: ignore[method-assign]
-    try:
-        expected, _ = trained(mode, stage, **how)
-    finally:
-        Turns.run = run  # type: ignore[method-assign]
-    wrong = [key for key in ("losses", "norms", "random") if in_turns[key] != expected[key]]
-    for name, value in expected["masters"].items():
-        wrong += [] if torch.equal(value, in_turns["masters"][name]) else [name]
-    for name, states in expected["states"].items():
-        wrong += [
-            f"{name} {key}"
-            for key, value in states.items()
-            if not torch.equal(torch.as_tensor(value), torch.as_tensor(in_turns["states"][name][key]))
-        ]
-    assert len(set(expected["losses"])) == 2 * COUNT
-    return wrong, pairs
-
-
-AUTOGRAD = {"weight_grads": "autograd"}
 CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "recomputed, with dropout, uneven": ("fp32", 0, {"recompute": True, "dropout": 0.2, "dense": (1, 5)}),
     "sliced": ("bf16", 3, {"precision": {"reduce": {"when": "every"}}}),
-    "autocast, by autograd": (
-        "autocast-bf16",
-        1,
-        {"recompute": True, "pipeline": {"weight_grads": "autograd"}},
-    ),
+    "autocast, by autograd": ("autocast-bf16", 1, {"recompute": True, "weights": "autograd"}),
 }
+FIRST, *OTHERS = CELLS
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [name if not number else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(CELLS)],
-)
+@pytest.mark.parametrize("cell", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@on_ranks(4, timeout=120)
 def test_in_turns_has_the_bits_of_one_after_the_other(cell: str) -> None:
-    reports = run_ranks(differences, 4, *CELLS[cell], timeout=120)
-    assert [wrong for wrong, _ in reports] == [[]] * 4
-    assert [pairs > 0 for _, pairs in reports] == [True] * 4
+    mode, stage, how = CELLS[cell]
+    in_turns, pairs = trained(mode, stage, **how)
+    turn, Turns.run = Turns.run, one_after_the_other  # type: ignore[method-assign]
+    expected, _ = trained(mode, stage, **how)
+    Turns.run = turn  # type: ignore[method-assign]
+    assert len(set(expected.losses)) == 2 * COUNT
+    assert expected.differs(in_turns) == [] and pairs > 0
 
-
-# --- what happens beside what ------------------------------------------------------------------------------
 
 Event = tuple[str, str]
 """(who, what): of `forward` and `backward`, `begins` and `ends` of an exchange, `computes`."""
@@ -177,16 +149,16 @@ def who() -> str:
     return "forward" if threading.current_thread() is threading.main_thread() else "backward"
 
 
-def pairs_of(how: dict[str, Any]) -> list[list[Event]]:
+def pairs_of(**how: Any) -> list[list[Event]]:
     """What happens in each pair of a step."""
     engine, pairs, log = engine_of(**how), [], []
     comm, run = engine.comm, engine.executor.turns.run
     start = comm.start_all_to_all
 
     def started(rows: torch.Tensor, *where: Any) -> tuple[torch.Tensor, Handle]:
-        if not rows.is_floating_point():
-            return start(rows, *where)  # counts
         arrived, under_way = start(rows, *where)
+        if not rows.is_floating_point():
+            return arrived, under_way  # counts
         log.append((who(), "begins"))
 
         def wait() -> None:
@@ -203,7 +175,6 @@ def pairs_of(how: dict[str, Any]) -> list[list[Event]]:
     comm.start_all_to_all, engine.executor.turns.run = started, pair
     with Products(log):
         engine.train_batch(data(0, engine.mesh.rank("data")))
-    engine.destroy()
     return pairs
 
 
@@ -220,56 +191,37 @@ def beside(pair: list[Event], whose: str) -> list[int]:
     return found
 
 
+@on_ranks(4)
 def test_while_an_exchange_of_one_travels_the_other_computes() -> None:
-    for pairs in run_ranks(pairs_of, 4, {}):
-        assert len(pairs) >= 2
-        for pair in pairs:
-            # Two layers of each: tokens to their experts and back, and their gradients.
-            forward, backward = beside(pair, "forward"), beside(pair, "backward")
-            begun = [name for name, what in pair if what == "begins"]
-            assert begun == ["backward", "forward"] * 4
-            assert min(*forward, *backward) > 0, (forward, backward)
+    pairs = pairs_of()
+    assert len(pairs) >= 2
+    for pair in pairs:
+        # Two layers of each: tokens to their experts and back, and their gradients.
+        assert [name for name, what in pair if what == "begins"] == ["backward", "forward"] * 4, pair
+        assert min(*beside(pair, "forward"), *beside(pair, "backward")) > 0, pair
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_where_a_piece_exchanges_nothing_one_comes_after_the_other() -> None:
     """The first piece is on the first of two stages, with the last; so those two ranks have no pair."""
-    reports = run_ranks(pairs_of, 4, {"dense": (0, 1)})
-    assert [len(pairs) > 0 for pairs in reports] == [False, False, True, True]
-
-
-# --- what goes wrong ---------------------------------------------------------------------------------------
-
-
-class Mine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, where: list[str]) -> torch.Tensor:
-        ctx.where = where
-        if where == ["forward"]:
-            raise Boom("forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        if ctx.where == ["backward"]:
-            raise Boom("backward")
-        return grad, None
+    assert (len(pairs_of(dense=(0, 1))) > 0) == (torch.distributed.get_rank() > 1)
 
 
 def one_raises(where: str) -> list[tuple[str, float]]:
     """Rank 1 raises in the first pair of a second step, behind its first exchange."""
-    engine, armed = engine_of(), []
+    engine = engine_of()
     batches = data(0, engine.mesh.rank("data"))
     engine.train_batch(batches)
-    run = engine.executor.turns.run
+    run, bomb = engine.executor.turns.run, Bomb()
     for piece in engine.executor.forwards:
         for layer in piece.module.layers:
             if isinstance(layer, Layer):
-                layer.register_forward_hook(lambda module, args, output: Mine.apply(output, armed))
+                layer.register_forward_hook(lambda module, args, output: bomb(output))
 
     def pair(first: Any, second: Any) -> None:
         if engine.mesh.rank() == 1:
-            armed[:] = [where]
+            bomb.armed = where
         run(first, second)
 
     engine.executor._schedules.clear()

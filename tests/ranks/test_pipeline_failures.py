@@ -14,7 +14,7 @@ from torch import nn
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.test_failures import Bomb, Boom
 from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
@@ -29,12 +29,6 @@ SOON = 15.0
 """Seconds within which all must have ended; groups wait for ten minutes."""
 
 
-def mined(layer: int) -> tuple[GPT, Bomb]:
-    model, bomb = GPT(LAYERS, tied=False), Bomb()
-    model.layers[layer].mlp = nn.Sequential(model.layers[layer].mlp, bomb)
-    return model, bomb
-
-
 def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
     began = time.monotonic()
     try:
@@ -46,20 +40,18 @@ def until_it_ends(call: Callable[[], Any]) -> tuple[str, float]:
 
 def one_raises(schedule: str, where: str, rank: int, later: bool) -> list[tuple[str, float]]:
     """In the first step, where shapes are learnt, or in a later one; on one rank, and what the rest see."""
-    model, bomb = mined(LAYERS - 1 if rank else 0)
-    stages = (
-        {"stages": 4} if schedule in ("gpipe", "1f1b") and torch.distributed.get_world_size() == 4 else {}
-    )
-    engine = pipeline(config(0, "fp32", COUNT), schedule, None, model, **stages)
+    model, bomb = GPT(LAYERS, tied=False), Bomb()
+    layer = model.layers[LAYERS - 1 if rank else 0]
+    layer.mlp = nn.Sequential(layer.mlp, bomb)
+    four = schedule in ("gpipe", "1f1b") and torch.distributed.get_world_size() == 4
+    engine = pipeline(config(0, "fp32", COUNT), schedule, None, model, stages=4 if four else 2)
     tokens = data(0, engine.mesh.rank("data"))
     if later:
         engine.train_batch(tokens)
     if engine.mesh.rank() == rank:
         bomb.armed = where
-    found = [
-        until_it_ends(lambda: engine.evaluate(tokens) if where == "evaluate" else engine.train_batch(tokens))
-    ]
-    found.append(until_it_ends(lambda: engine.train_batch(tokens)))
+    act = engine.evaluate if where == "evaluate" else engine.train_batch
+    found = [until_it_ends(lambda: act(tokens)), until_it_ends(lambda: engine.train_batch(tokens))]
     engine.destroy()
     assert no_watch()
     return found
@@ -99,21 +91,16 @@ def test_all_ranks_end_and_say_why(schedule: str, where: str, rank: int, later: 
         assert seconds < SOON and more < SOON
 
 
-def raises_between_two_halves() -> tuple[tuple[str, float], ...]:
+def raises_between_two_halves() -> list[tuple[str, float]]:
     """One rank has run all its micro-batches, and hears in `step` that the other did not end."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
     tokens = data(0, 0)
     engine.accumulate(tokens)
-    if engine.mesh.rank() == 0:
-        found = [until_it_ends(engine.step)]
-    else:
-        found = [until_it_ends(lambda: _raise_in(engine))]
-    found += [
-        until_it_ends(lambda: engine.train_batch(tokens)),
-        until_it_ends(lambda: engine.evaluate(tokens)),
-    ]
+    calls = [engine.step if engine.mesh.rank() == 0 else lambda: _raise_in(engine)]
+    calls += [lambda: engine.train_batch(tokens), lambda: engine.evaluate(tokens)]
+    found = [until_it_ends(call) for call in calls]
     engine.destroy()
-    return tuple(found)
+    return found
 
 
 def _raise_in(engine: Engine) -> None:
@@ -121,33 +108,29 @@ def _raise_in(engine: Engine) -> None:
         raise Boom("late")
 
 
-def test_what_ended_all_is_said_again_and_not_what_it_left() -> None:
-    for rank, reports in enumerate(run_ranks(raises_between_two_halves, 2)):
-        first, *later = [text for text, _ in reports]
-        assert first == "Boom: late" if rank else "got Boom: late on rank 1" in first, first
-        assert all("got Boom: late on rank 1" in text for text in later), later
-        assert all(seconds < SOON for _, seconds in reports)
-
-
-def no_loss_on_the_last() -> tuple[str, float]:
-    """Found by the engine itself, on one rank alone."""
+def evaluation_fails() -> list[tuple[str, float]]:
+    """Found by the engine itself, on the last rank alone."""
     engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS, tied=False))
     engine.train_batch(data(0, 0))
     if engine.mesh.rank() == 1:
         engine.executor.forwards[-1].batches = []
-        engine.executor.forwards[-1]._checked = lambda loss: (_ for _ in ()).throw(Boom("no loss"))  # type: ignore
-    found = until_it_ends(lambda: engine.evaluate(data(0, 0)))
+        engine.executor.forwards[-1]._checked = lambda loss: _boom()  # type: ignore[method-assign]
+    found = [until_it_ends(lambda: engine.evaluate(data(0, 0)))]
     engine.destroy()
     return found
 
 
-def test_an_evaluation_ends_alike() -> None:
-    (first, seconds), (second, _) = run_ranks(no_loss_on_the_last, 2)
-    assert "got Boom: no loss on rank 1" in first and seconds < SOON
-    assert second == "Boom: no loss"
+def _boom() -> Any:
+    raise Boom("late")
 
 
-# --- the watch --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ends", [raises_between_two_halves, evaluation_fails])
+def test_what_ended_all_is_said_again_and_not_what_it_left(ends: Callable[[], Any]) -> None:
+    for rank, reports in enumerate(run_ranks(ends, 2)):
+        first, *later = [text for text, _ in reports]
+        assert first == "Boom: late" if rank else "got Boom: late on rank 1" in first, first
+        assert all("got Boom: late on rank 1" in text for text in later), later
+        assert all(seconds < SOON for _, seconds in reports)
 
 
 def waits_for_one_that_keeps_its_connections() -> tuple[str, float]:
@@ -179,8 +162,9 @@ def test_the_store_alone_ends_a_wait() -> None:
     assert seconds < 3
 
 
-def quiet_run() -> int:
-    """How often steps ask the store, from the thread that trains."""
+@on_ranks(2)
+def test_a_step_that_goes_well_asks_nobody() -> None:
+    """The thread that trains does not ask the store."""
     asked: list[str] = []
     read = watch.read_key
 
@@ -189,14 +173,9 @@ def quiet_run() -> int:
         return read(store, key)
 
     watch.read_key = counted
-    engine: Engine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
+    engine = pipeline(config(0, "fp32", COUNT), "zbv", None, GPT(LAYERS, tied=False))
     for step in range(3):
         engine.train_batch(data(step, 0))
     engine.destroy()
     watch.read_key = read
-    assert no_watch()
-    return asked.count("MainThread")
-
-
-def test_a_step_that_goes_well_asks_nobody() -> None:
-    assert run_ranks(quiet_run, 2) == [0, 0]
+    assert no_watch() and "MainThread" not in asked

@@ -4,6 +4,7 @@ traps."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ import torch
 from torch import nn
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make
+from tests.numerics.runs import config, gradients, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS, data, pipeline
-from tests.ranks.harness import run_ranks
-from zerodrift.api import initialize
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.pipeline.cut import Parts
 from zerodrift.pipeline.deferred import WeightQueue
@@ -25,122 +25,97 @@ from zerodrift.plan.stages import part
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
-# --- the order, and the collectives -----------------------------------------------------------------------
-
-
-def orders() -> list[bool]:
-    found = []
+@on_ranks(2)
+def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
     for schedule in SCHEDULES:
         engine = pipeline(config(0, "fp32", COUNT), schedule, None, GPT(LAYERS))
         engine.train_batch(data(0, 0))
         planned = timeline(engine.plan)
         assert planned is not None
-        found.append(tuple(engine.executor.actions) == planned.ranks[engine.mesh.rank("pipeline")])
-        engine.destroy()
-    return found
+        assert tuple(engine.executor.actions) == planned.ranks[engine.mesh.rank("pipeline")], schedule
 
 
-def test_the_order_that_a_plan_shows_is_the_order_that_runs() -> None:
-    for found in run_ranks(orders, 2):
-        assert found == [True] * len(SCHEDULES)
-
-
-def issued(stage: int, keep: str, schedule: str) -> list[list[Any]]:
-    """What is sent, what the plan lists, and what it lists in the order of the schedule."""
+@pytest.mark.parametrize(
+    ("stage", "keep", "schedule"), [(0, "step", "zbv"), (3, "step", "1f1b"), (3, "micro-batch", "zbv")]
+)
+@on_ranks(4)
+def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: str) -> None:
+    """Also in the order of the schedule."""
     written = config(stage, "fp32", COUNT, sharding={"keep_gathered": keep} if stage == 3 else {})
     engine = pipeline(written, schedule, None, GPT(LAYERS))
     engine.train_batch(data(0, engine.mesh.rank("data")))  # torch learns the shapes
     with engine.comm.record() as log:
         engine.train_batch(data(1, engine.mesh.rank("data")))
     engine.destroy()
-    moved = [entry for entry in log if entry.op != "broadcast"]  # of the losses
     rank, order = engine.mesh.rank("pipeline"), timeline(engine.plan)
     assert order is not None
     played = [event for _, found in pipeline_events(engine.plan, rank, order.ranks[rank]) for event in found]
     played += step_end(part(engine.plan, rank))
-    sent = [call for call in played if isinstance(call, Collective)]
-    words = (moved, collectives(engine.plan, rank), sent)
-    return [[(c.op, c.dtype, c.numel, c.axis, c.sum) for c in each] for each in words]
+    moved = (entry for entry in log if entry.op != "broadcast")  # of the losses
+    ordered = (event for event in played if isinstance(event, Collective))
+    sent, listed, shown = (
+        [(c.op, c.dtype, c.numel, c.axis, c.sum) for c in calls]
+        for calls in (moved, collectives(engine.plan, rank), ordered)
+    )
+    assert Counter(sent) == Counter(listed), (sent, listed)
+    assert sent == shown, (sent, shown)
 
 
-@pytest.mark.parametrize(
-    ("stage", "keep", "schedule"), [(0, "step", "zbv"), (3, "step", "1f1b"), (3, "micro-batch", "zbv")]
-)
-def test_what_is_sent_is_what_the_plan_lists(stage: int, keep: str, schedule: str) -> None:
-    for sent, planned, played in run_ranks(issued, 4, stage, keep, schedule):
-        assert Counter(sent) == Counter(planned)
-        assert sent == played
-
-
-# --- what goes wrong in torch over FSDP2 -------------------------------------------------------------------
-
-
-def resharded() -> dict[str, Any]:
-    """Parameters are gathered for each forward and backward, and gone where weight gradients are formed."""
-    written = config(3, "fp32", COUNT, sharding={"keep_gathered": "micro-batch"})
-    engine = pipeline(written, "zbv", "queue", GPT(LAYERS, tied=False))
-    engine.accumulate(data(0, engine.mesh.rank("data")))
-    full = any(segment.is_full for segment in engine.executor.segments if segment.gathers)
-    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
-    engine.destroy()
-    return {"full": full, "gradients": found}
-
-
-def exact(ranks: int, micro_batches: int) -> dict[str, torch.Tensor]:
-    """fp64, plain torch."""
+def exact(ranks: int) -> dict[str, torch.Tensor]:
+    """The mean gradient in fp64, by plain torch."""
     model = GPT(LAYERS, tied=False).double()
-    for rank in range(ranks):
-        for tokens in data(0, rank)[:micro_batches]:
-            hidden = model.embed(tokens)
-            for layer in model.layers:
-                hidden = layer(hidden)
-            (PARTS.after(model, hidden, tokens) / (ranks * micro_batches)).backward()
+    for tokens in (tokens for rank in range(ranks) for tokens in data(0, rank)):
+        hidden = model.embed(tokens)
+        for layer in model.layers:
+            hidden = layer(hidden)
+        (PARTS.after(model, hidden, tokens) / (ranks * COUNT)).backward()
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
 def worst(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative error by norm; NaN is the worst there is."""
     assert seen.keys() == expected.keys()
-    found = [(seen[name].double() - value).norm() / value.norm() for name, value in expected.items()]
+    found = [(seen[name] - value).double().norm() / value.norm() for name, value in expected.items()]
     return float(torch.stack(found).nan_to_num(nan=float("inf")).max())
 
 
+@on_ranks(4)
 def test_weight_gradients_are_right_where_parameters_are_resharded_in_between() -> None:
-    """torch drops 12 of 28 of them over `fully_shard`, without a word."""
-    expected = exact(2, COUNT)
-    for found in run_ranks(resharded, 4):
-        assert not found["full"]
-        assert worst(found["gradients"], expected) < 1e-6
+    """Parameters are gathered for each forward and backward, and gone where weight gradients are formed.
+    torch drops 12 of 28 of them over `fully_shard`, without a word."""
+    written = config(3, "fp32", COUNT, sharding={"keep_gathered": "micro-batch"})
+    engine = pipeline(written, "zbv", "queue", GPT(LAYERS, tied=False))
+    engine.accumulate(data(0, engine.mesh.rank("data")))
+    assert not any(segment.is_full for segment in engine.executor.segments if segment.gathers)
+    assert worst(gradients(engine), exact(2)) < 1e-6
 
 
-def one_micro_batch(weights: str) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
-    engine = pipeline(config(2, "bf16", 1), "zbv", weights, GPT(LAYERS, tied=False), micro_batches=1)
-    engine.accumulate(data(0, engine.mesh.rank("data"))[:1])
-    sums = [segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None]
-    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
-    engine.destroy()
+def one_micro_batch(weights: str | None) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
+    """Dtypes of sums, and gradients; without a pipeline where nobody forms late weight gradients."""
+    written, model = config(2, "bf16", 1), GPT(LAYERS, tied=False)
+    if weights is None:
+        engine = make(written, model)
+        engine.backward(engine(data(0, engine.mesh.rank("data"))[0]))
+    else:
+        engine = pipeline(written, "zbv", weights, model, micro_batches=1)
+        engine.accumulate(data(0, engine.mesh.rank("data"))[:1])
+    sums = {segment.reduced.dtype for segment in engine.executor.segments if segment.reduced is not None}
+    found = gradients(engine)
     return sums, found
-
-
-def plain_bf16() -> dict[str, torch.Tensor]:
-    engine = make(config(2, "bf16", 1), GPT(LAYERS, tied=False))
-    engine.backward(engine(data(0, engine.mesh.rank("data"))[0]))
-    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
-    engine.destroy()
-    return found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("weights", ["queue", "autograd"])
 def test_one_micro_batch_has_one_gradient_dtype(weights: str) -> None:
     """torch raises over `fully_shard`: fp32 and bf16 gradients meet in one reduce-scatter."""
-    expected = run_ranks(plain_bf16, 2)[0]
+    (_, expected), _ = run_ranks(one_micro_batch, 2, None)
     for sums, found in run_ranks(one_micro_batch, 4, weights):
-        assert set(sums) == {torch.float32}
-        assert worst(found, {name: value.double() for name, value in expected.items()}) < 3e-3
+        assert sums == {torch.float32} and worst(found, expected) < 3e-3
 
 
-def learnt() -> tuple[dict[str, torch.Tensor], int]:
+@on_ranks(2)
+def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
+    """torch runs a real one before the first step; it asks for no weight's gradient, and none is put."""
     put: list[int] = []
     put_before = WeightQueue.put
 
@@ -152,18 +127,11 @@ def learnt() -> tuple[dict[str, torch.Tensor], int]:
     engine = pipeline(config(0, "fp32", COUNT), "interleaved-zero-bubble", "queue", GPT(LAYERS, tied=False))
     engine.accumulate(data(0, 0))
     first = len(put)
-    found = {row.name: engine.parameter(row.name).gradient for row in engine.plan.rows}
+    assert worst(gradients(engine), exact(1)) < 1e-6
     engine.zero_grad()
     engine.accumulate(data(0, 0))
-    engine.destroy()
-    return found, len(put) - 2 * first
-
-
-def test_a_backward_that_only_learns_shapes_leaves_nothing_behind() -> None:
-    """torch runs a real one before the first step; it asks for no weight's gradient, and none is put."""
-    expected = exact(1, COUNT)
-    for found, more in run_ranks(learnt, 2):
-        assert worst(found, expected) < 1e-6 and more == 0
+    WeightQueue.put = put_before  # type: ignore[method-assign]
+    assert len(put) == 2 * first
 
 
 class Counting(nn.Module):
@@ -183,177 +151,110 @@ class Counting(nn.Module):
 STACK = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.square().mean())
 
 
-def calls() -> list[float]:
+@on_ranks(2)
+def test_learning_shapes_changes_no_buffer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Counting(), nn.Dropout(0.0), Counting())
-    written = config(0, "fp32", 2, pipeline={"stages": 2, "micro_batches": 2})
-    engine = initialize(model, config=written, parts=STACK, device="cpu", quiet=True)
-    for _ in range(3):
-        engine.train_batch([torch.randn(2, 8), torch.randn(2, 8)])
-    engine.train_batch([torch.randn(3, 8), torch.randn(3, 8)])  # other shapes are learnt anew
-    found = [float(value) for _, value in engine.executor.forwards[0].module.named_buffers()]
-    engine.destroy()
-    return found
+    engine = pipeline(config(0, "fp32", 2), "1f1b", None, model, STACK, micro_batches=2)
+    for samples in (2, 2, 2, 3):  # other shapes are learnt anew
+        engine.train_batch([torch.randn(samples, 8), torch.randn(samples, 8)])
+    assert [float(value) for _, value in engine.executor.forwards[0].module.named_buffers()] == [8.0]
 
 
-def test_learning_shapes_changes_no_buffer() -> None:
-    assert run_ranks(calls, 2) == [[8.0], [8.0]]
-
-
-# --- one scale, one decision, one norm ---------------------------------------------------------------------
-
-
-def overflowing(tied: bool) -> list[tuple[float, bool, float | None, tuple[str, ...]]]:
+@on_ranks(4)
+def test_an_overflow_on_one_stage_skips_the_step_on_all_with_one_scale() -> None:
     """In the second step the gradient of one parameter of the last stage overflows fp16."""
     written = config(1, "fp16", COUNT, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
-    engine = pipeline(written, "1f1b", None, GPT(LAYERS, tied=tied))
-    found = []
-    for step in range(3):
+    engine = pipeline(written, "1f1b", None, GPT(LAYERS, tied=False))
+    for step, (scale, skipped) in enumerate([(256, False), (256, True), (128, False)]):
         engine.accumulate(data(step, engine.mesh.rank("data")))
         if step == 1 and engine.mesh.rank() == 3:
-            last = engine.executor.forwards[-1].module.norm.weight
-            last.grad.fill_(float("inf"))
+            engine.executor.forwards[-1].module.norm.weight.grad.fill_(float("inf"))
         result = engine.step()
-        found.append((result.loss_scale, result.skipped, result.grad_norm, result.bad))
-    engine.destroy()
-    return found
+        assert (result.loss_scale, result.skipped) == (scale, skipped), result
+        assert result.bad == (("norm.weight",) if skipped else ()), result
+        norms = {str(norm) for norm in engine.comm.all_gather_object(result.grad_norm)}
+        assert len(norms) == 1, norms
 
 
-def test_an_overflow_on_one_stage_skips_the_step_on_all_with_one_scale() -> None:
-    seen = run_ranks(overflowing, 4, False)
-    for found in seen:
-        assert [(scale, skipped) for scale, skipped, *_ in found] == [(256, False), (256, True), (128, False)]
-        assert found[1][3] == ("norm.weight",)
-        assert found == seen[0] or str(found) == str(seen[0])  # NaN is not itself
+Seen = tuple[list[float], float, torch.Tensor, list[Any]]
+"""Losses of two steps, the first norm, the first gradient of the embedding, and copies of tied parameters."""
 
 
-def tied() -> dict[str, Any]:
-    engine = pipeline(config(3, "bf16", COUNT), "1f1b", None, GPT(LAYERS, tied=True))
-    found: dict[str, Any] = {"norms": [], "losses": []}
-    for step in range(3):
-        losses = engine.accumulate(data(step, engine.mesh.rank("data")))
-        if step == 0:
-            found["gradient"] = engine.parameter("embed.weight").gradient
-        found["norms"].append(engine.step().grad_norm)
-        found["losses"] += losses
-    segments = [s for s in engine.executor.segments if s.spec.copies]
-    found["copy"] = [(s.spec.lead, s.rows[0].names, s.storage.clone()) for s in segments]
-    engine.destroy()
-    return found
-
-
-def tied_alone() -> dict[str, Any]:
-    engine = make(config(3, "bf16", COUNT), GPT(LAYERS, tied=True))
-    found: dict[str, Any] = {"norms": [], "losses": []}
-    for step in range(3):
-        for number, tokens in enumerate(data(step, engine.mesh.rank("data"))):
+def tied(mode: str, stage: int, stages: int) -> Seen:
+    """Train in a pipeline of so many stages; of one, without."""
+    model = GPT(LAYERS, tied=True)
+    if stages == 1:
+        engine = make(config(stage, mode, COUNT), model)
+    else:
+        engine = pipeline(config(stage, mode, COUNT), "1f1b", None, model, stages=stages)
+    losses: list[float] = []
+    norms, grads = [], []
+    for step in range(2):
+        batches = data(step, engine.mesh.rank("data"))
+        if stages > 1:
+            losses += engine.accumulate(batches)
+        for number, tokens in enumerate(batches if stages == 1 else ()):
             loss = engine(tokens)
             engine.backward(loss)
-            if step == 0 and number == COUNT - 1:
-                found["gradient"] = engine.parameter("embed.weight").gradient
-            found["losses"].append(loss.item())
-            result = engine.step()
-        found["norms"].append(result.grad_norm)
-    engine.destroy()
-    return found
+            losses.append(loss.item())
+            if number < COUNT - 1:
+                engine.step()
+        grads.append(engine.parameter("embed.weight").gradient)
+        norms.append(engine.step().grad_norm)
+    copies = [s for s in engine.executor.segments if s.spec.copies]
+    held = [(s.spec.lead, s.rows[0].names, s.storage.clone()) for s in copies]
+    return losses, norms[0], grads[0], held
 
 
 @pytest.mark.long
-def test_a_tied_embedding_is_summed_once_counted_once_and_kept_equal() -> None:
-    expected = run_ranks(tied_alone, 2)
-    seen = run_ranks(tied, 4)
-    first, last = [found["copy"][0] for found in seen[:2]], [found["copy"][0] for found in seen[2:]]
-    assert [lead for lead, *_ in first] == [True] * 2 and [lead for lead, *_ in last] == [False] * 2
-    assert first[0][1] == ("embed.weight",) and last[0][1] == ("head.weight",)
-    for one, other in zip(first, last, strict=True):
-        assert torch.equal(one[2], other[2])
-    for rank, found in enumerate(seen):
-        plain = expected[rank % 2]
-        error = (found["gradient"] - plain["gradient"]).norm() / plain["gradient"].norm()
-        assert error < 1e-6  # head and embedding are added in another order
-        assert found["norms"][0] == pytest.approx(plain["norms"][0], rel=1e-6)
-        assert found["losses"][:COUNT] == plain["losses"][:COUNT]
-        assert found["norms"] == seen[0]["norms"]
-
-
-# --- refusals ----------------------------------------------------------------------------------------------
-
-
-def refused(case: str) -> str:
-    engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
-    tokens = data(0, 0)
-    try:
-        match case:
-            case "too few":
-                engine.train_batch(tokens[:3])
-            case "shapes":
-                engine.train_batch([*tokens[:3], tokens[3][:, :5]])
-            case "stages apart" if engine.mesh.rank() == 1:
-                engine.train_batch([each[:, :5] for each in tokens])
-            case "call":
-                engine(tokens[0])
-            case "backward":
-                engine.backward(torch.zeros((), requires_grad=True))
-            case "twice":
-                engine.accumulate(tokens)
-                engine.accumulate(tokens)
-            case _:
-                engine.train_batch(tokens)
-    except ZerodriftError as error:
-        if case != "twice":
-            engine.train_batch(tokens)  # and goes on
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine.destroy()
-    return ""
+@pytest.mark.parametrize(
+    ("mode", "stage", "stages", "data_ranks"), [("bf16", 3, 2, 2), ("fp32", 0, 4, 1)], ids=["sliced", "afar"]
+)
+def test_a_tied_embedding_is_summed_once_counted_once_and_kept_equal(
+    mode: str, stage: int, stages: int, data_ranks: int
+) -> None:
+    """Also where stages that have no part of it lie in between."""
+    expected = run_ranks(tied, data_ranks, mode, stage, 1)
+    seen = run_ranks(tied, 4, mode, stage, stages)
+    first, last = ([held for _, _, _, (held,) in part] for part in (seen[:data_ranks], seen[-data_ranks:]))
+    for (leads, names, values), (follows, others, copy) in zip(first, last, strict=True):
+        assert leads and not follows and names == ("embed.weight",) and others == ("head.weight",)
+        assert torch.equal(values, copy)
+    for rank, (losses, norm, gradient, _) in enumerate(seen):
+        plain_losses, plain_norm, plain, _ = expected[rank % data_ranks]
+        # Head and embedding are added in another order.
+        assert (gradient - plain).norm() < 1e-6 * plain.norm()
+        assert norm == seen[0][1] == pytest.approx(plain_norm, rel=1e-6)
+        assert losses[:COUNT] == plain_losses[:COUNT]
+        assert losses == pytest.approx(plain_losses, rel=1e-6 if mode == "fp32" else 1e-2)
 
 
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("too few", "ModelError: `micro_batches`: must be 4, as `gradient_accumulation_steps` or "),
-        ("shapes", "ModelError: `micro_batches`: must have the same shapes"),
-        ("stages apart", "ModelError: `micro_batches`: must be the same on every stage of a pipeline"),
-        ("call", "UnsupportedError: `engine(...)`: must not be called on a pipeline"),
-        ("backward", "UnsupportedError: `backward`: must not be called on a pipeline"),
-        ("twice", "UnsupportedError: `accumulate`: must be given all micro-batches of a step"),
-        ("right", ""),
+        ("too few", "`micro_batches`: must be 4, as `gradient_accumulation_steps` or "),
+        ("shapes", "`micro_batches`: must have the same shapes"),
+        ("stages apart", "`micro_batches`: must be the same on every stage of a pipeline"),
+        ("call", r"`engine\(\.\.\.\)`: must not be called on a pipeline"),
+        ("backward", "`backward`: must not be called on a pipeline"),
+        ("twice", "`accumulate`: must be given all micro-batches of a step"),
     ],
 )
+@on_ranks(2)
 def test_what_cannot_run_is_said_on_every_rank_and_costs_nothing(case: str, told: str) -> None:
-    for seen in run_ranks(refused, 2, case):
-        assert seen.startswith(told) and bool(seen) == bool(told)
-
-
-def four_stages() -> tuple[list[float], float | None, torch.Tensor]:
-    engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS), stages=4)
-    losses = list(engine.accumulate(data(0, 0)))
-    gradient = engine.parameter("embed.weight").gradient
-    norm = engine.step().grad_norm
-    losses += engine.train_batch(data(1, 0)).losses
-    engine.destroy()
-    return losses, norm, gradient
-
-
-def four_alone() -> tuple[list[float], float | None, torch.Tensor]:
-    engine = make(config(0, "fp32", COUNT), GPT(LAYERS))
-    losses, norms, gradient = [], [], torch.zeros(())
-    for step in range(2):
-        for number, tokens in enumerate(data(step, 0)):
-            loss = engine(tokens)
-            engine.backward(loss)
-            losses.append(loss.item())
-            if step == 0 and number == COUNT - 1:
-                gradient = engine.parameter("embed.weight").gradient
-            norms.append(engine.step().grad_norm)
-    engine.destroy()
-    return losses, norms[COUNT - 1], gradient
-
-
-def test_a_tie_reaches_over_the_stages_in_between() -> None:
-    losses, norm, gradient = run_ranks(four_alone, 1)[0]
-    for seen in run_ranks(four_stages, 4):
-        assert seen[0][:COUNT] == losses[:COUNT]
-        assert seen[0] == pytest.approx(losses, rel=1e-6)
-        assert seen[1] == pytest.approx(norm, rel=1e-6)
-        assert (seen[2] - gradient).norm() < 1e-6 * gradient.norm()
+    engine = pipeline(config(0, "fp32", COUNT), "1f1b", None, GPT(LAYERS))
+    tokens = data(0, 0)
+    short = [each[:, :5] for each in tokens]
+    acts: dict[str, Callable[[], Any]] = {
+        "too few": lambda: engine.train_batch(tokens[:3]),
+        "shapes": lambda: engine.train_batch([*tokens[:3], short[3]]),
+        "stages apart": lambda: engine.train_batch(short if engine.mesh.rank() else tokens),
+        "call": lambda: engine(tokens[0]),
+        "backward": lambda: engine.backward(torch.zeros((), requires_grad=True)),
+        "twice": lambda: [engine.accumulate(tokens) for _ in range(2)],
+    }
+    with pytest.raises(ZerodriftError, match=f"^{told}"):
+        acts[case]()
+    if case != "twice":
+        engine.train_batch(tokens)  # and goes on

@@ -31,9 +31,6 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"beside": "nothing", "save": None, **given})
 
 
-# --- what was found is kept ---------------------------------------------------------------------------------
-
-
 def test_what_is_printed_is_kept_in_full(
     bench: SimpleNamespace,
     tmp_path: Path,
@@ -102,39 +99,15 @@ def test_every_benchmark_is_run_again(bench: SimpleNamespace) -> None:
     assert found["plan_scale"].arguments("nothing")[1:] == ["bench/plan_scale.py"]
 
 
-def test_a_benchmark_that_fails_does_not_stop_the_others(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = iter([0, 3, 0])
-    monkeypatch.setattr(
-        bench.again.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=next(codes))
-    )
-    todo = [
-        bench.again.Benchmark(["python", f"bench/{name}.py"], name, seconds)
-        for name, seconds in (("a", 30.0), ("b", None), ("c", 6000.0))
-    ]
-    assert bench.again.run(todo, "nothing") == ["b"]
-    printed = capsys.readouterr().out
-    assert "1 of 3, a: python bench/a.py\n   about 30 s; left: 1.7 h, and 1 that were not timed" in printed
-    assert "2 of 3, b: python bench/b.py\n   not timed before; left: 1.7 h, and 1 that" in printed
-    assert "b: 0 s, failed with 3" in printed
-    assert "3 of 3, c: python bench/c.py\n   about 1.7 h; left: 1.7 h\n" in printed
-
-
-# --- what is claimed was found ------------------------------------------------------------------------------
-
-
-def test_a_claim_is_held_to_its_limit(bench: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("limit", "met"),
+    [((1.05, False), True), ((1.04, False), False), ((1.05, True), True), ((1.06, True), False)],
+)
+def test_a_claim_is_held_to_its_limit(bench: SimpleNamespace, limit: tuple[Any, ...], met: bool) -> None:
+    """The most that is allowed, or the least."""
     figure = bench.claims.Figure(1.05, ".2f", "step-fp32")
-    for limit, met in (
-        (bench.claims.Limit(1.05), True),
-        (bench.claims.Limit(1.046), True),
-        (bench.claims.Limit(1.04), False),
-        (bench.claims.Limit(1.05, at_least=True), True),
-        (bench.claims.Limit(1.06, at_least=True), False),
-        (None, None),
-    ):
-        assert bench.claims.Claim("", "", figure, {}, limit).met is met
+    assert bench.claims.Claim("", "", figure, {}, bench.claims.Limit(limit[0], at_least=limit[1])).met is met
+    assert bench.claims.Claim("", "", figure, {}, None).met is None
 
 
 def test_what_is_missed_is_shown_as_missed(bench: SimpleNamespace) -> None:
@@ -164,9 +137,8 @@ def test_another_figure_on_a_page_is_found(bench: SimpleNamespace, tmp_path: Pat
 
 @pytest.mark.parametrize("name", CLAIMING)
 def test_a_claim_without_a_result_fails(bench: SimpleNamespace, tmp_path: Path, name: str) -> None:
-    for path in RESULTS:
-        if path.stem != "persistent":
-            shutil.copy(path, tmp_path)
+    for path in (path for path in RESULTS if path.stem != "persistent"):
+        shutil.copy(path, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"bench/results/persistent\.json: must be there"):
         bench.benchmarks.fresh((ROOT / name).read_text(encoding="utf-8"), bench.claims.Results(tmp_path))
 
