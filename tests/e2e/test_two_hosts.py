@@ -1,86 +1,18 @@
-"""A run on two hosts has the same numbers as on one.
-
-The hosts are network namespaces joined by a cable, each with an address of its own. Nothing of the outside is
-seen from in there, nor the other's loopback: what finds its way between two ranks found it over the cable.
-Needs Linux, `ip` and the right to make namespaces.
-"""
+"""A run on two hosts: the same numbers as on one, and on again after one of them lost its rank."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
+import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import QUICKLY, ROOT, job, losses
-from tests.e2e.test_train_launch import on_two_ranks
-
-
-@dataclass(frozen=True)
-class Host:
-    number: int
-    name: str
-    """Of the namespace."""
-    device: str
-    """Its end of the cable."""
-    address: str
-
-    def start(self, first: Host, file: Path) -> subprocess.Popen[str]:
-        """`torchrun` of one rank here, which meets the others at `first`, as docs/train.md has it."""
-        place = f"--rdzv-endpoint={first.address}:29500"
-        # A namespace does not know itself by name, so who keeps the store is said.
-        host = f"--rdzv-conf=is_host={int(self == first)},join_timeout=60"
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", place, host]
-        command += [f"--local-addr={self.address}", "-m", "zerodrift", "train", str(file)]
-        command += [word for change in QUICKLY[1:] for word in ("--set", change)]
-        own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": self.device}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, text=True, **pipes)  # type: ignore[call-overload]
-
-
-def possible() -> str:
-    """Why there can be no two hosts here; empty where there can."""
-    if shutil.which("ip") is None:
-        return "there is no `ip` here"
-    name = f"zerodrift-{os.getpid()}-try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if tried.returncode:
-        return f"network namespaces cannot be made: {tried.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    mark = f"zd{os.getpid()}"
-    hosts = tuple(Host(n, f"{mark}-{n}", f"{mark}v{n}", f"10.213.7.{n + 1}") for n in range(2))
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.name)
-        # Made inside: the names of a cable's ends would otherwise be the machine's for a moment.
-        one, other = hosts
-        _ip("-n", one.name, "link", "add", one.device, "type", "veth", "peer", "name", other.device)
-        _ip("-n", one.name, "link", "set", other.device, "netns", other.name)
-        for host in hosts:
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
-            _ip("-n", host.name, "link", "set", host.device, "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
-        yield one, other
-    finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
+from tests.e2e.hosts import possible, two_hosts
+from tests.e2e.jobs import QUICKLY, job, losses
+from tests.e2e.test_jobs import SMALL
+from tests.e2e.test_train_launch import children, on_two_ranks, rank_of, until
 
 WHY_NOT = possible()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -88,17 +20,52 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 STEPS = 10
 
 
-def test_two_hosts_are_as_one(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    file = job(tmp_path / "two", "slow", STEPS)
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two ranks on one host."""
+    return on_two_ranks(tmp_path_factory.mktemp("one"), STEPS)
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=150)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return said
+
+
+def test_two_hosts_are_as_one(tmp_path: Path, on_one: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS)
     with two_hosts() as (one, other):
-        processes = [host.start(one, file) for host in (one, other)]
-        try:
-            first, second = (process.communicate(timeout=150)[0] for process in processes)
-        finally:
-            for process in processes:
-                process.kill()
-    assert [process.returncode for process in processes] == [0, 0], first + second
-    assert losses(tmp_path / "two") == on_two_ranks(tmp_path / "one", STEPS)
-    assert f"step {STEPS}/{STEPS}" in first and "step " not in second, "one rank of all speaks"
+        said = ended([host.start(one, file, changes=QUICKLY[1:]) for host in (one, other)])
+    assert losses(tmp_path) == on_one
+    assert f"step {STEPS}/{STEPS}" in said[0] and "step " not in said[1], "one rank of all speaks"
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
+    changes = [*SMALL, f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
+    with two_hosts() as (one, other):
+        file = Path("examples/jobs/two-hosts.yaml")
+        said = ended([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
+    assert "mesh        replicate 2 (2 ranks)" in said[0], "a copy on each"
+    assert list(losses(tmp_path)) == [1, 2]
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_host_that_loses_its_rank_comes_back(tmp_path: Path, on_one: dict[int, float]) -> None:
+    file = job(tmp_path, "slow", STEPS, run={"checkpoint_every": 2})
+    with two_hosts() as (one, other):
+        processes = [host.start(one, file, "--max-restarts=2", changes=QUICKLY[1:]) for host in (one, other)]
+        until(tmp_path, 5, processes[0])
+        (victim,) = (pid for pid in children(processes[1].pid) if rank_of(pid) is not None)
+        os.kill(victim, signal.SIGKILL)
+        said = ended(processes)
+    assert "going on after step" in said[0] + said[1]
+    assert losses(tmp_path) == on_one

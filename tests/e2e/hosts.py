@@ -1,0 +1,91 @@
+"""Two hosts on one machine: network namespaces joined by a cable, each with an address of its own.
+
+Nothing of the outside is seen from in there, nor the other's loopback: what finds its way between two ranks
+found it over the cable. Needs Linux, `ip` and the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.jobs import ROOT
+
+
+@dataclass(frozen=True)
+class Host:
+    number: int
+    name: str
+    """Of the namespace."""
+    device: str
+    """Its end of the cable."""
+    address: str
+
+    def start(
+        self, first: Host, file: Path, *options: str, changes: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """`torchrun` of one rank here, which meets the others at `first`, as docs/train.md has it. `changes`
+        are of keys of the job."""
+        place = f"--rdzv-endpoint={first.address}:29500"
+        # A namespace does not know itself by name, so who keeps the store is said.
+        host = f"--rdzv-conf=is_host={int(self == first)},join_timeout=60"
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", place, host]
+        command += [f"--local-addr={self.address}", *options, "-m", "zerodrift", "train", str(file)]
+        command += [word for change in changes for word in ("--set", change)]
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+                "GLOO_SOCKET_IFNAME": self.device,
+            },
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def possible() -> str:
+    """Why there can be no two hosts here; empty where there can."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` here"
+    name = f"zerodrift-{os.getpid()}-try"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"network namespaces cannot be made: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    mark = f"zd{os.getpid()}"
+    hosts = tuple(Host(n, f"{mark}-{n}", f"{mark}v{n}", f"10.213.7.{n + 1}") for n in range(2))
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.name)
+        # Made inside: the names of a cable's ends would otherwise be the machine's for a moment.
+        one, other = hosts
+        _ip("-n", one.name, "link", "add", one.device, "type", "veth", "peer", "name", other.device)
+        _ip("-n", one.name, "link", "set", other.device, "netns", other.name)
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
+            _ip("-n", host.name, "link", "set", host.device, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield one, other
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
