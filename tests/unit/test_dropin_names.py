@@ -272,7 +272,7 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
         ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
         (
             "runtime.torch_autocast",
-            ("get_comm_dtype", "has_comm_dtype"),
+            ("get_comm_dtype", "has_comm_dtype", "get_all_comm_dtypes", "sort_dtypes"),
         ),
     ],
 )

@@ -301,6 +301,10 @@ def test_leaf_modules_are_marked_and_must_exist() -> None:
     assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
     deepspeed.utils.unset_z3_leaf_modules(net, ["Tanh"])
     assert not deepspeed.utils.get_z3_leaf_modules(net)
+    for mark in (deepspeed.utils.set_z3_leaf_modules_by_name, deepspeed.utils.set_z3_leaf_modules_by_suffix):
+        assert mark(net, ["1", "head"]) == ([net[1]], ["head"])
+        assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
+        assert mark(net, ["1"], flag=False) == ([net[1]], []) and not deepspeed.utils.z3_leaf_module(net[1])
     with pytest.raises(ValueError, match="No modules"):
         deepspeed.utils.set_z3_leaf_modules(net, [nn.GRU])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from zerodrift.deepspeed.ops.lion import FusedLion
 from zerodrift.optim.elementwise import ELEMENTWISE_CLASSES, declare, is_elementwise
 from zerodrift.optim.torch_optimizer import needs_closure
 
@@ -62,6 +63,7 @@ CLIPPED = SimpleNamespace(optim_bits=32, percentile_clipping=5)
         (kind("Shampoo", "distributed_shampoo"), False),
         (kind("AdamW", "mine", torch.optim.AdamW), None),
         (kind("Lion", "lion_pytorch.lion_pytorch"), True),
+        (FusedLion(parameters(4)), True),
         (kind("Lion", "lion_pytorch_of_mine"), None),
         (kind("AdamW", "bitsandbytes.optim.adamw", args=FULL), True),
         (kind("AdamW", "bitsandbytes.optim.adamw", args=EIGHT_BITS), None),

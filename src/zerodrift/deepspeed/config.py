@@ -28,6 +28,7 @@ from zerodrift.config.plain_tree import plain, shown
 from zerodrift.config.schema import Config
 from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
+from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
 MANAGED = "managed_gradient_accumulation"
 """A key that `DeepSpeedEngine.step` obeys, and the plan does not know."""
@@ -53,6 +54,9 @@ def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
     written: dict[str, Any] = _without_enums(_nested(_as_dict(value)))
     if isinstance(written.get("zero_optimization"), dict):
         _respell_offload(written["zero_optimization"])
+    scheduler = written.get("scheduler")
+    if isinstance(scheduler, dict) and scheduler.get("type") in VALID_LR_SCHEDULES:
+        _respell_warmup(scheduler.get("params"))
     return written
 
 
@@ -151,6 +155,14 @@ def _without_enums(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_enums(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _respell_warmup(params: Any) -> None:
+    kind = params.get("warmup_type") if isinstance(params, dict) else None
+    if isinstance(kind, str) and kind != "auto" and not is_warmup_type(kind):
+        where = "scheduler.params.warmup_type"
+        logger.warning("`%s` is %s, which is none: it is %r", where, shown(kind), WARMUP_LOG_RATE)
+        params["warmup_type"] = WARMUP_LOG_RATE
 
 
 def _respell_offload(zero: dict[str, Any]) -> None:

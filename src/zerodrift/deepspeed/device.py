@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.modules import absent
+from zerodrift.deepspeed.modules import NotHereError, absent
 
 ON_CPU: Mapping[str, Any] = {
     "device_count": 1,
@@ -31,7 +31,10 @@ ON_CPU: Mapping[str, Any] = {
 CONSTANT: Mapping[str, Any] = {
     "is_available": True,
     "is_fp16_supported": True,
+    "random": torch.random,
     "supported_dtypes": [torch.float, torch.half, torch.bfloat16],
+    "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
+    "get_compile_backend": "inductor",
 }
 """Methods without arguments -> what they return."""
 
@@ -68,11 +71,35 @@ class Accelerator:
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
 
+    def is_synchronized_device(self) -> bool:
+        return not self._cuda
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        if not self._cuda:
+            must = "must be asked of a GPU"
+            raise NotHereError("get_accelerator().total_memory", must, got="a CPU", do="Use `psutil`.")
+        return torch.cuda.get_device_properties(device_index or 0).total_memory
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return self.total_memory(device_index) - torch.cuda.memory_allocated(device_index)
+
     def communication_backend_name(self) -> str:
         return "nccl" if self._cuda else "gloo"
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_push(msg) if self._cuda else None
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_pop() if self._cuda else None
 
 
 def get_accelerator() -> Accelerator:

@@ -1,5 +1,5 @@
 """Functions of DeepSpeed that scripts call beside an engine: the log, small helpers, activation
-checkpointing, and marks on modules.
+checkpointing, marks on modules, and estimates of memory.
 
 Marks change nothing: a unit is gathered whole, and a module that computes with a parameter of another unit
 has that unit gathered. Handlers and level of the log are the script's.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -50,6 +51,20 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 # --- helpers that torch nearly has ------------------------------------------------------------------------
+
+
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """Move the tensors in lists, tuples and dicts to a device, or only those that `criterion_func`
+    accepts."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(part, device, criterion_func) for part in item)
+    if isinstance(item, dict):
+        return {key: move_to_device(part, device, criterion_func) for key, part in item.items()}
+    return item
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008
@@ -167,6 +182,10 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return bool(model.__dict__.get("_z3_leaf", False))
 
 
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    return hasattr(model, "ds_z3_leaf_module")
+
+
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
@@ -179,16 +198,36 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of these classes, which may be given by their names."""
-    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
-def _mark(model: nn.Module, classes: Sequence[Any], flag: bool, must_find: bool) -> list[nn.Module]:
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their paths. Return them and the names that do not exist."""
+    paths = dict(model.named_modules())
+    chosen = [paths[name] for name in module_names if name in paths]
+    missing = [name for name in module_names if name not in paths]
+    return _mark(model, chosen, flag, raise_if_not_found, module_names), missing
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their paths. Return them and the suffixes that match nothing."""
+    paths = dict(model.named_modules())
+    chosen = [module for path, module in paths.items() if path.endswith(tuple(module_name_suffixes))]
+    missing = [end for end in module_name_suffixes if not any(path.endswith(end) for path in paths)]
+    return _mark(model, chosen, flag, raise_if_not_found, module_name_suffixes), missing
+
+
+def _mark_classes(model: nn.Module, classes: Sequence[Any], flag: bool, must_find: bool) -> list[nn.Module]:
     kinds = tuple(item for item in classes if not isinstance(item, str))
     chosen = []
     for module in model.modules():
@@ -196,8 +235,124 @@ def _mark(model: nn.Module, classes: Sequence[Any], flag: bool, must_find: bool)
         names = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(module, kinds) or any(name in classes for name in names):
             chosen.append(module)
-    if not chosen and must_find:
-        raise ValueError(f"No modules were found for {list(classes)} in {type(model).__name__}.")
-    for module in chosen:
+    return _mark(model, chosen, flag, must_find, classes)
+
+
+def _mark(
+    model: nn.Module, modules: list[nn.Module], flag: bool, must_find: bool, wanted: Sequence[Any]
+) -> list[nn.Module]:
+    if not modules and must_find:
+        raise ValueError(f"No modules were found for {list(wanted)} in {type(model).__name__}.")
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return chosen
+    return modules
+
+
+# --- estimates of the memory of ZeRO-2 and ZeRO-3, by DeepSpeed's formulas for Adam in 16 bits ------------
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Return the bytes of CPU memory per node and of GPU memory per GPU."""
+    ranks = num_nodes * num_gpus_per_node
+    if cpu_offload:
+        return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), 2 * total_params
+    on_gpu = 2 * total_params + int(18 * total_params / ranks)
+    return int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), on_gpu
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Return the bytes of CPU memory per node, of GPU memory per GPU, and of the largest layer."""
+    ranks, layer = num_nodes * num_gpus_per_node, 4 * largest_layer_params
+    at_init = 4 * num_gpus_per_node  # bytes per parameter while every process of a node builds the model
+    if not cpu_offload:
+        on_gpu = layer + int(18 * total_params / ranks)
+        built = largest_layer_params if zero_init else total_params
+        return int(built * at_init * additional_buffer_factor), on_gpu, layer
+    on_gpu = layer if cpu_offload_params else layer + int(2 * total_params / ranks)
+    offloaded = (18 if cpu_offload_params else 16) / num_nodes
+    per_parameter = offloaded if zero_init else max(at_init, offloaded)
+    return int(total_params * per_parameter * additional_buffer_factor), on_gpu, layer
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates for a model."""
+    total, _ = _count(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates for the size of a model."""
+    setup, rows = (num_gpus_per_node, num_nodes), []
+    for offload in (True, False):
+        needs = estimate_zero2_model_states_mem_needs(total_params, *setup, offload, additional_buffer_factor)
+        rows.append((*needs, f"offload_optimizer={_PLACES[offload]}"))
+    _print_needs(*setup, f"{int(total_params / 1e6)}M total params", rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates for a model."""
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *_count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the estimates for the size of a model."""
+    counts, setup, rows = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes), []
+    places = ((True, True), (True, False), (False, False))
+    for (optimizer, params), init in itertools.product(places, (True, False)):
+        on_cpu, on_gpu, _ = estimate_zero3_model_states_mem_needs(
+            *counts, *setup, optimizer, params, init, additional_buffer_factor
+        )
+        offload = f"offload_param={_PLACES[params]}, offload_optimizer={_PLACES[optimizer]}"
+        rows.append((on_cpu, on_gpu, f"{offload}, zero_init={int(init)}"))
+    total, largest = (f"{int(count / 1e6)}M" for count in counts)
+    _print_needs(*setup, f"{total} total params, {largest} largest layer params", rows)
+
+
+_PLACES = {True: "cpu ", False: "none"}
+
+
+def _count(model: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters, tied ones once, and that of the largest module without its
+    children."""
+    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
+    return sum(parameter.numel() for parameter in model.parameters()), max(own, default=0)
+
+
+def _print_needs(gpus: int, nodes: int, model: str, rows: list[tuple[int, int, str]]) -> None:
+    setup = f"{nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node"
+    print("Estimated memory needed for params, optim states and gradients for a:")
+    print(f"HW: Setup with {setup}.\nSW: Model with {model}.\n  per CPU  |  per GPU |   Options")
+    for on_cpu, on_gpu, options in rows:
+        print(f" {on_cpu / 2**30:7.2f}GB | {on_gpu / 2**30:6.2f}GB | {options}")
+    print("These are DeepSpeed's formulas; `zerodrift plan` has the bytes of a config.")

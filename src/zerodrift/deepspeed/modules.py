@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.names import ABSENT, PRESENT, ROOT
+from zerodrift.deepspeed.names import ABSENT, LOWER_CASE, PRESENT, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -191,5 +191,7 @@ class DeepSpeedModules(MetaPathFinder, Loader):
 
 def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
+    if home == LOWER_CASE:
+        return name.lower()
     module = importlib.import_module(home if "." in home else f"{HOME}.{home}")
     return getattr(module, other or name)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 ROOT = "deepspeed"
 """The package itself in the left column."""
 
+LOWER_CASE = "(its own name in lower case)"
+
 PRESENT: Mapping[str, str] = {
     "collectives": """
         comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
@@ -50,13 +52,18 @@ PRESENT: Mapping[str, str] = {
         runtime.activation_checkpointing
         runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
             non_reentrant_checkpoint reset
-        runtime.utils: see_memory_usage
+        runtime.utils: move_to_device see_memory_usage
         runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
+        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
         runtime.zero.utils runtime.zero.partition_parameters: is_zero_param
         utils utils.logging: log_dist logger warning_once
         utils utils.nvtx: instrument_w_nvtx
         utils utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
-            unset_z3_leaf_modules z3_leaf_module
+            set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
+            z3_leaf_parameter
         utils.torch: required_torch_version
         zero runtime.zero runtime.zero.partition_parameters: register_external_parameter
             unregister_external_parameter
@@ -84,11 +91,14 @@ PRESENT: Mapping[str, str] = {
         git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED
     """,
     "parameters": """
-        runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype
+        runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_all_comm_dtypes get_comm_dtype
+            get_default_autocast_lower_precision_modules has_comm_dtype sort_dtypes
         runtime.zero.config: ZERO_OPTIMIZATION ZeroStageEnum
         runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
         utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
+            safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
             safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
             safe_update_full_grad_vectorized
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
@@ -117,6 +127,13 @@ PRESENT: Mapping[str, str] = {
         runtime.lr_schedules: LR_RANGE_TEST LR_SCHEDULE ONE_CYCLE VALID_LR_SCHEDULES WARMUP_COSINE_LR
             WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR LRRangeTest OneCycle WarmupCosineLR
             WarmupDecayLR WarmupLR
+    """,
+    LOWER_CASE: """
+        runtime.lr_schedules: LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE
+            LR_RANGE_TEST_STAIRCASE EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT
+            CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR
+            DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR
+            WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS
     """,
 }
 """Our file -> the modules and names that it provides."""
@@ -240,22 +257,7 @@ ABSENT: Mapping[str, str] = {
         runtime.lr_schedules: parse_arguments override_params get_config_from_args get_lr_from_config
     """,
     "Annotate with `Callable[..., Any]`.": "deepspeed: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-    "`zerodrift plan` prints the bytes of a config; the formulas are of DeepSpeed's own memory.": """
-        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
-            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
-        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
-            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
-    """,
-    "Leave it out: a unit is gathered whole, and no module needs a mark.": """
-        utils utils.z3_leaf_module: set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
-            z3_leaf_parameter
-    """,
     "Buffers and tensors stay what the model made them.": "zero runtime.zero: DeepSpeedTensorOverride",
-    "Ask `get_comm_dtype` of each parameter.": "runtime.torch_autocast: get_all_comm_dtypes sort_dtypes",
-    "Ask `engine.torch_autocast_lower_precision_safe_modules()`.": """
-        runtime.torch_autocast: get_default_autocast_lower_precision_modules
-    """,
-    "Call `to(device)` of each tensor.": "runtime.utils: move_to_device",
     "Ask `engine.torch_autocast_enabled()` and `engine.torch_autocast_dtype()`.": """
         runtime.torch_autocast: is_autocast_initialized get_autocast_dtype
     """,
@@ -277,9 +279,6 @@ ABSENT: Mapping[str, str] = {
     """,
     "Use `zero_to_fp32`, and cast what it wrote.": "utils: zero_to_torch",
     "Use `safe_get_full_fp32_param` and its kin.": """
-        utils utils.tensor_fragment: safe_get_local_fp32_param safe_get_local_grad
-            safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad
-            safe_set_local_optimizer_state
         utils utils.tensor_fragment: get_full_hp_param link_hp_params set_full_hp_param fragment_address
             get_hp_fragment_mapping
         utils: get_full_hp_grad set_full_hp_grad lazy_init_hp_params_optimizer_state map_to_flat_opt_states

@@ -4,8 +4,10 @@ dtype of its gradient on the wire.
 DeepSpeed's functions get a parameter and nothing else. So the place of a parameter in an engine is an
 attribute of it, and so are the attributes that PEFT, TRL and transformers read.
 
-The functions are collective: all ranks must call them in the same order. They work at every stage, and the
-gradient is the accumulated, averaged and unscaled one in fp32.
+The full functions are collective: all ranks must call them in the same order. The local ones are for this
+rank's shard, which is flat, may be empty, and differs in length between ranks. DeepSpeed returns the last
+micro-batch's local gradient, or works at stage 3 only; these work at every stage and return the accumulated,
+averaged, unscaled gradient in fp32.
 
 Invariants: a parameter has `ENGINE_PARAMETER` exactly while an engine runs it, and keeps no engine alive. A
 value that was set is the value that is read, and the one that the next update starts from.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +25,14 @@ from torch import nn
 
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.absent_parameter import STAYS, AbsentParameter
+from zerodrift.engine.habits.storage_writes import mark_storage_changed
 from zerodrift.engine.native import native
+from zerodrift.engine.step.segment import FlatSegment
+from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import ParameterHandle
 from zerodrift.errors import ModelError, UnsupportedError
+from zerodrift.plan.table import Row
+from zerodrift.policy.resolve import SAFE_MODULES
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
@@ -196,7 +203,109 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
+# --- this rank's shard ------------------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return a copy of this rank's shard of the master weights. Flat, fp32."""
+    engine, segment, row = _locate(param)
+    flat = _master(engine, segment)
+    return flat[_span(flat, segment, row)].clone()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded."""
+    engine, segment, row = _locate(param)
+    flat = _master(engine, segment)
+    _write(flat, segment, row, value)
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
+        segment.storage.copy_(flat)
+    else:
+        engine.updater.set_master(segment.number, flat)
+    segment.drop()
+    segment.sync_storage().wait()
+    mark_storage_changed(segment)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return a copy of this rank's shard of the gradient so far. Flat, fp32. Return None outside a step."""
+    engine, segment, row = _locate(param)
+    if not isinstance(segment, TrainedSegment) or not engine.micro_batches:
+        return None
+    engine.progress.require_whole_sum(row.name)
+    native(engine.executor).gradients.flush()
+    if segment.reduced is None:
+        zeros = torch.zeros(segment.spec.padded // segment.ranks, device=segment.storage.device)
+        return zeros[_span(zeros, segment, row)]
+    return segment.reduced[_span(segment.reduced, segment, row)].float() * engine.progress.unscale
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    engine, segment, row = _locate(param)
+    engine.progress.require_whole_sum(row.name)
+    native(engine.executor).gradients.flush()
+    if not isinstance(segment, TrainedSegment) or segment.reduced is None:
+        raise ModelError(row.name, "must have a gradient to replace", got="none in this step")
+    _write(segment.reduced, segment, row, value / engine.progress.unscale)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return a copy of this rank's shard of a moment. Flat, fp32. Return None before the first step."""
+    engine, segment, row = _locate(param)
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
+        return None
+    flat = engine.updater.states(segment.number).get(optim_state_key)
+    return None if flat is None else flat[_span(flat, segment, row)].clone()
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    engine, segment, row = _locate(param)
+    moments = {} if engine.updater is None else engine.updater.states(segment.number)
+    if engine.updater is None or optim_state_key not in moments:
+        must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
+        raise ModelError(row.name, must, got=got, do="State is there after the first step.")
+    _write(moments[optim_state_key], segment, row, value)
+    engine.updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
+
+
+def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
+    engine, name = require_engine_parameter(param)
+    row = engine.plan.row(name)
+    if row is None:
+        raise AssertionError(f"{name} has an owner and no row")
+    return engine, native(engine.executor).segments[row.segment], row
+
+
+def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
+    """Return a copy of this rank's master weights of a segment. Flat, fp32."""
+    if engine.updater is None or not isinstance(segment, TrainedSegment):
+        return segment.storage.to(torch.float32, copy=True)
+    return engine.updater.master(segment.number)
+
+
+def _write(flat: torch.Tensor, segment: FlatSegment, row: Row, value: torch.Tensor) -> None:
+    span = _span(flat, segment, row)
+    if value.numel() != span.stop - span.start:
+        must = f"must get as many values as this rank holds, {span.stop - span.start}"
+        raise ModelError(row.name, must, got=value.numel())
+    with torch.no_grad():
+        flat[span] = value.reshape(-1).to(flat.dtype)
+
+
+def _span(flat: torch.Tensor, segment: FlatSegment, row: Row) -> slice:
+    """Return the place of one parameter in a flat segment, or in this rank's shard of it."""
+    start = 0 if flat.numel() == segment.spec.padded else segment.rank * flat.numel()
+    low = max(row.offset - start, 0)
+    return slice(low, max(low, min(row.offset + row.numel - start, flat.numel())))
+
+
 # --- `deepspeed.runtime.torch_autocast`: the dtype of a gradient on the wire ------------------------------
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    """Return the classes whose gradients are sent in the autocast dtype, unless the config names others."""
+    classes = [getattr(nn, name.rpartition(".")[2]) for name in SAFE_MODULES]
+    return [f"{kind.__module__}.{kind.__name__}" for kind in classes]
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
@@ -213,3 +322,11 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
         if row is not None and row.columns.update is not None:
             return row.columns.update.reduce.wire.torch
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+
+
+def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    return {get_comm_dtype(parameter) for parameter in params}
+
+
+def sort_dtypes(dtypes: list[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=str)

@@ -1,8 +1,8 @@
 """Open a DeepSpeed checkpoint by parameter name: weights, fp32 masters, moments, and the state of the run.
 
 DeepSpeed's buffers are cut into parameters by name. At stages 1 and 2 a parameter group is one flat buffer,
-cut into equal pieces, one per rank. At stage 3 every parameter is cut by itself. Stage 0 gives its weights
-alone.
+cut into equal pieces, one per rank. At stage 3 every parameter is cut by itself. Stage 0 saves an optimizer's
+state by its own numbers.
 
 Invariants: every element of a parameter is in exactly one run, and nothing is copied before a run is used.
 Lengths and, if they were saved, the weights agree with the place that a parameter is taken from, or there is
@@ -24,6 +24,7 @@ from zerodrift import optimizers
 from zerodrift.checkpoint.manifest import SavedParameter
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.weights.deepspeed.files import DeepSpeedFiles, find_tag, is_tried, read_files
+from zerodrift.weights.deepspeed.stage_0 import hold_by_number, hold_flat
 from zerodrift.weights.sources import ConvertSource, Run, TrainingState, dtype_of
 
 _WRITTEN = """
@@ -226,6 +227,10 @@ def _does_not_fit(files: DeepSpeedFiles, what: str, wanted: int, have: int) -> C
     return CheckpointError(files.folder, must, got=f"{have:,}", do=_OTHER_SAVE)
 
 
+def _whole(value: torch.Tensor) -> tuple[Run, ...]:
+    return ((0, value.detach().reshape(-1)),) if value.numel() else ()
+
+
 def _cut(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[Run]:
     """Yield elements `[start, start + numel)` of pieces that follow each other."""
     begin = 0
@@ -280,8 +285,7 @@ def stage_1_or_2(files: DeepSpeedFiles) -> StageContents:
     # Stage 1 saves frozen parameters only among the weights.
     frozen |= {name: value for name, value in module.items() if name not in known}
     for name, value in frozen.items():
-        runs = ((0, value.detach().reshape(-1)),) if value.numel() else ()
-        parameters.append(_parameter(_names(model, name), value.shape, -1, runs))
+        parameters.append(_parameter(_names(model, name), value.shape, -1, _whole(value)))
     groups = bases[0].get("param_groups", ()) if isinstance(bases[0], dict) else ()
     updates = _count_updates(moments_of, groups)
     return StageContents(parameters, groups, updates, states[0].get("loss_scaler"))
@@ -355,7 +359,8 @@ def _shares(flats: Sequence[Sequence[torch.Tensor]], start: int, share: int, num
 
 
 def stage_0(files: DeepSpeedFiles) -> StageContents:
-    """Return the weights alone: the optimizer's state is saved by numbers, without names."""
+    """Match the optimizer's numbers with parameters by shapes or values; if both leave a choice, masters and
+    moments are left out with a note."""
     model = files.models[0]
     buffers = set(model.get("buffer_names") or ())
     names: dict[tuple[int, int, int], list[str]] = {}
@@ -365,19 +370,25 @@ def stage_0(files: DeepSpeedFiles) -> StageContents:
             place = (value.untyped_storage().data_ptr(), int(value.storage_offset()), value.numel())
             key = place if value.numel() else (-1, len(names), 0)
             names.setdefault(key, []).append(name)
-    parameters = []
-    for own in names.values():
-        value = model["module"][own[0]]
-        weight = ((0, value.reshape(-1)),) if value.numel() else ()
-        parameters.append(_parameter(own, value.shape, 0, weight))
+    weights = {own[0]: model["module"][own[0]] for own in names.values()}
     saved = model.get("optimizer") or {}
     base = saved.get("optimizer_state_dict", saved)
     groups, state = base.get("param_groups", ()), base.get("state", {})
+    if "fp32_groups_flat" in saved:
+        held = hold_flat(weights, saved["fp32_groups_flat"], state.get(0, {}))
+    else:
+        held = hold_by_number(weights, groups, saved.get("fp32_groups"), state)
+    parameters = []
+    for own in names.values():
+        value = weights[own[0]]
+        # Without any state, all parameters count as trained.
+        group, master, moments = held.get(own[0], (-1 if held else 0, value, {}))
+        runs = {key: _whole(moment) for key, moment in moments.items()}
+        parameters.append(_parameter(own, value.shape, group, _whole(master), **runs))
     note = (
-        "Stage 0 saves the optimizer's state without names: masters and moments were left out. Save once at "
-        "stage 1 to keep them."
+        "Stage 0 saves the optimizer's state without names, and shapes do not tell its parameters apart: "
+        "masters and moments were left out. Save once at stage 1 to keep them."
     )
     scaler = saved if "cur_scale" in saved else None
-    return StageContents(
-        parameters, groups, _count_updates([state], groups), scaler, (note,) if groups else ()
-    )
+    notes = (note,) if groups and not held else ()
+    return StageContents(parameters, groups, _count_updates([state], groups), scaler, notes)
