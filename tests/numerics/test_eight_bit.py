@@ -43,6 +43,12 @@ def at_stages(stages: tuple[int, ...], kind: str, steps: int) -> list[Run]:
     return runs
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_learns(kind: str) -> None:
+    ((run,),) = run_ranks(at_stages, 1, (0,), kind, 12)
+    assert run.losses[-1] < run.losses[0] - 0.05
+
+
 Worlds = dict[int, tuple[int, ...]]
 """Ranks -> stages."""
 
@@ -99,9 +105,9 @@ def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def learned(kind: str, state: str) -> tuple[float, float]:
+def learned(state: str) -> tuple[float, float]:
     """Mean loss of the last 20 of 200 steps on eight batches, and bytes of moments per parameter."""
-    engine = engine_of(3, state, optimizer={"type": kind, "params": KINDS[kind]})
+    engine = engine_of(3, state)
     run = train(engine, 200, data=lambda step, rank, micro: batch(step % 8, rank))
     bill = cost(engine.plan)
     engine.destroy()
@@ -109,14 +115,13 @@ def learned(kind: str, state: str) -> tuple[float, float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "moments", "apart"), [("AdamW", 2, 0.1), ("SGD", 1, 0.3), ("Lion", 1, 0.1)])
-def test_it_learns_as_fp32_moments_do(kind: str, moments: int, apart: float) -> None:
-    found = {state: run_ranks(learned, 1, kind, state, timeout=120)[0] for state in ("fp32", "8bit")}
+def test_it_learns_as_fp32_moments_do() -> None:
+    found = {state: run_ranks(learned, 1, state, timeout=120)[0] for state in ("fp32", "8bit")}
     loss, size = found["8bit"]
     expected, usual = found["fp32"]
     assert expected < 2.5, f"nothing was learned: {expected}"
-    assert loss == pytest.approx(expected, abs=apart)
-    assert (size, usual) == (moments * (1 + 4 / 256), moments * 4)
+    assert loss == pytest.approx(expected, abs=0.1)
+    assert (size, usual) == (2 * (1 + 4 / 256), 8)
 
 
 def with_own(kind: str, state: str, beta2: float) -> str:

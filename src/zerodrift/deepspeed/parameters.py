@@ -218,10 +218,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     engine, segment, row = _locate(param)
     flat = _master(engine, segment)
     _write(flat, segment, row, value)
-    if engine.updater is None or not isinstance(segment, TrainedSegment):
+    updater = native(engine.executor).updater
+    if updater is None or not isinstance(segment, TrainedSegment):
         segment.storage.copy_(flat)
     else:
-        engine.updater.set_master(segment.number, flat)
+        updater.set_master(segment.number, flat)
     segment.drop()
     segment.sync_storage().wait()
     mark_storage_changed(segment)
@@ -252,20 +253,22 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's shard of a moment. Flat, fp32. Return None before the first step."""
     engine, segment, row = _locate(param)
-    if engine.updater is None or not isinstance(segment, TrainedSegment):
+    updater = native(engine.executor).updater
+    if updater is None or not isinstance(segment, TrainedSegment):
         return None
-    flat = engine.updater.states(segment.number).get(optim_state_key)
+    flat = updater.states(segment.number).get(optim_state_key)
     return None if flat is None else flat[_span(flat, segment, row)].clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     engine, segment, row = _locate(param)
-    moments = {} if engine.updater is None else engine.updater.states(segment.number)
-    if engine.updater is None or optim_state_key not in moments:
+    updater = native(engine.executor).updater
+    moments = {} if updater is None else updater.states(segment.number)
+    if updater is None or optim_state_key not in moments:
         must, got = f"must have optimizer state {optim_state_key!r}", ", ".join(moments) or "none yet"
         raise ModelError(row.name, must, got=got, do="State is there after the first step.")
     _write(moments[optim_state_key], segment, row, value)
-    engine.updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
+    updater.set_state(segment.number, optim_state_key, moments[optim_state_key])
 
 
 def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
@@ -278,9 +281,10 @@ def _locate(param: nn.Parameter) -> tuple[Engine, FlatSegment, Row]:
 
 def _master(engine: Engine, segment: FlatSegment) -> torch.Tensor:
     """Return a copy of this rank's master weights of a segment. Flat, fp32."""
-    if engine.updater is None or not isinstance(segment, TrainedSegment):
+    updater = native(engine.executor).updater
+    if updater is None or not isinstance(segment, TrainedSegment):
         return segment.storage.to(torch.float32, copy=True)
-    return engine.updater.master(segment.number)
+    return updater.master(segment.number)
 
 
 def _write(flat: torch.Tensor, segment: FlatSegment, row: Row, value: torch.Tensor) -> None:
