@@ -49,6 +49,7 @@ from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
+from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts.dispatch import distribute_experts
@@ -87,7 +88,9 @@ class NativeExecutor:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, comm, self._pools, sources)
-        self._traversal = Traversal(self.units, prefetch_budget(self.part))
+        alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
+        order = None if alone else UnitOrder(self.units, comm.all_gather_object)
+        self._traversal = Traversal(self.units, order, prefetch_budget(self.part))
         for unit in self.units:
             unit.traversal = self._traversal
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
