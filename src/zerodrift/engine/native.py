@@ -23,6 +23,7 @@ from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import pin, unpin
 from zerodrift.engine.habits.storage_writes import (
+    are_missing,
     compare_with_storage,
     mark_storage_changed,
     record_versions,
@@ -97,7 +98,7 @@ class NativeExecutor:
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.turns = Turns(mesh.device, generators(mesh.device))
         """Alternates a forward and a backward while the other's exchange travels."""
-        self.guard = ParameterGuard(model, self.segments)
+        self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles: list[Any] = [
             *self._attach(),
             refuse_wrapper(model),
@@ -221,6 +222,8 @@ class NativeExecutor:
         mesh = self.comm.mesh
         written = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = torch.zeros_like(written)
+        for placeholders in self.guard.placeholders if mesh.asynchronous else ():
+            written += (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
         for segment in self.segments:
             compared = segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
             found = storage_checksum(segment) if compared else None
