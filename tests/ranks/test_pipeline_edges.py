@@ -21,8 +21,8 @@ from tests.ranks.ways import WAYS
 from tests.unit.test_late_products import Own
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
-from zerodrift.pipeline.batches import checksum
 from zerodrift.pipeline.cut import Parts
+from zerodrift.pipeline.run import checksum
 
 
 @dataclass

@@ -23,6 +23,7 @@ from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import pin, unpin
 from zerodrift.engine.habits.storage_writes import (
+    are_missing,
     compare_with_storage,
     mark_storage_changed,
     record_versions,
@@ -49,6 +50,7 @@ from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
+from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
 from zerodrift.experts.dispatch import distribute_experts
@@ -87,14 +89,16 @@ class NativeExecutor:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, comm, self._pools, sources)
-        self._traversal = Traversal(self.units, prefetch_budget(self.part))
+        alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
+        order = None if alone else UnitOrder(self.units, comm.all_gather_object)
+        self._traversal = Traversal(self.units, order, prefetch_budget(self.part))
         for unit in self.units:
             unit.traversal = self._traversal
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.turns = Turns(mesh.device, generators(mesh.device))
         """Alternates a forward and a backward while the other's exchange travels."""
-        self.guard = ParameterGuard(model, self.segments)
+        self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
         self._handles: list[Any] = [
             *self._attach(),
             refuse_wrapper(model),
@@ -218,6 +222,8 @@ class NativeExecutor:
         mesh = self.comm.mesh
         written = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = torch.zeros_like(written)
+        for placeholders in self.guard.placeholders if mesh.asynchronous else ():
+            written += (~are_missing(placeholders)).any()  # elsewhere `guard.check` has looked
         for segment in self.segments:
             compared = segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
             found = storage_checksum(segment) if compared else None

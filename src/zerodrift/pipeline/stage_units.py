@@ -54,6 +54,8 @@ class StageUnits:
         """Unit -> micro-batches that have ended in it, once per piece."""
         self._tree = part.policy.tree
         self._ends: Counter[tuple[int, int]] = Counter()
+        self.are_ends_summed = False
+        """Whether both ends of the pipeline have the sum of their gradients of what is tied across it."""
         """(unit, micro-batch) -> the pieces in which it has ended."""
         self._taken: Counter[int] = Counter()
         """Unit -> its micro-batches that are in the tree."""
@@ -85,6 +87,7 @@ class StageUnits:
     # --- gradients --------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
+        self.are_ends_summed = False
         self._ended.clear()
         self._ends.clear()
         self._taken.clear()
@@ -139,6 +142,7 @@ class StageUnits:
 
     def sum_over_ends(self, comm: Collectives) -> None:
         """Sum what is tied across the pipeline: see [Note: tied across the pipeline] of `plan/stages.py`."""
+        self.are_ends_summed = True
         for segment in self._segments(self._of(None)):
             if segment.reduced is not None and is_tied_across_ranks(self._part, segment.spec):
                 comm.all_reduce(segment.reduced, segment.reduced, "ends", Sum(segment.reduced.dtype))

@@ -19,6 +19,7 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.habits.storage_writes import mark_storage_changed
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.values import SegmentValues
+from zerodrift.pipeline.stage_units import StageUnits
 from zerodrift.plan.stages import is_tied_across_ranks, pieces, rank_of
 from zerodrift.plan.table import Plan, Row
 
@@ -31,6 +32,7 @@ class StagedValues:
     part: Plan
     own: SegmentValues
     comm: Collectives
+    units: StageUnits
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
@@ -73,7 +75,8 @@ class StagedValues:
             return self.own.gradient(mine, unscale)
 
         whole = self._from_owner(row, read)
-        if is_tied_across_ranks(self.plan, self.plan.segments[row.segment]):
+        is_tied = is_tied_across_ranks(self.plan, self.plan.segments[row.segment])
+        if is_tied and not self.units.are_ends_summed:
             pipeline = self.plan.policy.pipeline
             last = rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
             whole = whole + self._from(last, row, read, torch.float32)
@@ -81,8 +84,8 @@ class StagedValues:
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
         if (mine := self._here(row)) is not None:
-            first = self._home(row) == self.comm.mesh.rank("pipeline")
-            self.own.set_gradient(mine, value if first else torch.zeros_like(value))
+            is_whole = self.units.are_ends_summed or self._home(row) == self.comm.mesh.rank("pipeline")
+            self.own.set_gradient(mine, value if is_whole else torch.zeros_like(value))
 
     def moment_names(self, row: Row) -> tuple[str, ...]:
         mine = self._here(row)

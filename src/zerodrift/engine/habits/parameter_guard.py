@@ -27,9 +27,13 @@ from torch.utils.hooks import RemovableHandle
 from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
 from zerodrift.engine.habits.storage_writes import (
     WRITE,
+    WRITTEN_ABSENT,
+    are_missing,
     hold_full,
     record_versions,
     rows_with_new_version,
+    rows_written_while_absent,
+    share_placeholders,
 )
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
@@ -204,7 +208,10 @@ Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractCo
 class ParameterGuard:
     """All parameter slots of a model."""
 
-    def __init__(self, model: nn.Module, segments: list[FlatSegment]) -> None:
+    def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
+        """`asynchronous`: see `Mesh.asynchronous`."""
+        self._asynchronous = asynchronous
+        self.placeholders = share_placeholders(segment for segment in segments if segment.gathers)
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._slots = [
             ParameterSlot(
@@ -248,11 +255,14 @@ class ParameterGuard:
                 problems.include(problem)
         if not problems and not same:
             self._check_tree(problems)
+        absent = not self._asynchronous and any(not are_missing(held).all() for held in self.placeholders)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
                 written = rows_with_new_version(segment)
+                if absent:
+                    written += [row for row in rows_written_while_absent(segment) if row not in written]
                 for row in written:
-                    problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
+                    problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")
                 if written:
                     record_versions(segment)
 

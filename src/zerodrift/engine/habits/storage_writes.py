@@ -12,10 +12,11 @@ does so in all of them. Ranks compare frozen values that are whole now and then,
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 
-from zerodrift.engine.step.segment import FlatSegment, is_due
+from zerodrift.engine.step.segment import FlatSegment, is_due, missing_value
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels.digests import BYTES, prints
@@ -25,6 +26,7 @@ from zerodrift.policy.nouns import Master
 
 WRITE = "must be written inside `engine.gathered(write=True)`"
 READ = "a write inside `engine.gathered()`, which shows values"
+WRITTEN_ABSENT = "a write to what stands for it"
 _GATHERED = "They were gathered for the forward alone, and the write was lost."
 _SPLIT = (
     "A split master cannot tell which elements were meant. Write there, or set `precision.master: fp32`, "
@@ -117,6 +119,33 @@ def rows_with_new_version(segment: FlatSegment) -> list[Row]:
     return [row for row, parameter, version in versions if parameter._version != version]
 
 
+def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
+    """Put the placeholders of segments into one tensor per dtype, so that one check covers all."""
+    by_dtype: dict[torch.dtype, list[FlatSegment]] = {}
+    for segment in segments:
+        by_dtype.setdefault(segment.full.dtype, []).append(segment)
+    shared = []
+    for alike in by_dtype.values():
+        shared.append(torch.cat([segment.placeholder_elements for segment in alike]))
+        counts = [len(segment.rows) for segment in alike]
+        for segment, elements in zip(alike, shared[-1].split(counts), strict=True):
+            segment.use_placeholders(elements)
+    return shared
+
+
+def are_missing(placeholders: torch.Tensor) -> torch.Tensor:
+    """Return which elements still have the value of placeholders."""
+    value = missing_value(placeholders.dtype)
+    return placeholders.isnan() if isinstance(value, float) else placeholders == value
+
+
+def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
+    """Return the rows with a write to their placeholder, and undo it."""
+    missing = are_missing(segment.placeholder_elements).tolist()
+    segment.placeholder_elements.fill_(missing_value(segment.full.dtype))
+    return [row for row, same in zip(segment.rows, missing, strict=True) if not same]
+
+
 def compare_with_storage(segment: FlatSegment) -> None:
     """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
     columns = segment.spec.columns
@@ -165,6 +194,8 @@ def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_al
     """Make writes of user code to storage the master's, on this rank, or raise; see [Note: writing]. With
     `accept_all`, elements of a split master that cannot be told apart take the values of storage."""
     problems = Problems()
+    for row in rows_written_while_absent(segment) if segment.gathers else ():
+        problems.add(row.name, WRITE, got=WRITTEN_ABSENT, do="It was lost.")
     overwritten, segment.writes.overwritten = segment.writes.overwritten, None
     first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
     for row in () if overwritten is None else _rows_of(segment, overwritten, segment.full, first):

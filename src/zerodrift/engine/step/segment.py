@@ -96,6 +96,7 @@ class FlatSegment:
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
+        self.placeholder_elements = torch.empty(0)
         self._placeholder_addresses: list[int] = []
         self._absent_classes: list[type] = []
         self._own_holders = 0
@@ -121,9 +122,7 @@ class FlatSegment:
         if self.gathers:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
-        elements = self.full.new_full((len(self.rows),), _missing_value(self.full.dtype))
-        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
-        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
+        self.use_placeholders(self.full.new_full((len(self.rows),), missing_value(self.full.dtype)))
         trained = self.spec.columns.trained
         self._kinds = [(self.full.dtype, row.shape, trained) for row in self.rows]
         self._show(self._views)
@@ -134,6 +133,14 @@ class FlatSegment:
             self._own_holders = _holders(self.full)
             self.is_stale = True  # there is nothing in it
             self._free()
+
+    def use_placeholders(self, elements: torch.Tensor) -> None:
+        """Show these elements, one for each parameter, while the full form has no memory."""
+        self.placeholder_elements = elements
+        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
+        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
+        if self._absent_classes and not self.is_full:
+            self._hide()
 
     def _expect_gradients(self) -> None:
         """Prepare trained parameters for gradients."""
@@ -318,7 +325,7 @@ _KIND = operator.attrgetter("dtype", "shape", "requires_grad")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def _missing_value(dtype: torch.dtype) -> float | int:
+def missing_value(dtype: torch.dtype) -> float | int:
     """Return the value of a placeholder: NaN, or the least integer; False for bool, which has no other."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

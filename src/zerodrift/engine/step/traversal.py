@@ -2,8 +2,9 @@
 
 A model may skip a unit on one rank: an expert without tokens, a layer that is dropped. The other ranks gather
 it, and a rank that did not would take the next collective for it. So a training step goes through the units
-in the order of the plan: those that were passed over are gathered too, and in a backward count as over, in
-their turn. Units are gathered ahead as far as there is room (`plan/schedule.py`).
+in the order of the plan, or in another that forwards have shown (`unit_order.py`): those that were passed
+over are gathered too, and in a backward count as over, in their turn. Units are gathered ahead as far as
+there is room (`plan/schedule.py`).
 
 Invariant: in training, the gathers and reductions of a rank that runs units in the order of the plan, and
 each at most once, are the plan's list. A unit that runs out of turn, or again, is gathered on the spot.
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.plan.schedule import backward_order, contains, prefetch_ends
 
 
@@ -36,36 +38,24 @@ def will_be_recomputed() -> bool:
 class Traversal:
     """The position of a step among the units of an engine."""
 
-    def __init__(self, units: Sequence[Any], room: int = 0) -> None:
-        """`units` are the engine's `LiveUnit`s. `room` is how many bytes may be gathered at once, if that is
-        more than a unit and the next."""
+    def __init__(self, units: Sequence[Any], order: UnitOrder | None = None, room: int = 0) -> None:
+        """`units` are the engine's `LiveUnit`s. `order` is None where gathers need no other rank. `room` is
+        how many bytes may be gathered at once, if that is more than a unit and the next."""
         self.gradients: Any = None
         """The engine's `Gradients`, to which units go whose backward is over."""
         self.checksum = 0
         """Checksum of [Note: order]; the engine clears it in every step."""
         self.under_way: list[Any] = []
-        self._forth = [unit for unit in units if not unit.is_root]
-        by_name = {unit.spec.name: unit for unit in self._forth}
-        self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in self._forth])]
-        self._forth_place = {unit.number: place for place, unit in enumerate(self._forth)}
-        self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
-        self._inside = {
-            block.number: [
-                other for other in self._back if other is not block and contains(block.spec, other.spec)
-            ]
-            for block in self._back
-        }
-        self._nested = {other.number for inside in self._inside.values() for other in inside}
-        self._forth_reach = prefetch_ends([unit.gathered_bytes for unit in self._forth], room)
-        self._back_reach = prefetch_ends([unit.gathered_bytes for unit in self._back], room)
-        trained = [place for place, unit in enumerate(self._back) if unit.trained]
-        self._until = trained[-1] + 1 if trained else 0
-        """Units of `_back` behind it have no gradient."""
+        self._room = room
+        self._order = order
+        """None where the order is final."""
+        self._arrange([unit for unit in units if not unit.is_root])
         self._walking = False
         """Whether a forward of the root is running, so that units have a next one."""
         self._training = False
         self._went = 0
-        self._once: set[int] = set()
+        self._ran: dict[int, None] = {}
+        """Units that this forward in training has come to, in their order."""
         self.repeats = False
         """Whether one of them came again under activation checkpointing: it may have several backwards."""
         self._came = 0
@@ -74,6 +64,26 @@ class Traversal:
         self.reached: frozenset[int] | None = None
         """Trained units whose gradients this backward adds to, None where it adds to none; others that came
         forward count as over in their turn."""
+
+    def _arrange(self, forth: list[Any]) -> None:
+        """Set the order of units."""
+        self._forth = forth
+        by_name = {unit.spec.name: unit for unit in forth}
+        self._back = [by_name[spec.name] for spec in backward_order([unit.spec for unit in forth])]
+        self._forth_place = {unit.number: place for place, unit in enumerate(forth)}
+        self._back_place = {unit.number: place for place, unit in enumerate(self._back)}
+        self._inside = {
+            block.number: [
+                other for other in self._back if other is not block and contains(block.spec, other.spec)
+            ]
+            for block in self._back
+        }
+        self._nested = {other.number for inside in self._inside.values() for other in inside}
+        self._forth_reach = prefetch_ends([unit.gathered_bytes for unit in forth], self._room)
+        self._back_reach = prefetch_ends([unit.gathered_bytes for unit in self._back], self._room)
+        trained = [place for place, unit in enumerate(self._back) if unit.trained]
+        self._until = trained[-1] + 1 if trained else 0
+        """Units of `_back` behind it have no gradient."""
 
     def gathered(self, unit: Any) -> None:
         # Below 2^40, so that a sum over ranks stays far below 2^63.
@@ -85,7 +95,7 @@ class Traversal:
         """Begin the root's forward. Without gradients, units are gathered only where they are used."""
         self._walking, self._training, self._went = True, training, 0
         if training:
-            self._once.clear()
+            self._ran.clear()
             self.repeats = False
 
     def forward(self, unit: Any) -> None:
@@ -95,14 +105,23 @@ class Traversal:
         place = self._forth_place[unit.number]
         if self._training:
             unit.recomputed = will_be_recomputed()
-            self.repeats |= unit.recomputed and unit.number in self._once
-            self._once.add(unit.number)
+            self.repeats |= unit.recomputed and unit.number in self._ran
+            self._ran[unit.number] = None
+            if self._order is not None and place < self._went and not unit.is_full:
+                self._pass_by(len(self._forth))
+                self._order.gather(unit)
             self._pass_by(place)
         self._go(place)
 
     def leave(self) -> None:
         if self._walking and self._training:
             self._pass_by(len(self._forth))
+            if self._order is not None:
+                self._order.end_forward(self._ran)
+                if self._order.units != self._forth:
+                    self._arrange(self._order.units)
+                if self._order.is_final:
+                    self._order = None
         self._walking = False
 
     def _pass_by(self, until: int) -> None:
