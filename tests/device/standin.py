@@ -146,20 +146,21 @@ def accesses(tensors: Sequence[torch.Tensor], writes: bool) -> list[Access]:
 
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
+    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
     written = _written(op, args, kwargs)
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(not out.numel() for out in written) and kwargs:
         _resize_outputs(op, args, kwargs)
     random = torch.Tag.nondeterministic_seeded in op.tags
-    shapes = None if random else _shapes(op, args, kwargs, written)
+    shapes = None if random else _shapes(op, call, args, kwargs)
     host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
     if shapes is None:
-        return _run_now(op, args, kwargs, host_args, host_kwargs, written, inputs, random=random)
+        return _run_now(op, call, args, kwargs, host_args, host_kwargs, written, inputs, random=random)
     fresh, results = _outputs(op, args, kwargs, shapes)
     targets = [device.native.host_view(out) for out in fresh if out is not None]
 
     def start() -> bool:
-        computed = _compute(op, host_args, host_kwargs)
+        computed = _compute(call, host_args, host_kwargs)
         for target, value in zip(targets, _fresh_tensors(op, computed), strict=True):
             target.copy_(value)
         return True
@@ -179,7 +180,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def _run_now(
-    op: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: Any, written: Any, inputs: Any, *, random: bool
+    op: Any, call: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: Any, written: Any, inputs: Any, *, random: bool
 ) -> Any:
     """Run an operation whose results have shapes that follow from values; the host waits, as it does on a GPU."""
     stream = _stream()
@@ -187,7 +188,7 @@ def _run_now(
         device.run()  # numbers are drawn in the order of the calls
     else:
         device.host_waits("stream", stream)
-    computed = _compute(op, host_args, host_kwargs)
+    computed = _compute(call, host_args, host_kwargs)
     leaves, spec = pytree.tree_flatten(computed)
     outs, aliases = [], dict(zip(map(id, pytree.tree_leaves((host_args, host_kwargs))), pytree.tree_leaves((args, kwargs))))
     for leaf in leaves:
@@ -220,6 +221,14 @@ def _on_meta(leaf: Any) -> Any:
     return None if isinstance(leaf, torch.Generator) else leaf
 
 
+def _has_numbers_for_tensors(op: Any, args: Any) -> bool:
+    """Return whether the dispatcher has handed on Python's numbers where the operation takes tensors."""
+    return any(
+        isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float, bool, complex))
+        for argument, value in zip(op._schema.arguments, args, strict=False)
+    )
+
+
 def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the arguments that an operation writes."""
     found: list[torch.Tensor] = []
@@ -230,7 +239,7 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _shapes(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+def _shapes(op: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """Return an operation's results without values; None if its shapes follow from values."""
     returns = op._schema.returns
     if returns and all(of.alias_info is not None and of.alias_info.is_write for of in returns) or not returns:
@@ -238,7 +247,7 @@ def _shapes(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any
     meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
     try:
         with torch.no_grad():
-            return op(*meta_args, **meta_kwargs)
+            return call(*meta_args, **meta_kwargs)
     except Exception:
         return None
 
@@ -392,6 +401,7 @@ def install() -> Device:
     global device
     if "device" not in globals():
         torch.utils.rename_privateuse1_backend(NAME)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
         device = Device(extension())
         torch._register_device_module(NAME, _module())
         torch.utils.generate_methods_for_privateuse1_backend()

@@ -251,10 +251,12 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
     if asked is None:
         asked = "cuda" if torch.cuda.is_available() and _carries_cuda(process) else "cpu"
     device = torch.device(asked)
-    if device.type not in ("cpu", "cuda"):
-        raise MeshError("device", "must be `cpu` or `cuda`", got=repr(str(device)))
     if device.type == "cpu":
         return device
+    if device.type == "standin":
+        index = process.local if device.index is None else device.index
+        torch.accelerator.set_device_index(index)
+        return torch.device(device.type, index)
     if not _carries_cuda(process):
         raise MeshError(
             "device",
@@ -294,7 +296,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
         return _new_group(range(process.world), limit)
     try:
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=dist.get_default_backend_for_device(device.type),
             store=meet(process.rank, process.world, limit),
             rank=process.rank,
             world_size=process.world,
