@@ -280,7 +280,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override;
   at::Allocator* getPinnedMemoryAllocator() const override;
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    host_waits("resize", 0);
     auto grown = allocator.allocate(bytes);
+    auto view = [](const void* address) { return static_cast<char*>(const_cast<void*>(address)) - device_base + host_base; };
+    if (storage.nbytes() > 0) memcpy(view(grown.get()), view(storage.data()), std::min(bytes, storage.nbytes()));
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(grown));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }

@@ -86,6 +86,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._group_store = store
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._device = install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
@@ -94,6 +95,23 @@ class StrictGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return "strict"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    def shutdown(self) -> None:
+        """End this communicator: everything that was issued is over."""
+        self._device.run()
+
+    def get_group_store(self) -> dist.Store:
+        return self._group_store
 
     @property
     def _device_types(self) -> list[torch.device]:
