@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,42 +106,43 @@ class RaceChecker:
         return clock
 
     def _access(self, access: Access, use: _Use, clock: Clock) -> None:
-        for cell in self._cells(access.start, access.end):
+        first, last = self._cut(access.start), self._cut(access.end)
+        inside = self.starts[first:last]
+        for cell in map(self.cells.__getitem__, inside):
             earlier = [cell.write] if cell.write is not None else []
             if access.writes:
                 earlier += cell.reads.values()
             for other in earlier:
                 if clock.get(other.stream, 0) < other.time:
                     raise Race(_text(access, use, other, other is cell.write))
-            if access.writes:
-                cell.write, cell.reads = use, {}
-            else:
+            if not access.writes:
                 cell.reads[use.stream] = use
+        if access.writes:
+            for start in inside:
+                del self.cells[start]
+            self.starts[first:last] = [access.start]
+            self.cells[access.start] = _Cell(access.end, use)
+        else:
+            self._fill(access, use, first)
 
-    def _cells(self, start: int, end: int) -> Iterator[_Cell]:
-        """Yield the cells of a range, cut at its ends and made where there are none."""
-        self._cut(start)
-        self._cut(end)
-        place, at = bisect.bisect_left(self.starts, start), start
-        while at < end:
-            first = self.starts[place] if place < len(self.starts) else end
-            if first > at:
-                self._add(place, at, min(first, end))
-            cell = self.cells[self.starts[place]]
-            yield cell
-            at, place = cell.end, place + 1
+    def _cut(self, at: int) -> int:
+        """Begin a cell at an address that lies inside of one; return the place of the first cell from there on."""
+        place = bisect.bisect_left(self.starts, at)
+        if place and (cell := self.cells[self.starts[place - 1]]).end > at:
+            self.starts.insert(place, at)
+            self.cells[at] = _Cell(cell.end, cell.write, dict(cell.reads))
+            cell.end = at
+        return place
 
-    def _cut(self, at: int) -> None:
-        place = bisect.bisect_left(self.starts, at) - 1
-        if place >= 0:
-            cell = self.cells[self.starts[place]]
-            if cell.end > at:
-                self._add(place + 1, at, cell.end, cell)
-                cell.end = at
-
-    def _add(self, place: int, start: int, end: int, like: _Cell | None = None) -> None:
-        self.starts.insert(place, start)
-        self.cells[start] = _Cell(end) if like is None else _Cell(end, like.write, dict(like.reads))
+    def _fill(self, access: Access, use: _Use, place: int) -> None:
+        """Make cells where a read is the first access."""
+        at = access.start
+        while at < access.end:
+            following = self.starts[place] if place < len(self.starts) else access.end
+            if following > at:
+                self.starts.insert(place, at)
+                self.cells[at] = _Cell(min(following, access.end), None, {use.stream: use})
+            at, place = self.cells[self.starts[place]].end, place + 1
 
 
 def _text(access: Access, use: _Use, other: _Use, wrote: bool) -> str:

@@ -91,7 +91,7 @@ class StrictGroup(dist.ProcessGroup):
         self._device = install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._name = f"communicator {next(self._numbers)}"
-        self._issued = 0
+        self._issued = self._over = 0
 
     def getBackendName(self) -> str:  # noqa: N802
         return "strict"
@@ -221,11 +221,14 @@ class StrictGroup(dist.ProcessGroup):
             stream.wait_stream(current)
         view = self._device.native.host_view
         values, outs = [view(tensor) for tensor in reads], [view(tensor) for tensor in writes]
-        number, self._issued = self._issued, self._issued + 1
+        number = self._issued
+        self._issued += words is not None
         under_way: list[Any] = []
         said: list[torch.Tensor] = []
 
         def start() -> bool:
+            if words is not None and number != self._over:
+                return False  # NCCL keeps the order of the calls, whatever their streams
             if not under_way:
                 if words is None:
                     under_way.append(begin(outs, values))
@@ -240,6 +243,7 @@ class StrictGroup(dist.ProcessGroup):
                 self._compare([bytes(part).rstrip(b" ").decode() for part in said[1].view(self.size(), TEXT).tolist()])
                 under_way.append(begin(outs, values))
                 return False
+            self._over += words is not None
             return True
 
         ranges = [*accesses(reads, False), *accesses(writes, True)]
