@@ -42,7 +42,7 @@ struct Entry {
 
 std::mutex mutex;
 std::vector<Entry> entries;
-py::object* on_wait = nullptr;  // called where the host waits: (what, number)
+py::object* on_wait = nullptr;  // called where the host waits or memory is allocated: (what, number, version)
 
 void note(char what, int64_t stream, int64_t first, int64_t second) {
   entries.push_back({what, stream, first, second});
@@ -112,6 +112,11 @@ struct CachingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::Device device(kind, current_device);
     if (bytes == 0) return {nullptr, device};
+    auto data = take(bytes, device);
+    host_waits("allocation", 0);
+    return data;
+  }
+  static c10::DataPtr take(size_t bytes, c10::Device device) {
     std::lock_guard<std::mutex> lock(mutex);
     size_t size = (bytes + granule - 1) / granule * granule;
     int64_t stream = current_stream[current_device];
@@ -356,6 +361,10 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t at, at::I
   return at::native::set_storage_cpu_(self, storage, at, size, stride);
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  c10::impl::getDeviceGuardImpl(kind)->recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
 at::Tensor& set_whole(at::Tensor& self, at::Storage storage) { return at::native::set_(self, storage); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -365,6 +374,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &resize);
+  m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);

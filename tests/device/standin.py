@@ -60,6 +60,13 @@ class Device:
     races: RaceChecker = field(default_factory=RaceChecker)
     running: bool = False
 
+    def forget(self) -> None:
+        """Begin anew: what a failed test has left in streams never runs."""
+        self.native.drain()
+        self.queues.clear()
+        self.counts.clear()
+        self.races = RaceChecker()
+
     def launch(self, stream: int, name: str, accesses: Sequence[Access], start: Callable[[], bool]) -> None:
         """Put work into a stream."""
         self.read_log()
@@ -87,6 +94,8 @@ class Device:
     def host_waits(self, what: str, number: int, version: int = 0) -> None:
         """Run everything that was launched: the host waits for some of it."""
         self.read_log()
+        if what == "allocation":
+            return None
         if what == "resize":  # the values move to new memory
             return self.run()
         self.counts["host waits"] += 1
