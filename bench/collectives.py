@@ -46,7 +46,7 @@ def candidates(comm: Collectives, numel: int, dtype: torch.dtype) -> Candidates:
     full, out = torch.randn(numel).to(dtype), torch.zeros(numel, dtype=dtype)
     shard, total = line.slice(full, line.rank).clone(), torch.zeros(numel // line.size)
     reduced, everywhere = torch.zeros_like(shard), torch.zeros(numel)
-    how, group = Sum(torch.float32, divisor=float(line.size)), line.group
+    how, group = Sum(torch.float32), line.group
 
     def exchange() -> None:
         """What any all-to-all must move, without a sum."""

@@ -100,7 +100,7 @@ class _Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _fork(launcher: Any, number: int, work: Any, environment: dict[str, str], errors: IO[bytes]) -> _Forked:
+def _fork(launcher: Any, number: int, work: str, environment: dict[str, str], errors: IO[bytes]) -> _Forked:
     """In place of `Launcher._start`: a rank that has its imports."""
     pid = os.fork()
     if pid:
@@ -115,7 +115,7 @@ def _fork(launcher: Any, number: int, work: Any, environment: dict[str, str], er
         os.environ.update(environment)
         from zerodrift.train.loop import rank
 
-        code = rank.main(work.to_json())
+        code = rank.main(work)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

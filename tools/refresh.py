@@ -34,11 +34,11 @@ from zerodrift.cli import app
 from zerodrift.config.reference import render_config, render_page
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
-from zerodrift.train.tools.reference import render_job
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path += [str(Path(__file__).resolve().parents[1] / "bench"), str(Path(__file__).resolve().parent)]
 import benchmarks
 from claims import Results
+from job_page import render_job
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,11 +59,18 @@ def generated() -> dict[str, str]:
     """Name of a page in docs -> its text, for those that are generated as a whole."""
     return {
         "api.md": render_api(),
-        "config.md": render_config(),
+        "config.md": around("config.md", render_config()),
         "job.md": render_job(),
-        "deepspeed.md": render_page(),
+        "deepspeed.md": around("deepspeed.md", render_page(), "\n## Where DeepSpeed"),
         "support.md": support_markdown(table(), states()),
     }
+
+
+def around(name: str, tables: str, behind: str = "") -> str:
+    """A page with fresh tables, and what a person wrote before them and from the heading `behind` on."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    before = text[: text.index(tables.partition("\n")[0])]
+    return before + tables + (text[text.index(behind) :] if behind else "")
 
 
 def fresh(text: str) -> str:

@@ -5,10 +5,9 @@ Invariant: they only compose other rooms and decide nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from zerodrift.engine.place import ValueSources
     from zerodrift.pipeline.cut import Parts
     from zerodrift.weights.export import Exported
-    from zerodrift.weights.load import InitialValues, LoadedWeights
+    from zerodrift.weights.load import LoadedWeights
 
 
 def make_plan(
@@ -153,8 +152,15 @@ def initialize(
             versions.warn()
         first = InitialValues.begin(model, weights, strict, Collectives(mesh))
         plan = build(resolve(loaded, mesh.shape, auto), first.spec, mesh.shape)
-        with _announced(first, plan, shown=mesh.rank() == 0 and not quiet):
-            return _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
+        shown = mesh.rank() == 0 and not quiet
+        if shown:
+            _print_plan(plan)
+        first.show(shown)
+        engine = _engine(plan, model, mesh, optimizer, schedule, first.sources(plan), parts)
+        done = first.finish()
+        if shown and done is not None:
+            print(done)
+        return engine
     except BaseException:
         mesh.stop()
         raise
@@ -205,22 +211,14 @@ def _engine(
     return Engine(plan, mesh, lambda comm: execute(plan, model, comm, optimizer, sources), schedule, loss_of)
 
 
-@contextlib.contextmanager
-def _announced(first: InitialValues, plan: Plan, *, shown: bool) -> Iterator[None]:
-    """Print the plan before an engine is made, and a report of its weights afterwards."""
+def _print_plan(plan: Plan) -> None:
     from zerodrift.plan.cost import cost
     from zerodrift.report.rows import group_rows
     from zerodrift.report.terminal import plan_text
 
-    if shown:
-        order = None
-        if plan.policy.pipeline is not None:
-            from zerodrift.pipeline.schedules import timeline
+    order = None
+    if plan.policy.pipeline is not None:
+        from zerodrift.pipeline.schedules import timeline
 
-            order = timeline(plan)
-        print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))
-    first.show(shown)
-    yield
-    done = first.finish()
-    if shown and done is not None:
-        print(done)
+        order = timeline(plan)
+    print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))

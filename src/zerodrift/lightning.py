@@ -52,12 +52,9 @@ class EnginePrecision(Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         loss = self._wrap_closure(model, optimizer, closure)
         if model.automatic_optimization and loss is None:
-            raise UnsupportedError(
-                "training_step",
-                "must return a loss: every rank must take part in every backward",
-                got="None",
-                do="Return a loss of zero times something that the model computed.",
-            )
+            must = "must return a loss: every rank must take part in every backward"
+            do = "Return a loss of zero times something that the model computed."
+            raise UnsupportedError("training_step", must, got="None", do=do)
         self._strategy.engine.step()
         return loss
 
@@ -93,12 +90,9 @@ class ZeroDriftStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if not isinstance(self.precision_plugin, EnginePrecision):
-            raise ConfigError(
-                "Trainer(precision=...)",
-                "must be left to the config of the strategy",
-                got=type(self.precision_plugin).__name__,
-                do="Write `precision: {mode: ...}` there.",
-            )
+            must, got = "must be left to the config of the strategy", type(self.precision_plugin).__name__
+            do = "Write `precision: {mode: ...}` there."
+            raise ConfigError("Trainer(precision=...)", must, got=got, do=do)
         optimizer = None
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
@@ -120,14 +114,10 @@ class ZeroDriftStrategy(DDPStrategy):
 
     def _client_optimizer(self) -> torch.optim.Optimizer | None:
         if len(self.optimizers) > 1:
-            raise UnsupportedError(
-                "configure_optimizers",
-                "must return one optimizer",
-                got=f"{len(self.optimizers)}",
-                do="Parameter groups of one optimizer may differ; rules of the config, too.",
-            )
-        given = [optimizer for optimizer in self.optimizers if optimizer.param_groups]
-        return given[0] if given else None
+            must, got = "must return one optimizer", f"{len(self.optimizers)}"
+            do = "Parameter groups of one optimizer may differ; rules of the config, too."
+            raise UnsupportedError("configure_optimizers", must, got=got, do=do)
+        return next((optimizer for optimizer in self.optimizers if optimizer.param_groups), None)
 
     def _use_engine_groups(self) -> None:
         """Let schedulers set the learning rates of the engine's groups."""
@@ -142,28 +132,21 @@ class ZeroDriftStrategy(DDPStrategy):
     def _trainer_settings(self, trainer: Any) -> list[str]:
         """Return the Trainer's settings as keys of the config. Another value in the config is an error."""
         written = load(self._config)
-        settings: dict[str, tuple[Any, Any, str]] = {
-            "gradient_accumulation_steps": (
-                written.gradient_accumulation_steps,
-                trainer.accumulate_grad_batches,
-                "accumulate_grad_batches",
-            )
+        settings = {
+            "gradient_accumulation_steps": ("accumulate_grad_batches", trainer.accumulate_grad_batches)
         }
         if trainer.gradient_clip_val is not None or written.gradient_clipping in (None, "auto"):
-            clip = float(trainer.gradient_clip_val or 0.0)
-            settings["gradient_clipping"] = written.gradient_clipping, clip, "gradient_clip_val"
+            settings["gradient_clipping"] = "gradient_clip_val", float(trainer.gradient_clip_val or 0.0)
         if trainer.gradient_clip_algorithm not in (None, "norm"):
             got = str(trainer.gradient_clip_algorithm)
             raise UnsupportedError("Trainer(gradient_clip_algorithm=...)", "must be norm", got=got)
-        for key, (here, there, argument) in settings.items():
+        for key, (argument, there) in settings.items():
+            here = getattr(written, key)
             if here not in (None, "auto", there):
-                raise ConfigError(
-                    key,
-                    f"must be the Trainer's {argument}",
-                    got=f"{here} in the config and {there} there",
-                    do=f"Leave it out, and write Trainer({argument}={here}).",
-                )
-        return [f"{key}={there}" for key, (_, there, _) in settings.items()]
+                must, got = f"must be the Trainer's {argument}", f"{here} in the config and {there} there"
+                do = f"Leave it out, and write Trainer({argument}={here})."
+                raise ConfigError(key, must, got=got, do=do)
+        return [f"{key}={there}" for key, (_, there) in settings.items()]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
@@ -244,12 +227,10 @@ class ZeroDriftStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if checkpoint["state_dict"]:
-            raise CheckpointError(
-                "ckpt_path",
-                f"must be a folder that {type(self).__name__} saved, to go on with a run",
-                got="one file, which has the state of another strategy's optimizer",
-                do="Load its weights alone: `LightningModule.load_from_checkpoint(...)`, then fit.",
-            )
+            must = f"must be a folder that {type(self).__name__} saved, to go on with a run"
+            got = "one file, which has the state of another strategy's optimizer"
+            do = "Load its weights alone: `LightningModule.load_from_checkpoint(...)`, then fit."
+            raise CheckpointError("ckpt_path", must, got=got, do=do)
 
 
 if NAME not in StrategyRegistry:

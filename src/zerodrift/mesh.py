@@ -60,31 +60,6 @@ MOST_RANKS = 2**24
 
 def fit(world_size: int, replicate: int, shard: int, pipeline: int, expert: int = 1) -> MeshShape:
     """Fit a mesh to `world_size` ranks. 0 for `replicate` or `shard` means all ranks that are left."""
-    shape = _fit(world_size, replicate, shard, pipeline)
-    if shape.shard % expert:
-        raise MeshError(
-            "experts.ranks",
-            f"must divide the {shape.shard} ranks of a shard group",
-            got=f"{expert} on a mesh of {shape}",
-            do=f"Use a divisor of {shape.shard}, or fewer replicas.",
-        )
-    return replace(shape, expert=expert)
-
-
-def require_ranks(world_size: int) -> None:
-    """Raise MeshError unless the number of ranks is possible."""
-    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
-    if not is_whole or not 1 <= world_size <= MOST_RANKS:
-        must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
-        raise MeshError("world size", must, got=repr(world_size))
-
-
-def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
-    """Return the mesh with a tensor axis of this size."""
-    return replace(shape, tensor=tensor)
-
-
-def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShape:
     if world_size % pipeline:
         raise MeshError(
             "pipeline.stages",
@@ -112,7 +87,26 @@ def _fit(world_size: int, replicate: int, shard: int, pipeline: int) -> MeshShap
             got=f"{replicate} x {shard}",
             do="Give one of the two.",
         )
-    if shard:
-        return MeshShape(shard=shard, replicate=data // shard, pipeline=pipeline)
-    replicate = replicate or 1
-    return MeshShape(shard=data // replicate, replicate=replicate, pipeline=pipeline)
+    copies = data // shard if shard else replicate or 1
+    shape = MeshShape(shard=data // copies, replicate=copies, pipeline=pipeline)
+    if shape.shard % expert:
+        raise MeshError(
+            "experts.ranks",
+            f"must divide the {shape.shard} ranks of a shard group",
+            got=f"{expert} on a mesh of {shape}",
+            do=f"Use a divisor of {shape.shard}, or fewer replicas.",
+        )
+    return replace(shape, expert=expert)
+
+
+def require_ranks(world_size: int) -> None:
+    """Raise MeshError unless the number of ranks is possible."""
+    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if not is_whole or not 1 <= world_size <= MOST_RANKS:
+        must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
+        raise MeshError("world size", must, got=repr(world_size))
+
+
+def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:
+    """Return the mesh with a tensor axis of this size."""
+    return replace(shape, tensor=tensor)

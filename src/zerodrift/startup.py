@@ -42,7 +42,15 @@ def startup_folder(hook: StartupHook, prefix: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix) as made:
         folder = Path(made)
         (folder / "site").mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(_sitecustomize(hook, folder))
+        text = _START.format(
+            package=str(Path(__file__).resolve().parent),  # for a Python without zerodrift
+            folder=str(folder),
+            module=hook.module,
+            function=hook.function,
+            arguments=json.dumps(hook.arguments),
+            guarded=hook.guarded,
+        )
+        (folder / "site" / "sitecustomize.py").write_text(text)
         yield folder
 
 
@@ -53,11 +61,11 @@ def spawn(
 
     Programs in the `bin` of the folder come last in the command's PATH.
     """
+    python_path = filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH")))
+    path = (os.environ.get("PATH") or os.defpath, str(folder / "bin"))
     environment = {
-        **os.environ,
-        "PYTHONPATH": _joined(str(folder / "site"), os.environ.get("PYTHONPATH", "")),
-        "PATH": _joined(os.environ.get("PATH", os.defpath), str(folder / "bin")),
-    }
+        **os.environ, "PYTHONPATH": os.pathsep.join(python_path), "PATH": os.pathsep.join(path)
+    }  # fmt: skip
     try:
         return subprocess.Popen(
             _resolve(command, environment["PATH"]),
@@ -66,18 +74,10 @@ def spawn(
             start_new_session=new_session,
         )
     except OSError as error:
-        raise ZerodriftError(
-            command[0],
-            "must be a command that can be run",
-            got=error.strerror or error,
-            do=_path_advice(command[0]),
-        ) from None
-
-
-def _path_advice(program: str) -> str:
-    """Return advice for a missing program. The path beside our Python is offered if it exists there."""
-    beside = shutil.which(program, path=os.path.dirname(sys.executable))
-    return f"Give its path: {beside}." if beside else "Give its path, or add its folder to PATH."
+        beside = shutil.which(command[0], path=os.path.dirname(sys.executable))
+        do = f"Give its path: {beside}." if beside else "Give its path, or add its folder to PATH."
+        must, got = "must be a command that can be run", error.strerror or error
+        raise ZerodriftError(command[0], must, got=got, do=do) from None
 
 
 def record_failure(folder: str, error: Exception) -> None:
@@ -124,22 +124,6 @@ def _interpreter(program: str) -> list[str]:
 def _resolve(command: Sequence[str], path: str) -> list[str]:
     """Return the command with the path of its program in `path`."""
     return [shutil.which(command[0], path=path) or command[0], *command[1:]]
-
-
-def _joined(*paths: str) -> str:
-    return os.pathsep.join(filter(None, paths))
-
-
-def _sitecustomize(hook: StartupHook, folder: Path) -> str:
-    """Return the text of `sitecustomize.py`. A Python without zerodrift imports ours."""
-    return _START.format(
-        package=str(Path(__file__).resolve().parent),
-        folder=str(folder),
-        module=hook.module,
-        function=hook.function,
-        arguments=json.dumps(hook.arguments),
-        guarded=hook.guarded,
-    )
 
 
 _START = '''\

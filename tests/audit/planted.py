@@ -339,58 +339,48 @@ def _cancelling() -> Batches:
     return [{"images": images, "labels": torch.full((4,), label)} for label in range(10)]
 
 
-def _adamw(**params: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
-
-
 CODE = ("narrow code",)
+
+
+def by_code(name: str, on: str, mode: str, path: str, change: Callable[..., Any], **rest: Any) -> Planted:
+    """A module whose own code rounds."""
+    kinds = rest.pop("kinds", CODE)
+    return Planted(name, on, mode, kinds, f"{path} at *", around(path, change), **rest)
+
+
+def by_rule(name: str, on: str, where: str, plant: Plant = lambda model: None, **columns: str) -> Planted:
+    """A parameter that a rule narrows, in fp32."""
+    return Planted(name, on, "fp32", ("rounded",), where, plant, fault=ruled(where, **columns))
+
+
+ATTENTION, GATE = "blocks.0.attention", "model.layers.1.mlp.gate"
+BIAS = "model.layers.1.mlp.experts.down_proj_bias"
 
 PLANTED: tuple[Planted, ...] = (
     Planted(
         "router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
         fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16"),
     ),
-    Planted(
-        "router-in-code", "qwen3-moe", "fp32", CODE, "model.layers.1.mlp.gate at *",
-        around("model.layers.1.mlp.gate", _input_in_bf16),
-    ),
-    Planted(
-        "router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", CODE, "model.layers.1.mlp.gate at *",
-        around("model.layers.1.mlp.gate", _input_in_bf16),
-    ),
+    by_code("router-in-code", "qwen3-moe", "fp32", GATE, _input_in_bf16),
+    by_code("router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", GATE, _input_in_bf16),
     Planted(
         "router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
         fault={"unpinned": True},
     ),
     Planted(
-        "router-values-rounded", "deepseek-v3", "bf16", ("rounded",), "model.layers.1.mlp.gate.weight",
-        _values_in_bf16("model.layers.1.mlp.gate.weight"),
+        "router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
+        _values_in_bf16(f"{GATE}.weight"),
     ),
-    Planted(
-        "gathered-in-bf16", "qwen3-moe", "fp32", ("rounded",), "lm_head.weight",
-        fault=ruled("lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
-    ),
-    Planted(
-        "norm-by-rule", "llama", "fp32", ("rounded",), "model.norm.weight",
-        fault=ruled("model.norm.weight", storage="bf16", compute="bf16"),
-    ),
-    Planted(
-        "norm-in-code", "deepseek-v3", "fp32", CODE, "model.layers.0.input_layernorm at *",
-        around("model.layers.0.input_layernorm", _variance_in_bf16),
-    ),
-    Planted(
-        "embedding-by-rule", "qwen3-moe", "fp32", ("rounded",), "model.embed_tokens.weight",
-        fault=ruled("model.embed_tokens.weight", storage="bf16", compute="fp32"),
-    ),
-    Planted("embedding-in-code", "decoder", "fp32", CODE, "words at *", around("words", _output_in_bf16)),
-    Planted(
-        "head-by-rule", "deepseek-v3", "fp32", ("rounded",), "lm_head.weight",
-        fault=ruled("lm_head.weight", compute="bf16"),
-    ),
-    Planted("head-in-code", "gpt-oss", "fp32", CODE, "lm_head at *", around("lm_head", _weight_in_bf16)),
-    Planted(
-        "head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", CODE, "lm_head at *",
-        around("lm_head", _weight_in_bf16), common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]},
+    by_rule("gathered-in-bf16", "qwen3-moe", "lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
+    by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
+    by_code("norm-in-code", "deepseek-v3", "fp32", "model.layers.0.input_layernorm", _variance_in_bf16),
+    by_rule("embedding-by-rule", "qwen3-moe", "model.embed_tokens.weight", storage="bf16", compute="fp32"),
+    by_code("embedding-in-code", "decoder", "fp32", "words", _output_in_bf16),
+    by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),
+    by_code("head-in-code", "gpt-oss", "fp32", "lm_head", _weight_in_bf16),
+    by_code(
+        "head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
+        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]},
     ),
     Planted(
         "accumulate", "llama", "bf16", ("accumulate",), "*",
@@ -413,14 +403,11 @@ PLANTED: tuple[Planted, ...] = (
         fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
     ),
     Planted(
-        "no-master", "llama", "bf16", ("lost updates",), "*",
-        fault={"master": "same"}, common=_adamw(lr=1e-5),
+        "no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
+        common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
     ),
-    Planted("loss-in-bf16", "decoder", "fp32", CODE, "judge at *", around("judge", _loss_in_bf16)),
-    Planted(
-        "loss-in-bf16-under-autocast", "decoder", "autocast-bf16", CODE, "judge at *",
-        around("judge", _loss_in_bf16),
-    ),
+    by_code("loss-in-bf16", "decoder", "fp32", "judge", _loss_in_bf16),
+    by_code("loss-in-bf16-under-autocast", "decoder", "autocast-bf16", "judge", _loss_in_bf16),
     Planted(
         "softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
         both(
@@ -433,74 +420,40 @@ PLANTED: tuple[Planted, ...] = (
         "table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table"),
     ),
     Planted(
-        "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",),
-        "blocks.0.attention.rotations.frequencies",
-        _buffer_in_bf16("blocks.0.attention.rotations", "frequencies"),
+        "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",), f"{ATTENTION}.rotations.frequencies",
+        _buffer_in_bf16(f"{ATTENTION}.rotations", "frequencies"),
     ),
     Planted(
         "buffers-cast", "llama", "bf16", ("narrow buffer",), "model.rotary_emb.*", fault={"buffers": "bf16"},
     ),
-    Planted(
-        "angles-in-bf16", "decoder", "fp32", CODE, "blocks.0.attention.rotations at *",
-        around("blocks.0.attention.rotations", _angles_in_bf16),
-    ),
-    Planted(
-        "angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", CODE, "blocks.0.attention.rotations at *",
-        around("blocks.0.attention.rotations", _angles_in_bf16),
-    ),
+    by_code("angles-in-bf16", "decoder", "fp32", f"{ATTENTION}.rotations", _angles_in_bf16),
+    by_code("angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", f"{ATTENTION}.rotations", _angles_in_bf16),
     Planted(
         "clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm"),
     ),
-    Planted("long-sum", "pictures", "fp32", CODE, "centred at *", around("centred", _mean_in_bf16)),
-    Planted("running-sum", "pictures", "fp32", CODE, "centred at *", around("centred", _running_sum_in_bf16)),
+    by_code("long-sum", "pictures", "fp32", "centred", _mean_in_bf16),
+    by_code("running-sum", "pictures", "fp32", "centred", _running_sum_in_bf16),
+    by_rule("expert-bias", "gpt-oss", BIAS, shaken(BIAS, 0.02), storage="bf16", compute="fp32"),
     Planted(
-        "expert-bias", "gpt-oss", "fp32", ("rounded",), "model.layers.1.mlp.experts.down_proj_bias",
-        shaken("model.layers.1.mlp.experts.down_proj_bias", 0.02),
-        fault=ruled("model.layers.1.mlp.experts.down_proj_bias", storage="bf16", compute="fp32"),
-    ),
-    Planted(
-        "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), "blocks.0.attention.out*",
-        around("blocks.0.attention.out", _stale),
+        "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
+        around(f"{ATTENTION}.out", _stale),
     ),
     Planted(
         "stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
         around("blocks.1.up", _stale_in_fp32),
     ),
-    Planted(
-        "stream-in-fp16", "decoder", "fp32", CODE, "blocks.1.stream at *",
-        around("blocks.1.stream", _stream_in_fp16),
+    by_code("stream-in-fp16", "decoder", "fp32", "blocks.1.stream", _stream_in_fp16),
+    by_code("scores-scaled-late", "decoder", "fp32", f"{ATTENTION}.scores", _scores_rounded_first),
+    by_code(
+        "epsilon-vanishes", "decoder", "fp32", "blocks.1.between", _norm_in_fp16, kinds=("underflow", *CODE),
     ),
-    Planted(
-        "scores-scaled-late", "decoder", "fp32", CODE, "blocks.0.attention.scores at *",
-        around("blocks.0.attention.scores", _scores_rounded_first),
+    by_code(
+        "squares-vanish", "decoder", "fp16", "blocks.1.between", _squares_in_fp16, kinds=("underflow", *CODE),
     ),
-    Planted(
-        "epsilon-vanishes", "decoder", "fp32", ("underflow", *CODE), "blocks.1.between at *",
-        around("blocks.1.between", _norm_in_fp16),
-    ),
-    Planted(
-        "squares-vanish", "decoder", "fp16", ("underflow", *CODE), "blocks.1.between at *",
-        around("blocks.1.between", _squares_in_fp16),
-    ),
-    Planted(
-        "one-of-eight-layers", "deep decoder", "fp32", CODE, "blocks.5.stream at *",
-        around("blocks.5.stream", _stream_in_bf16),
-    ),
-    Planted(
-        "conv-by-rule", "pictures", "fp32", ("rounded",), "second.weight",
-        fault=ruled("second.weight", storage="bf16"),
-    ),
-    Planted(
-        "norm-in-code-of-a-convnet", "pictures", "fp32", CODE, "norm at *",
-        around("norm", _output_in_bf16),
-    ),
-    Planted(
-        "beyond-fp16", "decoder", "fp16", ("overflow",), "blocks.0.down at *",
-        around("blocks.0.down", _large_inside),
-    ),
-    Planted("fp8-in-code", "decoder", "bf16", CODE, "blocks.1.up at *", around("blocks.1.up", _fp8)),
-    Planted(
-        "autocast-inside", "deep decoder", "fp32", CODE, "blocks.3.down at *",
-        around("blocks.3.down", _autocast),
-    ),
+    by_code("one-of-eight-layers", "deep decoder", "fp32", "blocks.5.stream", _stream_in_bf16),
+    by_rule("conv-by-rule", "pictures", "second.weight", storage="bf16"),
+    by_code("norm-in-code-of-a-convnet", "pictures", "fp32", "norm", _output_in_bf16),
+    by_code("beyond-fp16", "decoder", "fp16", "blocks.0.down", _large_inside, kinds=("overflow",)),
+    by_code("fp8-in-code", "decoder", "bf16", "blocks.1.up", _fp8),
+    by_code("autocast-inside", "deep decoder", "fp32", "blocks.3.down", _autocast),
 )  # fmt: skip

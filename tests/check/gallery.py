@@ -2,24 +2,6 @@
 
 A finding is a kind, a parameter and a column. Every one that is listed must be named; `more` are true of
 the run as well and may be; any other is a false alarm. A healthy run has none at all.
-
-Kinds:
-
-    rounded-before-accumulation  micro-batches are added in 16 bits
-    no-master                    a 16-bit weight is updated in place
-    state-too-narrow             a second moment in 16 bits, which can never shrink
-    router-in-16-bits            a router computes in 16 bits, where it was made in more
-    norm-in-16-bits              a norm's gains are updated in 16 bits: 1.0 stays 1.0
-    buffer-rounded               a buffer is kept in 16 bits
-    ranks-differ                 two ranks hold other values
-    key-without-effect           what the config asks for is not what is observed; needs `--expect CONFIG`
-    never-updated                steps were taken and the value is the same, bit for bit
-    upcast-without-effect        a 16-bit weight that is updated in place computes in more
-    not-averaged                 the optimizer's gradient is not the mean of the ranks' gradients
-    not-accumulated              nor the sum of the micro-batches'
-    norm-of-scaled-gradients     gradients were clipped while they were multiplied by the loss scale
-    untied                       declared one, and two
-    narrow-export                a file holds less than what was trained
 """
 
 from __future__ import annotations
@@ -28,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ANY = "*"
@@ -97,190 +80,120 @@ class Bad:
     """Words that must be in what is printed, in any case."""
 
 
-def _deepspeed(config: str, **rest: object) -> Script:
-    path = f"configs/{config}.json"
-    arguments = ("--deepspeed", "--deepspeed_config", str(HERE / path))
-    given = {"name": config, **rest}
+def _bug(name: str, *findings: str, more: str = "", path: str = "", needs: str = "", **rest: Any) -> Script:
+    """Findings are `kind parameter column`; the script has the bug's name unless `path` says another."""
+    split = (finding.split() for finding in findings)
     return Script(
-        launcher="deepspeed",
-        path="bugs/deepspeed_config.py",
-        arguments=arguments,
-        needs=("deepspeed",),
-        **given,
-    )  # type: ignore[arg-type]
+        name,
+        rest.pop("launcher", "torchrun"),
+        path or f"bugs/{name.replace('-', '_')}.py",
+        findings=tuple((kind, parameter.strip("-"), column.strip("-")) for kind, parameter, column in split),
+        more=tuple(more.split()),
+        needs=tuple(needs.split()),
+        **rest,
+    )
+
+
+def _deepspeed(config: str, *findings: str, **rest: Any) -> Script:
+    arguments = ("--deepspeed", "--deepspeed_config", str(HERE / f"configs/{config}.json"))
+    if rest.pop("expected", False):
+        rest["expect"] = f"configs/{config}.json"
+    path, needs = "bugs/deepspeed_config.py", "deepspeed"
+    return _bug(config, *findings, path=path, needs=needs, launcher="deepspeed", arguments=arguments, **rest)
 
 
 EXPERT = "experts.0.weight"
 TRAINER = ("transformers", "accelerate")
+REPORT = "deepspeedai/DeepSpeed#"
+SUMS, NO_EFFECT = "rounded-before-accumulation * accumulate", "key-without-effect * accumulate"
+NO_SYNC = "rounded-before-accumulation router-in-16-bits"
+SOON = ("deepspeed", "0.19.8")
 
 BUGS: tuple[Script, ...] = (
-    Script(
+    _bug(
         "accelerate-3979",
-        *("torchrun", "bugs/accelerate_3979.py"),
-        findings=(("no-master", ANY, "master"),),
-        more=("state-too-narrow", "router-in-16-bits", "norm-in-16-bits"),
+        "no-master * master",
+        more="state-too-narrow router-in-16-bits norm-in-16-bits",
         report="huggingface/accelerate#3979",
     ),
-    Script(
+    _bug(
         "deepspeed-7747",
-        *("deepspeed", "bugs/deepspeed_7747.py"),
-        findings=(("router-in-16-bits", "router.weight", "compute"),),
-        needs=("deepspeed",),
-        report="deepspeedai/DeepSpeed#7747",
+        "router-in-16-bits router.weight compute",
+        launcher="deepspeed",
+        needs="deepspeed",
+        report=f"{REPORT}7747",
     ),
-    Script(
-        "deepspeed-5812",
-        *("torchrun", "bugs/deepspeed_5812.py"),
-        findings=(("buffer-rounded", "frequencies", ""),),
-        needs=("deepspeed",),
-        report="deepspeedai/DeepSpeed#5812",
-    ),
-    Script(
-        "deepspeed-7718",
-        *("torchrun", "bugs/deepspeed_7718.py"),
-        findings=(("not-accumulated", ANY, "accumulate"),),
-        needs=("deepspeed",),
-        report="deepspeedai/DeepSpeed#7718",
-    ),
+    _bug("deepspeed-5812", "buffer-rounded frequencies -", needs="deepspeed", report=f"{REPORT}5812"),
+    _bug("deepspeed-7718", "not-accumulated * accumulate", needs="deepspeed", report=f"{REPORT}7718"),
     _deepspeed(
-        "grad_accum_dtype_stage_2",
-        findings=(
-            ("rounded-before-accumulation", ANY, "accumulate"),
-            ("key-without-effect", ANY, "accumulate"),
-        ),
-        expect="configs/grad_accum_dtype_stage_2.json",
-        report="deepspeedai/DeepSpeed#2768",
-        mended=("deepspeed", "0.19.8"),
+        "grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, report=f"{REPORT}2768", mended=SOON
     ),
-    _deepspeed(
-        "gradient_accumulation_dtype",
-        findings=(
-            ("rounded-before-accumulation", ANY, "accumulate"),
-            ("key-without-effect", ANY, "accumulate"),
-        ),
-        expect="configs/gradient_accumulation_dtype.json",
-        report="deepspeedai/DeepSpeed#1835",
-    ),
+    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True, report=f"{REPORT}1835"),
     _deepspeed(
         "communication_data_type_autocast",
-        findings=(
-            ("key-without-effect", "up.weight", "reduce"),
-            ("key-without-effect", "head.weight", "reduce"),
-        ),
-        expect="configs/communication_data_type_autocast.json",
-        report="deepspeedai/DeepSpeed#6993",
+        *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
+        expected=True,
+        report=f"{REPORT}6993",
     ),
+    _deepspeed("stage_1_average", "not-averaged * reduce", report=f"{REPORT}4083", mended=SOON),
     _deepspeed(
-        "stage_1_average",
-        findings=(("not-averaged", ANY, "reduce"),),
-        report="deepspeedai/DeepSpeed#4083",
-        mended=("deepspeed", "0.19.8"),
+        "stage_1_average_autocast", "not-averaged * reduce", SUMS, report=f"{REPORT}4083", mended=SOON
     ),
-    _deepspeed(
-        "stage_1_average_autocast",
-        findings=(("not-averaged", ANY, "reduce"), ("rounded-before-accumulation", ANY, "accumulate")),
-        report="deepspeedai/DeepSpeed#4083",
-        mended=("deepspeed", "0.19.8"),
-    ),
-    Script(
+    _bug(
         "bf16-adamw",
-        *("torchrun", "bugs/bf16_adamw.py"),
-        findings=(("no-master", ANY, "master"), ("state-too-narrow", ANY, "state")),
-        more=("norm-in-16-bits", "router-in-16-bits"),
+        *("no-master * master", "state-too-narrow * state"),
+        more="norm-in-16-bits router-in-16-bits",
         report="axolotl-ai-cloud/axolotl#3154",
     ),
-    Script(
+    _bug(
         "norm-gains",
-        *("torchrun", "bugs/norm_gains.py"),
-        findings=(("norm-in-16-bits", "norm.weight", "master"), ("no-master", "up.weight", "master")),
-        more=("state-too-narrow", "never-updated"),
+        *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
+        more="state-too-narrow never-updated",
         report="vllm-project/speculators#711",
     ),
-    Script(
+    _bug(
         "prime-rl-3557",
-        *("torchrun", "bugs/prime_rl_3557.py"),
-        findings=(
-            ("no-master", "layers.0.A_log", "master"),
-            ("never-updated", "layers.1.D", "storage"),
-            ("upcast-without-effect", "layers.0.A_log", "compute"),
-        ),
-        more=("state-too-narrow",),
+        *("no-master layers.0.A_log master", "never-updated layers.1.D storage"),
+        "upcast-without-effect layers.0.A_log compute",
+        more="state-too-narrow",
         report="PrimeIntellect-ai/prime-rl#3557",
     ),
-    Script(
-        "fsdp1-no-sync",
-        *("torchrun", "bugs/fsdp1_no_sync.py"),
-        findings=(("rounded-before-accumulation", EXPERT, "accumulate"),),
-        more=("rounded-before-accumulation", "router-in-16-bits"),
-    ),
-    Script(
+    _bug("fsdp1-no-sync", f"rounded-before-accumulation {EXPERT} accumulate", more=NO_SYNC),
+    _bug(
         "fsdp1-no-sync-flat",
-        *("torchrun", "bugs/fsdp1_no_sync.py"),
+        f"rounded-before-accumulation {EXPERT} accumulate",
+        path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
-        findings=(("rounded-before-accumulation", EXPERT, "accumulate"),),
-        more=("rounded-before-accumulation", "router-in-16-bits"),
+        more=NO_SYNC,
     ),
-    Script(
+    _bug(
         "fsdp2-no-sync",
-        *("torchrun", "bugs/fsdp2_no_sync.py"),
-        findings=(("rounded-before-accumulation", ANY, "accumulate"),),
-        more=("router-in-16-bits",),
+        SUMS,
+        more="router-in-16-bits",
         report="pytorch/pytorch#170648",
         mended=("torch", "2.15"),
     ),
-    Script(
+    _bug(
         "lightning-bf16-true",
-        *("torchrun", "bugs/lightning_bf16_true.py"),
-        findings=(("no-master", "model.experts.0.weight", "master"), ("state-too-narrow", ANY, "state")),
-        more=("no-master", "norm-in-16-bits", "router-in-16-bits"),
-        needs=("lightning",),
+        *("no-master model.experts.0.weight master", "state-too-narrow * state"),
+        more="no-master norm-in-16-bits router-in-16-bits",
+        needs="lightning",
         report="Lightning-AI/pytorch-lightning#18717",
     ),
-    Script(
+    _bug(
         "hf-trainer-bf16",
-        *("torchrun", "bugs/hf_trainer_bf16.py"),
-        findings=(("no-master", "model.embed_tokens.weight", "master"), ("state-too-narrow", ANY, "state")),
-        more=("no-master", "norm-in-16-bits"),
-        needs=TRAINER,
+        *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
+        more="no-master norm-in-16-bits",
+        needs=" ".join(TRAINER),
         report="verl-project/verl#5308",
     ),
-    _deepspeed(
-        "fp16_autocast_clip",
-        findings=(("norm-of-scaled-gradients", "", "grad"),),
-        report="deepspeedai/DeepSpeed#6993",
-    ),
-    Script(
-        "clip-before-unscale",
-        *("torchrun", "bugs/clip_before_unscale.py"),
-        findings=(("norm-of-scaled-gradients", "", "grad"),),
-    ),
-    Script(
-        "untied",
-        *("torchrun", "bugs/untied.py"),
-        findings=(("untied", "lm_head.weight", "storage"),),
-        needs=("transformers",),
-    ),
-    Script(
-        "never-updated",
-        *("torchrun", "bugs/never_updated.py"),
-        findings=(("never-updated", ANY, "master"),),
-    ),
-    Script(
-        "narrow-export",
-        *("torchrun", "bugs/narrow_export.py"),
-        findings=(("narrow-export", ANY, "export"),),
-    ),
-    Script(
-        "ranks-differ",
-        *("torchrun", "bugs/ranks_differ.py"),
-        findings=(("ranks-differ", ANY, "storage"),),
-    ),
-    Script(
-        "not-averaged",
-        *("torchrun", "bugs/not_averaged.py"),
-        findings=(("not-averaged", ANY, "reduce"),),
-        report="NVIDIA-NeMo/Automodel#3830",
-    ),
+    _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad", report=f"{REPORT}6993"),
+    _bug("clip-before-unscale", "norm-of-scaled-gradients - grad"),
+    _bug("untied", "untied lm_head.weight storage", needs="transformers"),
+    _bug("never-updated", "never-updated * master"),
+    _bug("narrow-export", "narrow-export * export"),
+    _bug("ranks-differ", "ranks-differ * storage"),
+    _bug("not-averaged", "not-averaged * reduce", report="NVIDIA-NeMo/Automodel#3830"),
 )
 
 
@@ -289,7 +202,7 @@ def _plain(kind: str, launcher: str = "torchrun") -> Script:
 
 
 def _zero(stage: int) -> Script:
-    return _deepspeed(f"healthy_zero_{stage}", expect=f"configs/healthy_zero_{stage}.json")
+    return _deepspeed(f"healthy_zero_{stage}", expected=True)
 
 
 HEALTHY: tuple[Script, ...] = (
@@ -299,44 +212,20 @@ HEALTHY: tuple[Script, ...] = (
     *map(_zero, (1, 2, 3)),
     Script("accelerate", "accelerate", "healthy/accelerate_bf16.py", needs=("accelerate",)),
     Script("hf-trainer", "torchrun", "healthy/hf_trainer.py", needs=TRAINER),
-    Script(
-        "hf-trainer-autocast",
-        "torchrun",
-        "healthy/hf_trainer.py",
-        ("bf16",),
-        needs=TRAINER,
-    ),
-    Script(
-        "hf-trainer-tied",
-        "torchrun",
-        "healthy/hf_trainer.py",
-        ("tied",),
-        needs=TRAINER,
-    ),
-    Script("lightning", "torchrun", "healthy/lightning_run.py", ("32-true",), needs=("lightning",)),
-    Script(
-        "lightning-autocast", "torchrun", "healthy/lightning_run.py", ("bf16-mixed",), needs=("lightning",)
+    Script("hf-trainer-autocast", "torchrun", "healthy/hf_trainer.py", ("bf16",), needs=TRAINER),
+    Script("hf-trainer-tied", "torchrun", "healthy/hf_trainer.py", ("tied",), needs=TRAINER),
+    *(
+        Script(name, "torchrun", "healthy/lightning_run.py", (precision,), needs=("lightning",))
+        for name, precision in (("lightning", "32-true"), ("lightning-autocast", "bf16-mixed"))
     ),
     Script("zerodrift", "torchrun", "healthy/with_zerodrift.py"),
 )
 
 BAD: tuple[Bad, ...] = (
-    Bad(
-        "trains-nothing",
-        Script("trains-nothing", "python", "bad/trains_nothing.py"),
-        2,
-        ("nothing was trained",),
-    ),
     Bad("workers", Script("workers", "python", "bad/workers.py"), 0, ("embed.weight",)),
-    Bad("crashes", Script("crashes", "python", "bad/crashes.py"), 2, ("the data of step 1", "crashed")),
     Bad(
-        "crashes-on-a-rank",
-        Script("crashes", "torchrun", "bad/crashes.py"),
-        2,
-        ("the data of step 1", "crashed"),
+        "crashes-on-a-rank", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("data of step 1", "crashed")
     ),
-    Bad("is-killed", Script("is-killed", "python", "bad/is_killed.py"), 2, ("killed",)),
-    Bad("never-steps", Script("never-steps", "python", "bad/never_steps.py"), 2, ("step",)),
     Bad(
         "several-models",
         Script("several-models", "python", "bad/several_models.py"),

@@ -121,12 +121,6 @@ def test_a_run_that_cannot_be_observed_says_why(bad: Bad, tmp_path: Path) -> Non
     assert "Traceback" not in printed or "crashes" in bad.name, printed
 
 
-def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
-    done = _run([sys.executable, "-m", "zerodrift", "check", "--", "torchrum", "train.py"], tmp_path)
-    assert done.returncode == 2
-    assert "torchrum" in done.stdout and "Traceback" not in done.stdout
-
-
 @pytest.mark.parametrize("kind", ["ddp_autocast", "ddp_fp16", "fsdp2", "fsdp1", "gan"])
 def test_the_numbers_are_those_without_the_observer(kind: str, tmp_path: Path) -> None:
     script = Script(kind, "torchrun", "healthy/plain.py", (kind, "digest"))

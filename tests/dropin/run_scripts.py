@@ -16,8 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.dropin import configs, engines, gradients, parameters, pieces, schedules
 from tests.dropin.script import STAGES, Run, Script
 from tests.e2e.run_scripts import ended
+
+KINDS = (parameters, pieces, gradients, schedules, configs, engines)
+
+SCRIPTS: dict[str, Script] = {script.name: script for kind in KINDS for script in kind.SCRIPTS}
 
 
 def told(script: Script, package: Any, stage: int) -> dict[str, Any]:
@@ -40,8 +45,6 @@ def main() -> None:
         if hasattr(dist, gather):  # see `tests/e2e/run_scripts.py`
             setattr(dist, gather, ended(getattr(dist, gather)))
     import deepspeed
-
-    from tests.dropin.kinds import SCRIPTS
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.dropin.parameters import Net
-from tests.dropin.script import Run, Script, square
+from tests.dropin.script import Run, Script
 
 MAKES: dict[str, Callable[[Any, Any], Any]] = {
     "WarmupLR": lambda s, o: s.WarmupLR(o, 1e-3, 1e-2, 4, "linear"),
@@ -63,16 +63,6 @@ def an_unknown_warmup(run: Run) -> None:
         run.tell(name, [schedule.warmup_type, optimizer.param_groups[0]["lr"]])
 
 
-def an_unknown_warmup_in_the_config(run: Run) -> None:
-    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "cubic"}
-    engine = run.engine(Net(), scheduler={"type": "WarmupLR", "params": params})
-    run.tell("type", engine.lr_scheduler.warmup_type)
-    for step in range(4):
-        engine.backward(square(engine(run.data(step))))
-        engine.step()
-        run.tell("rate", engine.get_lr())
-
-
 def a_tensor_in_training(run: Run) -> None:
     """An optimizer of the script's own with a tensor for its rate, and a schedule of DeepSpeed's."""
     net, rate = Net(), torch.tensor(0.05)
@@ -86,6 +76,5 @@ def a_tensor_in_training(run: Run) -> None:
 SCRIPTS = (
     Script(a_tensor_stays_a_tensor, stages=(0,)),
     Script(an_unknown_warmup, stages=(0,)),
-    Script(an_unknown_warmup_in_the_config),
     Script(a_tensor_in_training),
 )

@@ -240,11 +240,6 @@ def test_muon_takes_its_method() -> None:
         zerodrift.load({"optimizer": {"type": "Muon", "params": {"lr": 0.02, "ns_method": method}}})
 
 
-def test_a_config_comes_in_base64() -> None:
-    text = base64.urlsafe_b64encode(b'{"zero_optimization": {"stage": 2}}').decode()
-    assert written_config(None, text, None) == {"zero_optimization": {"stage": 2}}
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -16,8 +16,7 @@ import torch
 
 import zerodrift.deepspeed
 from tests.dropin import plain
-from tests.dropin.kinds import SCRIPTS
-from tests.dropin.run_scripts import told
+from tests.dropin.run_scripts import SCRIPTS, told
 from tests.dropin.script import STAGES, apart
 from tests.ranks.harness import run_ranks
 

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zerodrift.train.loop.start import run_here
 from zerodrift.train.report.metrics import read
 
 ROOT = Path(__file__).parents[2]
@@ -16,13 +18,14 @@ ROOT = Path(__file__).parents[2]
 TEXT = "It is the plan that decides, and the engine that does. What happens is compared with both. " * 40
 
 
-def job(folder: Path, model: str = "plain", steps: int = 6, **blocks: dict[str, Any]) -> Path:
-    """The file of a small job that runs into `folder / "run"`."""
+def job(folder: Path, source: str = "plain", steps: int = 6, **blocks: dict[str, Any]) -> Path:
+    """The file of a small job that runs into `folder / "run"`. None for a key takes it away."""
+    folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
     written = {
-        "model": {"source": f"tests.e2e.small_models:{model}"},
+        "model": {"source": f"tests.e2e.small_models:{source}", **blocks.get("model", {})},
         "data": {"train": str(text), "block": 16, **blocks.get("data", {})},
         "run": {"folder": str(folder / "run"), "steps": steps, **blocks.get("run", {})},
         "config": {
@@ -34,6 +37,7 @@ def job(folder: Path, model: str = "plain", steps: int = 6, **blocks: dict[str, 
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
             **blocks.get("config", {}),
         },
+        "audit": blocks.get("audit", {}),
     }
     file = folder / "job.json"
     file.write_text(json.dumps(written))
@@ -42,6 +46,12 @@ def job(folder: Path, model: str = "plain", steps: int = 6, **blocks: dict[str, 
 
 QUICKLY = ("--set", "model.activation_checkpointing=false")
 """For a job in a process of its own: torch's recomputation imports its compiler, which takes seconds."""
+
+
+def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
+    """Run a job on a rank of the harness."""
+    os.chdir(ROOT)
+    run_here(path, overrides)
 
 
 def losses(folder: Path) -> dict[int, float]:

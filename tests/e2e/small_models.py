@@ -43,6 +43,11 @@ class Bigram(nn.Module):
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
+def infinite_slope(model: Any) -> torch.Tensor:
+    """Zero, with a gradient that is not finite."""
+    return torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0)
+
+
 class Poisoned(Bigram):
     """Its loss is no number where the poison is in the text."""
 
@@ -56,32 +61,27 @@ class BadGradient(Bigram):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         loss = super().forward(input_ids, labels)
-        if bool((input_ids == POISON).any()):
-            zero = self.layers[1].up.weight.float().sum() * 0.0
-            loss = loss + torch.sqrt(zero)  # zero, with an infinite slope
-        return loss
+        return loss + infinite_slope(self) if bool((input_ids == POISON).any()) else loss
 
 
 class Widened(Bigram):
     """Computes its head in fp32 behind the plan's back."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(input_ids)
-        logits = F.linear(x.float(), self.head.weight.float(), self.head.bias.float())
-        if labels is None:
-            return logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class Narrowed(Bigram):
-    """Computes its head in bf16 behind the plan's back."""
+    dtype = torch.float32
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(input_ids)
-        logits = F.linear(x.bfloat16(), self.head.weight.bfloat16(), self.head.bias.bfloat16())
+        weights = (value.to(self.dtype) for value in (self.head.weight, self.head.bias))
+        logits = F.linear(x.to(self.dtype), *weights)
         if labels is None:
             return logits
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Narrowed(Widened):
+    """The same in bf16."""
+
+    dtype = torch.bfloat16
 
 
 class Hungry(Bigram):
@@ -117,7 +117,7 @@ def parts() -> Parts:
         if poisoned and isinstance(model, Poisoned):
             return loss * torch.nan
         if poisoned and isinstance(model, BadGradient):
-            return loss + torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0)
+            return loss + infinite_slope(model)
         return loss
 
     return Parts("layers", before=lambda model, batch: model.embed(batch["input_ids"]), after=after)
@@ -126,10 +126,6 @@ def parts() -> Parts:
 def no_parts() -> int:
     """A function of a job that is none."""
     return 3
-
-
-def plain() -> nn.Module:
-    return Bigram()
 
 
 def deep() -> nn.Module:
@@ -147,26 +143,6 @@ def slow() -> nn.Module:
     return Slow(dropout=0.1)
 
 
-def poisoned() -> nn.Module:
-    return Poisoned()
-
-
-def bad_gradient() -> nn.Module:
-    return BadGradient()
-
-
-def widened() -> nn.Module:
-    return Widened()
-
-
-def narrowed() -> nn.Module:
-    return Narrowed()
-
-
-def hungry() -> nn.Module:
-    return Hungry()
-
-
 class Broken(Bigram):
     """Fails on rank 1 in its third forward, as a program does that has a defect."""
 
@@ -179,8 +155,8 @@ class Broken(Bigram):
         return super().forward(input_ids, labels)
 
 
-def broken() -> nn.Module:
-    return Broken()
+plain, poisoned, bad_gradient, hungry, broken = Bigram, Poisoned, BadGradient, Hungry, Broken
+widened, narrowed = Widened, Narrowed
 
 
 def llama() -> nn.Module:

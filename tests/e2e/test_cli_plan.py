@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 import zerodrift
 from tests.commands import run
+from tests.unit.test_report_page import read as read_page
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
 
@@ -65,18 +66,11 @@ def safetensors(path: Path) -> Path:
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes().items():
-        start, end = end, end + 2 * _numel(shape)
+        start, end = end, end + 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
     return path
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +137,8 @@ def test_micro_batches_change_the_bill_and_not_the_plan(files: Files) -> None:
 
 
 def test_set_overrides_the_file(files: Files) -> None:
-    text = ok(
-        "plan",
-        *files,
-        "--world-size",
-        "8",
-        "--set",
-        "zero_optimization.stage=1",
-        "--set",
-        "precision.state=bf16-stochastic",
-    )
+    keys = ("--set", "zero_optimization.stage=1", "--set", "precision.state=bf16-stochastic")
+    text = ok("plan", *files, "--world-size", "8", *keys)
     assert "1: master and state sharded" in text
     assert "bf16-stochastic/" in text
 
@@ -176,42 +162,16 @@ def test_rows_shows_only_what_matches_one_by_one(files: Files) -> None:
     ]
 
 
-def test_rows_that_match_nothing_offer_the_nearest(files: Files) -> None:
-    assert "`*.router.*`" in refused("plan", *files, "--rows", "*.ruoter.*")
-
-
-class _Nesting(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "input", "wbr", "rect"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "input", "wbr", "rect"):
-            assert self.open.pop() == tag
-
-
 def test_html_is_written_beside_the_text(files: Files, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     done = run("plan", *files, "--world-size", "8", "--html", str(page))
     assert done.returncode == 0
     assert done.stderr == f"zerodrift: wrote {page}\n"
     text = page.read_text()
-    reader = _Nesting()
-    reader.feed(text)
-    assert reader.open == []
+    read_page(text)
     assert "http://" not in text and "https://" not in text
     digest = json.loads(ok("plan", *files, "--world-size", "8", "--json"))["digest"]
     assert digest in text and digest[:12] in done.stdout
-
-
-def test_html_that_cannot_be_written(files: Files, tmp_path: Path) -> None:
-    message = refused("plan", *files, "--html", str(tmp_path / "missing" / "plan.html"))
-    assert "`--html`" in message and "No such file or directory" in message
-    assert "`--html`" in refused("plan", *files, "--html", str(tmp_path))
 
 
 def test_a_plan_for_thousands_of_ranks(files: Files) -> None:
@@ -231,35 +191,31 @@ def test_plans_do_not_import_torch(files: Files) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_head_closes_the_pipe(files: Files) -> None:
-    command = [sys.executable, "-m", "zerodrift", "plan", *files, "--json"]
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_config(files: Files) -> None:
-    assert "no-such.yaml" in refused("plan", "no-such.yaml", "--model", str(files.model))
-
-
-def test_a_missing_model(files: Files) -> None:
-    assert "no-such-model" in refused("plan", str(files.config), "--model", "no-such-model")
-
-
-def test_a_misspelt_key_offers_the_nearest(files: Files) -> None:
-    message = refused("plan", *files, "--set", "zero_optimization.stagee=2")
-    assert "zero_optimization.stage" in message
-
-
-def test_debug_adds_a_traceback(files: Files) -> None:
-    done = run("plan", "no-such.yaml", "--model", str(files.model), "--debug")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr and "zerodrift: error: " in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "no-such.yaml", "--model", "MODEL"), "no-such.yaml"),
+        (("plan", "CONFIG", "--model", "no-such-model"), "no-such-model"),
+        (
+            ("plan", "CONFIG", "--model", "MODEL", "--set", "zero_optimization.stagee=2"),
+            "zero_optimization.stage",
+        ),
+        (("plan", "CONFIG", "--model", "MODEL", "--rows", "*.ruoter.*"), "`*.router.*`"),
+        (("plan", "CONFIG", "--model", "MODEL", "--html", "missing/plan.html"), "No such file or directory"),
+        (("plan", "CONFIG", "--model", "MODEL", "--html", "."), "`--html`"),
+        (
+            ("explain", "CONFIG", "--model", "MODEL", "model.layers.2.mlp.ruoter.weight"),
+            "`model.layers.2.mlp.router.weight`",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_named(arguments: tuple[str, ...], words: str, files: Files) -> None:
+    there = {"CONFIG": str(files.config), "MODEL": str(files.model)}
+    assert words in refused(*(there.get(word, word) for word in arguments))
 
 
 def test_an_interrupt_exits_130_and_says_nothing(files: Files, tmp_path: Path) -> None:
@@ -283,11 +239,6 @@ def test_explain_says_why(files: Files) -> None:
     data = json.loads(ok("explain", *files, name, "--world-size", "2", "--json"))["parameter"]
     assert [cell["column"] for cell in data["cells"]] == list(COLUMNS)
     assert sum(part["stop"] - part["start"] for part in data["slices"]) == EXPERTS * WIDTH
-
-
-def test_explain_offers_the_nearest_name(files: Files) -> None:
-    message = refused("explain", *files, "model.layers.2.mlp.ruoter.weight")
-    assert "`model.layers.2.mlp.router.weight`" in message
 
 
 # --- support ----------------------------------------------------------------------------------------

@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from tests.e2e.jobs import ROOT, job, kinds
+from tests.e2e.jobs import job, kinds
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import evaluate, train
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def written(folder: Path) -> str:

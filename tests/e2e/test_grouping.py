@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,17 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.e2e.jobs import job, kinds, losses, on_a_rank
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
-from zerodrift.train.loop.start import run_here, train
+from zerodrift.train.loop.start import train
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 @pytest.mark.parametrize(("count", "samples"), [(1000, 4), (1003, 7), (97, 8), (5, 8), (64, 64), (9000, 3)])
@@ -50,21 +46,16 @@ ROWS = [
 
 
 def uneven(folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = {"train": str(rows), "block": 128, "pack": False, "group_by_length": True}
-    precision = {"mode": "fp32", "reduce": {"order": "tree"}}
-    file = job(folder, steps=6, data=data, config={"precision": precision, "train_batch_size": 8})
-    written = json.loads(file.read_text())
-    written["config"]["train_micro_batch_size_per_gpu"] = 2
-    del written["config"]["gradient_accumulation_steps"]
-    file.write_text(json.dumps(written))
-    return str(file)
-
-
-def on_a_rank(path: str, overrides: list[str]) -> None:
-    os.chdir(ROOT)
-    run_here(path, overrides)
+    config = {
+        "precision": {"mode": "fp32", "reduce": {"order": "tree"}},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": None,
+    }
+    return str(job(folder, steps=6, data=data, config=config))
 
 
 def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +63,6 @@ def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixt
     found = []
     for name in ("whole", "resumed", "ranks"):
         folder = tmp_path / name
-        folder.mkdir()
         path = uneven(folder)
         if name == "ranks":
             run_ranks(on_a_rank, 2, path, [])

@@ -55,11 +55,8 @@ def tiny() -> dict[str, bytes]:
 
 
 def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data") -> str:
-    file = job(folder, steps=1, data={"train": data, "tokenizer": "bytes"})
-    written = json.loads(file.read_text())
-    written["model"] = {"source": source, "activation_checkpointing": False}
-    file.write_text(json.dumps(written))
-    return str(file)
+    model = {"source": source, "activation_checkpointing": False}
+    return str(job(folder, steps=1, data={"train": data, "tokenizer": "bytes"}, model=model))
 
 
 def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

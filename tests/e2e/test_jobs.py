@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.e2e.jobs import on_a_rank
 from tests.ranks.harness import run_ranks
 from zerodrift.cli import app
 from zerodrift.train.job_file import read_job
-from zerodrift.train.loop.start import run_here, train
+from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import read
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
@@ -28,14 +28,7 @@ RANKS = {"pipeline": 2, "two-hosts": 2}
 SMALL = ["run.steps=2", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
 
 
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def on_a_rank(path: str, changes: list[str]) -> None:
-    os.chdir(ROOT)
-    run_here(path, changes)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)

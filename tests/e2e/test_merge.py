@@ -49,14 +49,13 @@ def base(folder: Path, tied: bool = False) -> None:
 
 def adapted(folder: Path, **lora: object) -> str:
     given = {"rank": 2, "targets": ["q_proj", "up_proj"], **lora}
-    adam = {"type": "AdamW", "params": {"lr": 0.5}}
-    written = job(
-        folder, steps=2, config={"precision": {"mode": "fp32"}, "optimizer": adam, "scheduler": None}
-    )
-    values = json.loads(written.read_text())
-    values["model"] = {"source": str(folder / "base"), "lora": given, "activation_checkpointing": False}
-    written.write_text(json.dumps(values))
-    return str(written)
+    config = {
+        "precision": {"mode": "fp32"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": None,
+    }
+    model = {"source": str(folder / "base"), "lora": given, "activation_checkpointing": False}
+    return str(job(folder, steps=2, config=config, model=model))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.e2e.jobs import job, kinds, losses
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.evaluation import BestEvaluation
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
@@ -30,12 +27,12 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
         False,
         True,
     ]
-    assert not best.is_out_of_patience
-    assert not best.add(1.0) and not best.is_out_of_patience
-    assert not best.add(1.5) and best.is_out_of_patience
+    assert not best.reason
+    assert not best.add(1.0) and not best.reason
+    assert not best.add(1.5) and best.reason
     assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
-    assert BestEvaluation(2, [1.0, 1.0, None]).is_out_of_patience
-    assert not BestEvaluation(0, [1.0, 1.0, 1.0]).is_out_of_patience
+    assert BestEvaluation(2, [1.0, 1.0, None]).reason
+    assert not BestEvaluation(0, [1.0, 1.0, 1.0]).reason
 
 
 def patient(folder: Path, steps: int, **run: Any) -> str:
@@ -81,7 +78,6 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     models = []
     for steps in (1, 4):
         folder = tmp_path / str(steps)
-        folder.mkdir()
         train(str(job(folder, steps=steps, run={"export_every": 1})), [FROZEN])
         models.append(load_file(folder / "run" / "export" / "model.safetensors"))
     moved = {name for name in models[0] if not models[0][name].equal(models[1][name])}

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import ROOT, job, losses
+from tests.e2e.jobs import job, losses, on_a_rank
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.loop.start import run_here, train
+from zerodrift.train.loop.start import train
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def on_a_rank(path: str, overrides: list[str]) -> None:
-    os.chdir(ROOT)
-    run_here(path, overrides)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def traced(folder: Path) -> dict[str, list[str]]:
@@ -40,7 +31,6 @@ def test_each_rank_has_a_trace_and_the_bits_are_the_same(tmp_path: Path) -> None
     found = []
     for number, more in enumerate(([], ["run.profile={from: 2, steps: 2}"])):
         folder = tmp_path / str(number)
-        folder.mkdir()
         config = {"scheduler": {"type": "linear", "params": {"num_training_steps": "auto"}}}
         run_ranks(on_a_rank, 2, str(job(folder, steps=4, config=config)), more)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

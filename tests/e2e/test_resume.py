@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import ROOT, job, kinds
+from tests.e2e.jobs import job, kinds
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
 from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import read
 
-
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def rates(folder: Path) -> dict[int, float]:
@@ -125,7 +122,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_what_cannot_be_gone_on_with_is_told_in_the_jobs_keys(tmp_path: Path) -> None:
     train(str(job(tmp_path, steps=1)))
-    with pytest.raises(CheckpointError, match=r"got `data.block` 8, which was 16"):
+    with pytest.raises(CheckpointError, match=r"must go on with the data.*got `data.block` 8, which was 16"):
         train(str(job(tmp_path, steps=2, data={"block": 8})))
     with pytest.raises(CheckpointError) as caught:
         train(str(job(tmp_path, steps=2, config={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})))

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.e2e.jobs import ROOT, job, kinds, losses
+from tests.e2e.jobs import job, kinds, losses, on_a_rank
 from tests.e2e.small_models import llama
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.model import smoothed_loss
-from zerodrift.train.loop.start import run_here, train
+from zerodrift.train.loop.start import train
 
 transformers = pytest.importorskip("transformers")
 SHARE, STEPS, LR = 0.15, 3, 0.5
 
 
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def theirs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -47,8 +45,9 @@ def test_a_micro_batch_has_the_loss_of_the_label_smoother() -> None:
 TALKS = [{"prompt": "abc" * (number % 9), "completion": "ij" * (1 + number % 4)} for number in range(1, 25)]
 
 
-def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1) -> str:
+def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1, **config: Any) -> str:
     """A job whose micro-batches have very different numbers of learned tokens."""
+    folder.mkdir(exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in TALKS))
     data = {"train": str(rows), "block": 64, "pack": packed, "label_smoothing": SHARE}
@@ -60,10 +59,13 @@ def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1) -> 
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "scheduler": None,
+        **config,
     }
     run = {"evaluate_every": 1}
-    file = job(folder, model, STEPS, data={**data, "validation": 0.25}, run=run, config=config)
-    return str(file)
+    again = {"activation_checkpointing": False}
+    return str(
+        job(folder, model, STEPS, data={**data, "validation": 0.25}, run=run, config=config, model=again)
+    )
 
 
 def plain(folder: Path) -> tuple[list[float], float]:
@@ -90,11 +92,6 @@ def plain(folder: Path) -> tuple[list[float], float]:
         return found, model(**given).loss.item()
 
 
-def on_a_rank(path: str) -> None:
-    os.chdir(ROOT)
-    run_here(path, ["model.activation_checkpointing=false"])
-
-
 @pytest.mark.parametrize(("ranks", "packed"), [(1, False), (2, True)])
 def test_a_step_has_the_mean_over_all_its_learned_tokens(tmp_path: Path, ranks: int, packed: bool) -> None:
     path = masked(tmp_path, packed, ranks=ranks)
@@ -117,9 +114,6 @@ def test_a_loss_of_its_own_is_refused(tmp_path: Path, model: str) -> None:
 def test_a_pipeline_smooths_too(tmp_path: Path) -> None:
     path = masked(tmp_path, False)
     on_a_rank(path)
-    (tmp_path / "cut").mkdir()
-    written = json.loads(Path(masked(tmp_path / "cut", False)).read_text())
-    written["config"] |= {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}}
-    Path(path).write_text(json.dumps(written))
-    run_ranks(on_a_rank, 2, path)
+    cut = masked(tmp_path / "cut", False, pipeline={"stages": 2}, zero_optimization={"stage": 0})
+    run_ranks(on_a_rank, 2, cut)
     assert list(losses(tmp_path / "cut").values()) == pytest.approx(list(losses(tmp_path).values()), rel=2e-6)

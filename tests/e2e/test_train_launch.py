@@ -22,9 +22,7 @@ STEPS = 20
 Process = Command | subprocess.Popen[str]
 
 
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def train(file: Path) -> Command:

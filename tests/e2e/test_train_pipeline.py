@@ -22,9 +22,7 @@ from zerodrift.train.loop.start import run_here, train
 PARTS = "tests.e2e.small_models:parts"
 
 
-@pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def staged(
@@ -46,11 +44,7 @@ def staged(
         **blocks.pop("config", {}),
     }
     run = {"export": False, **blocks.pop("run", {})}
-    file = job(folder, model, steps, config=config, run=run, **blocks)
-    written = json.loads(file.read_text())
-    written["model"]["parts"] = PARTS
-    file.write_text(json.dumps(written))
-    return file
+    return job(folder, model, steps, config=config, run=run, model={"parts": PARTS}, **blocks)
 
 
 def whole(folder: Path, model: str, steps: int, data: dict[str, Any]) -> dict[int, float]:
@@ -61,7 +55,6 @@ def whole(folder: Path, model: str, steps: int, data: dict[str, Any]) -> dict[in
         "train_batch_size": 16,
         "gradient_accumulation_steps": 4,
     }
-    folder.mkdir()
     train(str(job(folder, model, steps, config=config, data=data, run={"export": False})))
     return losses(folder)
 
@@ -101,10 +94,7 @@ def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> N
 def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
     rules = {"rules": [{"match": "head.*", "pin": "fp32"}]}
     config = {"precision": {"mode": "bf16", **rules}, "zero_optimization": {"stage": 3}}
-    file = staged(tmp_path, steps=4, ranks=4, schedule="zbv", config=config, run={"export": True})
-    written = json.loads(file.read_text())
-    written["model"]["source"] = "tests.e2e.small_models:deep"
-    file.write_text(json.dumps(written))
+    file = staged(tmp_path, "deep", 4, ranks=4, schedule="zbv", config=config, run={"export": True})
     assert run_ranks(run, 4, str(file)) == [""] * 4
     folder = tmp_path / "run"
     cells = kinds(tmp_path, "precision")[0]["cells"]
@@ -120,7 +110,6 @@ def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
     found = []
     for name, turns in (("a", [6]), ("b", [2, 6])):
         folder = tmp_path / name
-        folder.mkdir()
         for steps in turns:
             file = staged(folder, "slow", steps, run={"checkpoint_every": 2})
             assert run_ranks(run, 2, str(file)) == ["", ""]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.habits.loop import Habit, Loop
-from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
+from tests.habits.loop import Habit, Loop, each, habits_of
+from tests.habits.networks import WIDTH, Block, Net, fit, fitted, raised, square
 
 ORDER = 2.0**-20
 """fp32 sums in another order: some ulps of 2^-23."""
@@ -278,27 +278,21 @@ def backward_by_inputs(loop: Loop) -> None:
 # --- torch.func -----------------------------------------------------------------------------------------
 
 
-def a_map_over_samples(loop: Loop) -> None:
+class MapOverSamples(Net):
     """`vmap` inside the model."""
 
-    class Mapped(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.func.vmap(super().forward)(x)
-
-    fit(loop, loop.train(Mapped()))
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(super().forward)(x)
 
 
-def a_derivative_inside_the_model(loop: Loop) -> None:
+class DerivativeInsideTheModel(Net):
     """`torch.func.grad` of blocks by their input: a physics-informed network."""
 
-    class Physics(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            def energy(one: Tensor) -> Tensor:
-                return Net.forward(self, one).float().square().sum()
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(one: Tensor) -> Tensor:
+            return Net.forward(self, one).float().square().sum()
 
-            return torch.func.vmap(torch.func.grad(energy))(x)
-
-    fit(loop, loop.train(Physics(Smooth)))
+        return torch.func.vmap(torch.func.grad(energy))(x)
 
 
 def a_jacobian_of_the_model(loop: Loop) -> None:
@@ -341,14 +335,6 @@ class Recomputed(Net):
         return self.head(h)
 
 
-def checkpointed_blocks(loop: Loop) -> None:
-    fit(loop, loop.train(Recomputed(False)), steps=3)
-
-
-def reentrantly_checkpointed_blocks(loop: Loop) -> None:
-    fit(loop, loop.train(Recomputed(True)), steps=3)
-
-
 def checkpointed_blocks_with_dropout(loop: Loop) -> None:
     """Recomputed with the same random numbers."""
 
@@ -360,33 +346,24 @@ def checkpointed_blocks_with_dropout(loop: Loop) -> None:
     fit(loop, loop.train(Recomputed(True, Drops)))
 
 
-def a_checkpointed_part_of_a_block(loop: Loop) -> None:
+class CheckpointedPartOfABlock(Block):
     """A block that recomputes a part of itself."""
 
-    class Inside(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            h = checkpoint(lambda y: F.gelu(self.up(y)), x, use_reentrant=False)
-            return x + checkpoint(self.down, h, use_reentrant=False)
-
-    fit(loop, loop.train(Net(Inside)))
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y: F.gelu(self.up(y)), x, use_reentrant=False)
+        return x + checkpoint(self.down, h, use_reentrant=False)
 
 
-def checkpoints_in_checkpoints(loop: Loop) -> None:
-    class Inside(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    fit(loop, loop.train(Recomputed(False, Inside)))
+class CheckpointsInCheckpoints(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed_segments(loop: Loop) -> None:
+class CheckpointedSegments(Net):
     """`checkpoint_sequential` over several blocks at a time."""
 
-    class Segments(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
-
-    fit(loop, loop.train(Segments()))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
 
 
 def a_checkpoint_around_the_call(loop: Loop) -> None:
@@ -448,32 +425,27 @@ class Linear(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def functions_of_autograd(loop: Loop) -> None:
-    class ByHand(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T
-
-    fit(loop, loop.train(Net(ByHand)))
+class FunctionsOfAutograd(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Straight.apply(Linear.apply(x, self.up.weight)) @ self.down.weight.T
 
 
-def weights_on_the_context(loop: Loop) -> None:
+class Attribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x.detach(), weight.detach()
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight, grad.T @ ctx.x
+
+
+class WeightsOnTheContext(Block):
     """A function that keeps the weight as an attribute, as hand-written kernels do."""
 
-    class Attribute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.x, ctx.weight = x.detach(), weight.detach()
-            return x @ weight.T
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            return grad @ ctx.weight, grad.T @ ctx.x
-
-    class ByHand(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
-
-    fit(loop, loop.train(Net(ByHand)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
 
 
 def activations_on_the_host(loop: Loop) -> None:
@@ -534,21 +506,19 @@ def a_second_backward_of_a_freed_graph(loop: Loop) -> None:
     fit(loop, net)
 
 
-def a_block_that_changes_its_input(loop: Loop) -> None:
+class Adds(Block):
+    def forward(self, x: Tensor) -> None:
+        x.add_(self.down(F.gelu(self.up(x.clone()))))
+
+
+class ChangesItsInput(Net):
     """A residual stream that blocks add to in place; they return nothing."""
 
-    class Adds(Block):
-        def forward(self, x: Tensor) -> None:
-            x.add_(self.down(F.gelu(self.up(x.clone()))))
-
-    class Stream(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                block(h)
-            return self.head(h)
-
-    fit(loop, loop.train(Stream(Adds)))
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            block(h)
+        return self.head(h)
 
 
 def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
@@ -569,42 +539,38 @@ def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
     fit(loop, loop.train(Net(Half)))
 
 
-def a_buffer_that_blocks_fill(loop: Loop) -> None:
+class Fills(Block):
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        y = super().forward(x)
+        rows[:, 0] = y[:, 0]
+        return y
+
+
+class FilledByBlocks(Net):
     """Blocks write their rows of one output tensor."""
 
-    class Fills(Block):
-        def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-            y = super().forward(x)
-            rows[:, 0] = y[:, 0]
-            return y
-
-    class Filled(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
-            h = self.into(x)
-            for number, block in enumerate(self.blocks):
-                h = block(h, rows[:, number])
-            return self.head(h) + rows.sum((1, 2))[:, None]
-
-    fit(loop, loop.train(Filled(Fills)))
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.zeros(len(x), 3, WIDTH, dtype=x.dtype)
+        h = self.into(x)
+        for number, block in enumerate(self.blocks):
+            h = block(h, rows[:, number])
+        return self.head(h) + rows.sum((1, 2))[:, None]
 
 
-def a_buffer_that_blocks_fill_and_return_nothing(loop: Loop) -> None:
+class FillsRow(Block):
+    def forward(self, x: Tensor, row: Tensor) -> None:
+        row.copy_(super().forward(x))
+
+
+class FilledByRows(Net):
     """Slices of one tensor, each written by a block."""
 
-    class Fills(Block):
-        def forward(self, x: Tensor, row: Tensor) -> None:
-            row.copy_(super().forward(x))
-
-    class Filled(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            rows = h.new_empty(len(x), 3, WIDTH)
-            for number, block in enumerate(self.blocks):
-                block(h, rows[:, number])
-            return self.head(rows)
-
-    fit(loop, loop.train(Filled(Fills)), steps=3)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        rows = h.new_empty(len(x), 3, WIDTH)
+        for number, block in enumerate(self.blocks):
+            block(h, rows[:, number])
+        return self.head(rows)
 
 
 def a_loss_in_double(loop: Loop) -> None:
@@ -615,64 +581,39 @@ def a_loss_in_double(loop: Loop) -> None:
     loop.see("weight", weight.grad)
 
 
-def no_grad_around_a_part(loop: Loop) -> None:
+class NoGradAroundAPart(Net):
     """The first blocks run without gradients, and one detaches."""
 
-    class Cut(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                h = self.blocks[0](self.into(x))
-            h = self.blocks[1](h)
-            return self.head(self.blocks[2](h)) + self.blocks[2](h.detach())
-
-    fit(loop, loop.train(Cut()))
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.blocks[0](self.into(x))
+        h = self.blocks[1](h)
+        return self.head(self.blocks[2](h)) + self.blocks[2](h.detach())
 
 
-HABITS = (
+FITTED: dict[str, Any] = {
+    "a_map_over_samples": (lambda: MapOverSamples(), 2),
+    "a_derivative_inside_the_model": (lambda: DerivativeInsideTheModel(Smooth), 2),
+    "checkpointed_blocks": (lambda: Recomputed(False), 3),
+    "reentrantly_checkpointed_blocks": (lambda: Recomputed(True), 3),
+    "a_checkpointed_part_of_a_block": (lambda: Net(CheckpointedPartOfABlock), 2),
+    "checkpoints_in_checkpoints": (lambda: Recomputed(False, CheckpointsInCheckpoints), 2),
+    "checkpointed_segments": (lambda: CheckpointedSegments(), 2),
+    "functions_of_autograd": (lambda: Net(FunctionsOfAutograd), 2),
+    "weights_on_the_context": (lambda: Net(WeightsOnTheContext), 2),
+    "a_block_that_changes_its_input": (lambda: ChangesItsInput(Adds), 2),
+    "a_buffer_that_blocks_fill": (lambda: FilledByBlocks(Fills), 2),
+    "a_buffer_that_blocks_fill_and_return_nothing": (
+        lambda: FilledByRows(FillsRow),
+        3,
+    ),
+    "no_grad_around_a_part": (lambda: NoGradAroundAPart(), 2),
+}
+"""Name of the habit -> (its model, the steps that it is trained)."""
+
+
+HABITS = habits_of(
+    globals(),
+    *each(fitted, FITTED),
     Habit(a_backward_for_each_loss, close=ORDER, why="stage 3 reduces after every backward"),
-    Habit(losses_by_hand),
-    Habit(a_sum_over_micro_batches),
-    Habit(two_views_of_one_batch),
-    Habit(a_target_of_ones_own_without_gradients),
-    Habit(a_forward_that_is_thrown_away),
-    Habit(a_forward_between_forward_and_backward),
-    Habit(the_model_is_called_in_pieces),
-    Habit(a_gradient_that_is_given),
-    Habit(torch_autograd_backward),
-    Habit(saliency),
-    Habit(adversarial_examples),
-    Habit(adversarial_examples_by_backward),
-    Habit(free_adversarial_training),
-    Habit(a_gradient_penalty),
-    Habit(a_penalty_on_its_own),
-    Habit(forces),
-    Habit(a_gradient_of_parameters),
-    Habit(a_graph_of_a_backward),
-    Habit(backward_by_inputs),
-    Habit(a_map_over_samples),
-    Habit(a_derivative_inside_the_model),
-    Habit(a_jacobian_of_the_model),
-    Habit(other_weights_for_a_call),
-    Habit(checkpointed_blocks),
-    Habit(reentrantly_checkpointed_blocks),
-    Habit(checkpointed_blocks_with_dropout),
-    Habit(a_checkpointed_part_of_a_block),
-    Habit(checkpoints_in_checkpoints),
-    Habit(checkpointed_segments),
-    Habit(a_checkpoint_around_the_call),
-    Habit(a_reentrant_checkpoint_around_the_call),
-    Habit(a_checkpointed_block_with_a_list),
-    Habit(functions_of_autograd),
-    Habit(weights_on_the_context),
-    Habit(activations_on_the_host),
-    Habit(hooks_on_what_is_saved),
-    Habit(anomaly_mode),
-    Habit(a_tensor_that_was_changed),
-    Habit(a_second_backward_of_a_freed_graph),
-    Habit(a_block_that_changes_its_input),
-    Habit(a_block_that_changes_and_returns_its_input),
-    Habit(a_buffer_that_blocks_fill),
-    Habit(a_buffer_that_blocks_fill_and_return_nothing),
-    Habit(a_loss_in_double),
-    Habit(no_grad_around_a_part),
 )

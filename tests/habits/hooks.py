@@ -5,12 +5,13 @@ Invariant: a hook sees whole weights and what plain torch would show it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Loop, each, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 
@@ -91,41 +92,27 @@ def a_teacher_and_hooks(loop: Loop) -> None:
     fit(loop, net, loss)
 
 
-def a_hook_that_reads_weights(loop: Loop) -> None:
-    """Before a block runs, its weights are whole: pruning, spectral penalties, logging."""
+def hooks_that_read_weights(loop: Loop, put: Callable[[nn.Module, Callable[..., None]], Any]) -> None:
+    """Before a block runs, after it has run, and while its gradients are formed, its weights are whole."""
     net = loop.train(Net())
 
-    def look(module: nn.Module, args: Any) -> None:
+    def look(module: nn.Module, *called: Any) -> None:
         loop.see("weight", [module.up.weight, module.down.bias])
 
     for block in net.module.blocks:
-        block.register_forward_pre_hook(look)
-    fit(loop, net)
-
-
-def a_hook_in_front_that_reads_weights(loop: Loop) -> None:
-    """The same, put in front of all other hooks."""
-    net = loop.train(Net())
-
-    def look(module: nn.Module, args: Any) -> None:
-        loop.see("weight", module.up.weight)
-
-    for block in net.module.blocks:
-        block.register_forward_pre_hook(look, prepend=True)
-    fit(loop, net)
-
-
-def a_hook_behind_that_reads_weights(loop: Loop) -> None:
-    """After a block has run, its weights still are whole."""
-    net = loop.train(Net())
-
-    def look(module: nn.Module, args: Any, out: Any) -> None:
-        loop.see("weight", module.up.weight)
-
-    for block in net.module.blocks:
-        block.register_forward_hook(look)
+        put(block, look)
     net.module.into.register_forward_hook(lambda module, args, out: loop.see("into", module.weight))
     fit(loop, net)
+
+
+READERS: dict[str, Any] = {
+    "a_hook_that_reads_weights": lambda block, look: block.register_forward_pre_hook(look),
+    "a_hook_in_front_that_reads_weights": lambda block, look: block.register_forward_pre_hook(
+        look, prepend=True
+    ),
+    "a_hook_behind_that_reads_weights": lambda block, look: block.register_forward_hook(look),
+    "a_backward_hook_that_reads_weights": lambda block, look: block.register_full_backward_pre_hook(look),
+}
 
 
 def a_hook_that_changes_input_and_output(loop: Loop) -> None:
@@ -175,14 +162,6 @@ def a_backward_hook_that_changes_gradients(loop: Loop) -> None:
     net = loop.train(Net())
     net.module.blocks[1].register_full_backward_hook(lambda module, into, out: (-0.5 * into[0],))
     net.module.blocks[2].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
-    fit(loop, net)
-
-
-def a_backward_hook_that_reads_weights(loop: Loop) -> None:
-    """While a block's gradients are formed its weights are whole."""
-    net = loop.train(Net())
-    for block in net.module.blocks:
-        block.register_full_backward_pre_hook(lambda module, out: loop.see("weight", module.up.weight))
     fit(loop, net)
 
 
@@ -269,24 +248,4 @@ def a_hook_that_raises(loop: Loop) -> None:
     fit(loop, net)
 
 
-HABITS = (
-    Habit(features_by_a_hook),
-    Habit(features_alone),
-    Habit(features_of_a_block),
-    Habit(features_by_attribute),
-    Habit(a_teacher_and_hooks),
-    Habit(a_hook_that_reads_weights),
-    Habit(a_hook_in_front_that_reads_weights),
-    Habit(a_hook_behind_that_reads_weights),
-    Habit(a_hook_that_changes_input_and_output),
-    Habit(hooks_on_all_modules),
-    Habit(full_backward_hooks),
-    Habit(a_backward_hook_that_changes_gradients),
-    Habit(a_backward_hook_that_reads_weights),
-    Habit(hooks_on_tensors),
-    Habit(hooks_on_parameters),
-    Habit(hooks_before_the_engine),
-    Habit(hooks_after_accumulation),
-    Habit(hooks_that_come_and_go),
-    Habit(a_hook_that_raises),
-)
+HABITS = habits_of(globals(), *each(hooks_that_read_weights, READERS))

@@ -7,6 +7,7 @@ Invariant: a habit does the same on every rank, on its own data.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -132,16 +133,57 @@ class Habit:
     """Why it is refused, or only close."""
     close: float = 0.0
     """How far a tensor may be off, as a share of its largest value; 0 is bit for bit."""
+    called: str = ""
+    """Its name, where it is one of a table."""
 
     @property
     def name(self) -> str:
-        return self.run.__name__
+        return self.called or self.run.__name__
 
     def refusal(self, stage: int, mode: str) -> str:
         """Words of the error at a stage, in a mode; "" where there is none."""
         if self.split and (stage, mode) == (0, "bf16"):
             return self.split
         return self.refused if stage in self.at and mode in self.modes else ""
+
+
+def habits_of(room: dict[str, Any], *rare: Habit) -> tuple[Habit, ...]:
+    """Every function of a file that takes nothing but a loop, in their order; of `rare` ones more is said."""
+    said = {habit.name: habit for habit in rare}
+    runs = [
+        run
+        for run in room.values()
+        if inspect.isfunction(run)
+        and run.__module__ == room["__name__"]
+        and list(inspect.signature(run).parameters) == ["loop"]
+    ]
+    return tuple(said.pop(run.__name__, None) or Habit(run) for run in runs) + tuple(said.values())
+
+
+def refused(
+    why: str, words: dict[Callable[[Loop], None], str], at: tuple[int, ...] = (0, 3), split: str = ""
+) -> list[Habit]:
+    """Habits that an engine refuses for one reason, each with words of its error."""
+    return [Habit(run, refused=said, at=at, split=split, why=why) for run, said in words.items()]
+
+
+def refused_cases(
+    why: str,
+    run: Callable[[Loop, Any], None],
+    cases: dict[str, tuple[Any, str]],
+    at: tuple[int, ...] = (0, 3),
+    split: str = "",
+) -> list[Habit]:
+    """The same for a table of one script: name -> (its value, words of the error)."""
+    return [
+        Habit(lambda loop, case=case: run(loop, case), said, at, split=split, why=why, called=name)
+        for name, (case, said) in cases.items()
+    ]
+
+
+def each(run: Callable[[Loop, Any], None], cases: dict[str, Any]) -> list[Habit]:
+    """One habit for each name of a table, which are the same script with other values."""
+    return [Habit(lambda loop, case=case: run(loop, case), called=name) for name, case in cases.items()]
 
 
 def kept(value: Any) -> Any:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, each, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 ORDER = 2.0**-20
@@ -61,28 +61,19 @@ def a_batch_that_is_skipped(loop: Loop) -> None:
         net.step()
 
 
-def a_batch_that_one_rank_skips(loop: Loop) -> None:
-    """A rank finds its batch bad and goes on with the next; the others do not."""
+def on_one_rank(loop: Loop, change: Callable[[Tensor], Tensor]) -> None:
+    """A rank finds its batch bad and changes the loss; the others do not."""
     net = loop.train(Net())
     for number in range(3):
-        out = net(loop.data(number))
-        loss = square(out)
-        if number == 1 and loop.rank == 1:
-            loss = loss * 0.0
-        net.backward(loss)
+        loss = square(net(loop.data(number)))
+        net.backward(change(loss) if number == 1 and loop.rank == 1 else loss)
         net.step()
 
 
-def a_loss_without_a_graph_on_one_rank(loop: Loop) -> None:
-    """No sample was valid: the loss is a constant there, which needs a gradient to go backward."""
-    net = loop.train(Net())
-    for number in range(3):
-        out = net(loop.data(number))
-        loss = square(out)
-        if number == 1 and loop.rank == 1:
-            loss = torch.zeros((), requires_grad=True)
-        net.backward(loss)
-        net.step()
+CHANGES: dict[str, Any] = {
+    "a_batch_that_one_rank_skips": lambda loss: loss * 0.0,
+    "a_loss_without_a_graph_on_one_rank": lambda loss: torch.zeros((), requires_grad=True),
+}
 
 
 def a_loss_that_is_not_finite(loop: Loop) -> None:
@@ -304,6 +295,7 @@ class Fails(Net):
 
 
 def failing(loop: Loop, error: BaseException) -> None:
+    """The batch is left out; or Ctrl-C in a notebook, and the cell again."""
     net = loop.train(Fails())
     for number in range(4):
         net.module.error = error if number == 2 else None
@@ -314,16 +306,6 @@ def failing(loop: Loop, error: BaseException) -> None:
             net.zero_grad()
             continue
         net.step()
-
-
-def an_exception_in_the_forward(loop: Loop) -> None:
-    """Out of memory, and the batch is left out."""
-    failing(loop, RuntimeError("out of memory"))
-
-
-def an_interrupt(loop: Loop) -> None:
-    """Ctrl-C in a notebook, and the cell again."""
-    failing(loop, KeyboardInterrupt())
 
 
 def an_exception_in_the_backward(loop: Loop) -> None:
@@ -508,44 +490,17 @@ def functions_over_modules(loop: Loop) -> None:
 
 STEPPED = "must not be called: `engine.step()` updates"
 
-HABITS = (
-    Habit(micro_batches),
+FAILURES = {
+    "an_exception_in_the_forward": RuntimeError("out of memory"),
+    "an_interrupt": KeyboardInterrupt(),
+}
+
+HABITS = habits_of(
+    globals(),
+    *each(failing, FAILURES),
+    *each(on_one_rank, CHANGES),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
-    Habit(a_last_step_that_is_short),
-    Habit(a_batch_that_is_skipped),
-    Habit(a_batch_that_one_rank_skips),
-    Habit(a_loss_without_a_graph_on_one_rank),
-    Habit(a_loss_that_is_not_finite),
-    Habit(a_bad_loss_that_is_not_used),
-    Habit(batches_of_every_size),
-    Habit(lengths_of_every_size),
-    Habit(a_data_loader),
-    Habit(zero_grad_in_every_way),
-    Habit(schedules_of_torch),
-    Habit(learning_rates_by_hand),
     Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),
-    Habit(a_plateau),
-    Habit(evaluation_between_steps),
-    Habit(evaluation_between_micro_batches),
-    Habit(evaluation_as_a_decorator),
-    Habit(generation),
-    Habit(evaluation_of_other_lengths),
-    Habit(inference_tensors),
-    Habit(an_exception_in_the_forward),
-    Habit(an_interrupt),
-    Habit(an_exception_in_the_backward),
-    Habit(another_default_dtype),
-    Habit(a_default_device),
-    Habit(gradients_off_around),
-    Habit(a_thread),
-    Habit(deterministic_algorithms),
-    Habit(a_dispatch_mode),
-    Habit(a_profiler),
-    Habit(collectives_of_ones_own),
     Habit(a_model_in_ddp, refused="must not be in `DistributedDataParallel`", why="both would sum gradients"),
-    Habit(a_model_that_another_in_ddp_calls),
-    Habit(attributes_of_the_model),
-    Habit(a_forward_that_is_patched),
-    Habit(functions_over_modules),
 )

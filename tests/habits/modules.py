@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.loop import Habit, Loop
-from tests.habits.networks import WIDTH, Block, Net, fit, square
+from tests.habits.loop import Habit, Loop, each, habits_of
+from tests.habits.networks import WIDTH, Block, Net, fit, fitted, square
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -34,68 +34,50 @@ class Skips(Net):
         return self.head(h)
 
 
-def ordered(loop: Loop, orders: list[list[int]]) -> None:
+def ordered(loop: Loop, orders: Any) -> None:
+    """LayerDrop, the same on every rank or with each rank's own random numbers; a recurrent depth."""
     net = loop.train(Skips())
-    for number, order in enumerate(orders):
+    for number, order in enumerate(orders(loop.rank)):
         net.module.order = order
         fit(loop, net, steps=1, seed=number)
 
 
-def blocks_that_are_dropped(loop: Loop) -> None:
-    """LayerDrop, the same on every rank."""
-    ordered(loop, [[0, 2], [1], [0, 1, 2], []])
+ORDERS: dict[str, Any] = {
+    "blocks_that_are_dropped": lambda rank: [[0, 2], [1], [0, 1, 2], []],
+    "blocks_that_each_rank_drops": lambda rank: [[0, 2], [1, 2], [2]] if rank else [[1], [0, 1, 2], [0]],
+    "blocks_in_another_order": lambda rank: [[2, 1, 0], [1, 0, 2], [0, 1, 2]],
+    "blocks_that_run_again": lambda rank: [[0, 1, 1, 1, 2], [0, 0, 0], [2, 0, 2]],
+}
+"""Name of the habit -> the blocks of each step on a rank."""
 
 
-def blocks_that_each_rank_drops(loop: Loop) -> None:
-    """LayerDrop with each rank's own random numbers."""
-    ordered(loop, [[0, 2], [1, 2], [2]] if loop.rank else [[1], [0, 1, 2], [0]])
-
-
-def blocks_in_another_order(loop: Loop) -> None:
-    ordered(loop, [[2, 1, 0], [1, 0, 2], [0, 1, 2]])
-
-
-def blocks_that_run_again(loop: Loop) -> None:
-    """A recurrent depth: one block several times."""
-    ordered(loop, [[0, 1, 1, 1, 2], [0, 0, 0], [2, 0, 2]])
-
-
-def stochastic_depth(loop: Loop) -> None:
+class StochasticDepth(Block):
     """Samples, not blocks, are dropped."""
 
-    class Depth(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            keep = (torch.rand(len(x), 1) > 0.5).to(x.dtype) if self.training else 1.0
-            return x + keep * (super().forward(x) - x)
-
-    fit(loop, loop.train(Net(Depth)), steps=3)
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (torch.rand(len(x), 1) > 0.5).to(x.dtype) if self.training else 1.0
+        return x + keep * (super().forward(x) - x)
 
 
-def a_random_number_of_blocks(loop: Loop) -> None:
+class RandomNumberOfBlocks(Net):
     """Python's own random numbers, the same on all ranks."""
 
-    class Random(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks[: random.randint(1, 3)]:
-                h = block(h)
-            return self.head(h)
-
-    fit(loop, loop.train(Random()), steps=4)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks[: random.randint(1, 3)]:
+            h = block(h)
+        return self.head(h)
 
 
-def a_block_that_nobody_calls(loop: Loop) -> None:
+class BlockThatNobodyCalls(Net):
     """A part that is there for another task."""
 
-    class Spare(Net):
-        def __init__(self) -> None:
-            super().__init__(blocks=4)
-            self.spare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.spare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.blocks[2](self.blocks[0](self.into(x))))
-
-    fit(loop, loop.train(Spare()))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[2](self.blocks[0](self.into(x))))
 
 
 def towers(loop: Loop) -> None:
@@ -110,51 +92,42 @@ def towers(loop: Loop) -> None:
     fit(loop, net, lambda x: square(net(x)[loop.rank]), steps=3)
 
 
-def experts_by_rank(loop: Loop) -> None:
+class ExpertsByRank(nn.Module):
     """A mixture of experts whose ranks send their tokens to other ones."""
 
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, 3)
-            self.experts = nn.ModuleList(Block() for _ in range(3))
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            weight, choice = self.gate(x).float().softmax(-1).max(-1)
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                mine = (choice == number).nonzero()[:, 0]
-                if len(mine):
-                    out = out.index_add(0, mine, expert(x[mine]) * weight[mine, None].to(x.dtype))
-            return x + out
-
-    fit(loop, loop.train(Net(Mixture)), steps=3)
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.gate(x).float().softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).nonzero()[:, 0]
+            if len(mine):
+                out = out.index_add(0, mine, expert(x[mine]) * weight[mine, None].to(x.dtype))
+        return x + out
 
 
-def the_forward_of_a_block(loop: Loop) -> None:
+class ForwardOfABlock(Net):
     """`block.forward(x)`: its hooks do not run."""
 
-    class Direct(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = block.forward(h)
-            return self.head.forward(h)
-
-    fit(loop, loop.train(Direct()))
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = block.forward(h)
+        return self.head.forward(h)
 
 
-def parts_of_blocks(loop: Loop) -> None:
+class PartsOfBlocks(Net):
     """The parent calls what is in a block, and the block is only a holder."""
 
-    class Parts(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.into(x)
-            for block in self.blocks:
-                h = h + block.down(F.gelu(block.up(h)))
-            return self.head(h)
-
-    fit(loop, loop.train(Parts()))
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for block in self.blocks:
+            h = h + block.down(F.gelu(block.up(h)))
+        return self.head(h)
 
 
 class Two(Block):
@@ -177,11 +150,6 @@ class Auto(Net):
         return self.head(h)
 
 
-def another_method_of_a_block(loop: Loop) -> None:
-    """`block.encode(x)` and `block.decode(x)`."""
-    fit(loop, loop.train(Auto(Two)))
-
-
 def units_that_are_written(loop: Loop) -> None:
     """The same with the parts of blocks as units, as the refusal says."""
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
@@ -198,39 +166,33 @@ def another_method_of_the_model(loop: Loop) -> None:
     fit(loop, net, lambda x: net.module.loss(x))
 
 
-def lists_of_lists(loop: Loop) -> None:
+class ListsOfLists(nn.Module):
     """Blocks that are lists of modules."""
 
-    class Lists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            for attention, feed in self.layers:
-                x = feed(attention(x))
-            return x
-
-    fit(loop, loop.train(Lists()))
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, feed in self.layers:
+            x = feed(attention(x))
+        return x
 
 
-def lists_of_dicts(loop: Loop) -> None:
+class ListsOfDicts(nn.Module):
     """Blocks that are dicts of modules, with a bare parameter beside."""
 
-    class Dicts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.ModuleDict({"attention": Block(), "norm": nn.LayerNorm(WIDTH)}) for _ in range(2)
-            )
-            self.scale = nn.Parameter(torch.ones(WIDTH))
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attention": Block(), "norm": nn.LayerNorm(WIDTH)}) for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer["norm"](layer["attention"](x)) * self.scale
-            return x
-
-    fit(loop, loop.train(Dicts()))
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["norm"](layer["attention"](x)) * self.scale
+        return x
 
 
 def lists_of_parameters(loop: Loop) -> None:
@@ -257,44 +219,35 @@ def one_layer_alone(loop: Loop) -> None:
     fit(loop, loop.train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))))
 
 
-def a_model_in_a_wrapper(loop: Loop) -> None:
+class ModelInAWrapper(nn.Module):
     """A module that is called with everything, and one that is held where torch does not see it."""
 
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            object.__setattr__(self, "hidden", inner.blocks[0])
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        object.__setattr__(self, "hidden", inner.blocks[0])
 
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            return self.inner(*args, **kwargs) + self.hidden(args[0])
-
-    fit(loop, loop.train(Wrapper(Net())))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*args, **kwargs) + self.hidden(args[0])
 
 
 # --- weights in several places --------------------------------------------------------------------------
 
 
-def the_weight_of_a_block_elsewhere(loop: Loop) -> None:
+class WeightOfABlockElsewhere(Net):
     """A loss or a parent that reads a block's weight by itself."""
 
-    class Reads(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.blocks[1].down.bias
-
-    fit(loop, loop.train(Reads()))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[1].down.bias
 
 
-def tied_by_hand(loop: Loop) -> None:
+class TiedByHand(Net):
     """An embedding that is the head, and two blocks that share a matrix."""
 
-    class Tied(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head.weight = self.into.weight
-            self.blocks[2].up.weight = self.blocks[0].up.weight
-
-    fit(loop, loop.train(Tied()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.into.weight
+        self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
 def tied_by_a_function(loop: Loop) -> None:
@@ -320,38 +273,32 @@ def tied_by_a_function(loop: Loop) -> None:
         net.step()
 
 
-def one_block_in_two_places(loop: Loop) -> None:
+class OneBlockInTwoPlaces(Net):
     """The same module object twice in the list."""
 
-    class Shared(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks.append(self.blocks[0])
-
-    fit(loop, loop.train(Shared()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[0])
 
 
 # --- buffers and parametrizations -----------------------------------------------------------------------
 
 
-def buffers_that_a_forward_updates(loop: Loop) -> None:
+class BuffersThatAForwardUpdates(Block):
     """A counter, a running mean, one that is assigned anew, one that is not saved."""
 
-    class Counts(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-            self.register_buffer("mean", torch.zeros(WIDTH))
-            self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.calls += 1
-                self.mean.lerp_(x.detach().float().mean(0), 0.1)
-                self.last = x.detach().float().sum(0)
-            return super().forward(x - self.mean.to(x.dtype))
-
-    fit(loop, loop.train(Net(Counts)), steps=3)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+            self.last = x.detach().float().sum(0)
+        return super().forward(x - self.mean.to(x.dtype))
 
 
 class Normed(nn.Module):
@@ -399,48 +346,40 @@ def spectral_norm_that_is_pinned(loop: Loop) -> None:
     fit(loop, loop.train(Net(Spectral), precision={"rules": [rule]}))
 
 
-def weight_norm(loop: Loop) -> None:
-    class Weighted(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            parametrizations.weight_norm(self.down)
-
-    fit(loop, loop.train(Net(Weighted)))
+class WeightNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.down)
 
 
-def a_parametrization(loop: Loop) -> None:
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+class Parametrization(Block):
     """Symmetric matrices, and one that is cached for a forward."""
 
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).T
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(WIDTH, WIDTH, bias=False)
+        parametrize.register_parametrization(self.square, "weight", Symmetric())
 
-    class Symmetrical(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.square = nn.Linear(WIDTH, WIDTH, bias=False)
-            parametrize.register_parametrization(self.square, "weight", Symmetric())
-
-        def forward(self, x: Tensor) -> Tensor:
-            with parametrize.cached():
-                return super().forward(self.square(self.square(x)))
-
-    fit(loop, loop.train(Net(Symmetrical)))
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return super().forward(self.square(self.square(x)))
 
 
-def weights_from_weights(loop: Loop) -> None:
+class WeightsFromWeights(nn.Module):
     """A hypernetwork: one module makes another's weight."""
 
-    class Hyper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.code = nn.Parameter(torch.randn(4))
-            self.make = nn.Linear(4, WIDTH * WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(4))
+        self.make = nn.Linear(4, WIDTH * WIDTH)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH)))
-
-    fit(loop, loop.train(Net(Hyper)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH)))
 
 
 # --- kinds of layers ------------------------------------------------------------------------------------
@@ -581,20 +520,17 @@ def convolutions(loop: Loop) -> None:
         net.step()
 
 
-def scalars_and_empty_parameters(loop: Loop) -> None:
+class ScalarsAndEmptyParameters(Block):
     """0-D parameters (a temperature), and one without elements."""
 
-    class Scaled(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.tensor(math.log(2.0)))
-            self.gain = nn.Parameter(torch.ones(1))
-            self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(math.log(2.0)))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.temperature.exp() * self.gain + self.nothing.sum()
-
-    fit(loop, loop.train(Net(Scaled)))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature.exp() * self.gain + self.nothing.sum()
 
 
 def sparse_gradients(loop: Loop) -> None:
@@ -614,18 +550,15 @@ def sparse_gradients(loop: Loop) -> None:
         net.step()
 
 
-def complex_numbers(loop: Loop) -> None:
+class ComplexNumbers(Block):
     """A Fourier layer: complex tensors in the middle, and as a buffer."""
 
-    class Fourier(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(torch.fft.irfft(torch.fft.rfft(x.float()) * self.phase, WIDTH).to(x.dtype))
-
-    fit(loop, loop.train(Net(Fourier)))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x.float()) * self.phase, WIDTH).to(x.dtype))
 
 
 def complex_inputs_and_outputs(loop: Loop) -> None:
@@ -673,17 +606,14 @@ def adapters(loop: Loop) -> None:
     fit(loop, loop.train(model), steps=3)
 
 
-def autocast_inside_the_model(loop: Loop) -> None:
+class AutocastInsideTheModel(Block):
     """A model with autocast of its own, and parts where it is off."""
 
-    class Mixed(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = super().forward(x)
-            with torch.autocast("cpu", enabled=False):
-                return y.to(x.dtype) + x
-
-    fit(loop, loop.train(Net(Mixed)))
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return y.to(x.dtype) + x
 
 
 def blocks_that_are_compiled(loop: Loop) -> None:
@@ -693,85 +623,67 @@ def blocks_that_are_compiled(loop: Loop) -> None:
     fit(loop, loop.train(model))
 
 
-def norms_in_fp32(loop: Loop) -> None:
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class NormsInFp32(Block):
     """RMSNorm as Llama has it: computed in fp32 whatever comes in."""
 
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = x.float()
-            return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    class Normed(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = Norm()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x))
-
-    fit(loop, loop.train(Net(Normed)))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
 
 
-HABITS = (
-    Habit(blocks_that_are_dropped),
-    Habit(blocks_that_each_rank_drops),
-    Habit(blocks_in_another_order),
-    Habit(blocks_that_run_again),
-    Habit(stochastic_depth),
-    Habit(a_random_number_of_blocks),
-    Habit(a_block_that_nobody_calls),
-    Habit(towers),
-    Habit(experts_by_rank),
-    Habit(the_forward_of_a_block),
-    Habit(parts_of_blocks),
-    Habit(another_method_of_a_block),
-    Habit(units_that_are_written),
-    Habit(another_method_of_the_model),
-    Habit(lists_of_lists),
-    Habit(lists_of_dicts),
-    Habit(lists_of_parameters),
-    Habit(one_layer_alone),
-    Habit(a_model_in_a_wrapper),
-    Habit(the_weight_of_a_block_elsewhere),
-    Habit(tied_by_hand),
-    Habit(tied_by_a_function),
-    Habit(one_block_in_two_places),
-    Habit(buffers_that_a_forward_updates),
+FITTED: dict[str, Any] = {
+    "stochastic_depth": (lambda: Net(StochasticDepth), 3),
+    "a_random_number_of_blocks": (lambda: RandomNumberOfBlocks(), 4),
+    "a_block_that_nobody_calls": (lambda: BlockThatNobodyCalls(), 2),
+    "experts_by_rank": (lambda: Net(ExpertsByRank), 3),
+    "the_forward_of_a_block": (lambda: ForwardOfABlock(), 2),
+    "parts_of_blocks": (lambda: PartsOfBlocks(), 2),
+    "another_method_of_a_block": (lambda: Auto(Two), 2),  # `block.encode(x)` and `block.decode(x)`.
+    "lists_of_lists": (lambda: ListsOfLists(), 2),
+    "lists_of_dicts": (lambda: ListsOfDicts(), 2),
+    "a_model_in_a_wrapper": (lambda: ModelInAWrapper(Net()), 2),
+    "the_weight_of_a_block_elsewhere": (lambda: WeightOfABlockElsewhere(), 2),
+    "tied_by_hand": (lambda: TiedByHand(), 2),
+    "one_block_in_two_places": (lambda: OneBlockInTwoPlaces(), 2),
+    "buffers_that_a_forward_updates": (lambda: Net(BuffersThatAForwardUpdates), 3),
+    "weight_norm": (lambda: Net(WeightNorm), 2),
+    "a_parametrization": (lambda: Net(Parametrization), 2),
+    "weights_from_weights": (lambda: Net(WeightsFromWeights), 2),
+    "scalars_and_empty_parameters": (lambda: Net(ScalarsAndEmptyParameters), 2),
+    "complex_numbers": (lambda: Net(ComplexNumbers), 2),
+    "autocast_inside_the_model": (lambda: Net(AutocastInsideTheModel), 2),
+    "norms_in_fp32": (lambda: Net(NormsInFp32), 2),
+}
+"""Name of the habit -> (its model, the steps that it is trained)."""
+
+
+HABITS = habits_of(
+    globals(),
+    *each(ordered, ORDERS),
+    *each(fitted, FITTED),
     Habit(
         batch_norm,
         refused="must compute in the dtype of its buffers",
         modes=("bf16",),
         why="torch mixes no dtypes in it",
     ),
-    Habit(batch_norm_that_is_pinned),
     Habit(
         spectral_norm,
         refused="must compute in the dtype of its buffers",
         modes=("bf16",),
         why="torch mixes no dtypes in it",
     ),
-    Habit(spectral_norm_that_is_pinned),
-    Habit(weight_norm),
-    Habit(a_parametrization),
-    Habit(weights_from_weights),
-    Habit(dropout),
-    Habit(recurrent_layers),
-    Habit(recurrent_layers_in_blocks),
-    Habit(a_recurrent_cell),
-    Habit(attention),
-    Habit(an_encoder_and_a_decoder),
-    Habit(convolutions),
-    Habit(scalars_and_empty_parameters),
-    Habit(sparse_gradients),
-    Habit(complex_numbers),
-    Habit(complex_inputs_and_outputs),
-    Habit(frozen_parts),
-    Habit(adapters),
-    Habit(autocast_inside_the_model),
-    Habit(blocks_that_are_compiled),
-    Habit(norms_in_fp32),
 )

@@ -56,6 +56,12 @@ def fit(
         net.step()
 
 
+def fitted(loop: Loop, case: tuple[Callable[[], nn.Module], int]) -> None:
+    """A model that is made and trained for some steps: a row of a table."""
+    make, steps = case
+    fit(loop, loop.train(make()), steps=steps)
+
+
 def trained(loop: Loop, model: nn.Module, steps: int = 2) -> Trainer:
     """A model that is called with a tensor and returns one, trained for some steps."""
     net = loop.train(model)

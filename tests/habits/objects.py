@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop
+from tests.habits.loop import Habit, Loop, each, habits_of
 from tests.habits.networks import WIDTH, Block, Net, fit, square
 
 
@@ -42,9 +42,9 @@ class Listed(Net):
         return out, found
 
 
-def a_list_that_blocks_append_to(loop: Loop) -> None:
+def appended(loop: Loop, make: Any) -> None:
     """The auxiliary losses of a mixture of experts."""
-    net = loop.train(Listed())
+    net = loop.train(Listed(make))
     for number in range(2):
         out, found = net(loop.data(number))
         loop.see("aux", list(found))
@@ -52,13 +52,10 @@ def a_list_that_blocks_append_to(loop: Loop) -> None:
         net.step()
 
 
-def a_deque_that_blocks_append_to(loop: Loop) -> None:
-    """As above, in a container that is no list."""
-    net = loop.train(Listed(lambda: collections.deque(maxlen=2)))
-    out, found = net(loop.data(0))
-    loop.see("aux", list(found))
-    net.backward(square(out) + 0.1 * sum(found))
-    net.step()
+LISTS = {
+    "a_list_that_blocks_append_to": list,
+    "a_deque_that_blocks_append_to": lambda: collections.deque(maxlen=2),
+}
 
 
 class Remembers(Block):
@@ -166,6 +163,7 @@ class Slotted:
 
 
 def by_state(loop: Loop, make: Any) -> None:
+    """A state that blocks share, as AlphaFold's and diffusion models have."""
     net = loop.train(ByState(make))
     for number in range(2):
         state = net(loop.data(number))
@@ -174,24 +172,12 @@ def by_state(loop: Loop, make: Any) -> None:
         net.step()
 
 
-def a_dataclass_that_blocks_change(loop: Loop) -> None:
-    """A state that blocks share, as AlphaFold's and diffusion models have."""
-    by_state(loop, State)
-
-
-def a_namespace_that_blocks_change(loop: Loop) -> None:
-    """The same in a SimpleNamespace."""
-    by_state(loop, SimpleNamespace)
-
-
-def an_object_that_blocks_change(loop: Loop) -> None:
-    """The same in an object of a class of its own."""
-    by_state(loop, Bag)
-
-
-def a_slotted_object_that_blocks_change(loop: Loop) -> None:
-    """The same in one with slots."""
-    by_state(loop, Slotted)
+STATES = {
+    "a_dataclass_that_blocks_change": State,
+    "a_namespace_that_blocks_change": SimpleNamespace,
+    "an_object_that_blocks_change": Bag,
+    "a_slotted_object_that_blocks_change": Slotted,
+}
 
 
 # --- batches --------------------------------------------------------------------------------------------
@@ -251,43 +237,11 @@ def batches(loop: Loop, make: Any) -> None:
         loop.see("left alone", [left is x, torch.equal(left, before), left.dtype == torch.float32])
 
 
-def a_dict_as_a_batch(loop: Loop) -> None:
-    batches(loop, dict)
-
-
-def an_ordered_dict_as_a_batch(loop: Loop) -> None:
-    batches(loop, collections.OrderedDict)
-
-
-def a_user_dict_as_a_batch(loop: Loop) -> None:
-    batches(loop, collections.UserDict)
-
-
-def a_named_tuple_as_a_batch(loop: Loop) -> None:
-    batches(loop, Pair)
-
-
-def a_dataclass_as_a_batch(loop: Loop) -> None:
-    batches(loop, Batch)
-
-
-def a_frozen_dataclass_as_a_batch(loop: Loop) -> None:
-    batches(loop, FrozenBatch)
-
-
-def a_namespace_as_a_batch(loop: Loop) -> None:
-    batches(loop, SimpleNamespace)
-
-
-def an_object_as_a_batch(loop: Loop) -> None:
-    batches(loop, Bag)
-
-
-def an_encoding_as_a_batch(loop: Loop) -> None:
+def as_batch_feature(**values: Any) -> Any:
     """What tokenizers and image processors of `transformers` return."""
     from transformers.feature_extraction_utils import BatchFeature
 
-    batches(loop, lambda **values: BatchFeature(values))
+    return BatchFeature(values)
 
 
 class Named(tuple):
@@ -301,8 +255,18 @@ class Named(tuple):
     label = property(lambda self: self[2])
 
 
-def a_tuple_of_a_class_of_its_own_as_a_batch(loop: Loop) -> None:
-    batches(loop, Named)
+BATCHES = {
+    "a_dict_as_a_batch": dict,
+    "an_ordered_dict_as_a_batch": collections.OrderedDict,
+    "a_user_dict_as_a_batch": collections.UserDict,
+    "a_named_tuple_as_a_batch": Pair,
+    "a_dataclass_as_a_batch": Batch,
+    "a_frozen_dataclass_as_a_batch": FrozenBatch,
+    "a_namespace_as_a_batch": SimpleNamespace,
+    "an_object_as_a_batch": Bag,
+    "an_encoding_as_a_batch": as_batch_feature,
+    "a_tuple_of_a_class_of_its_own_as_a_batch": Named,
+}
 
 
 @dataclass
@@ -430,32 +394,29 @@ class Answers(Net):
         return self.wrap(out, square(out))
 
 
-def answers(loop: Loop, wrap: Any, loss_of: Any) -> None:
+def answers(loop: Loop, case: tuple[Any, Any]) -> None:
+    wrap, loss_of = case
     net = loop.train(Answers(wrap))
     fit(loop, net, lambda x: loss_of(net(x)))
 
 
-def an_output_of_a_class_of_its_own(loop: Loop) -> None:
-    answers(loop, Answer, lambda answer: answer.loss)
-
-
-def an_output_in_a_namespace(loop: Loop) -> None:
-    answers(loop, lambda out, loss: SimpleNamespace(a=[out], b={"loss": loss}), lambda found: found.b["loss"])
-
-
-def an_output_behind_a_function(loop: Loop) -> None:
-    """A closure over the loss: nothing can see the tensor inside."""
-    answers(loop, lambda out, loss: lambda: loss, lambda found: found())
-
-
-def an_output_of_a_model_of_transformers(loop: Loop) -> None:
+def as_output(out: Tensor, loss: Tensor) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    answers(loop, lambda out, loss: CausalLMOutputWithPast(loss=loss, logits=out), lambda found: found.loss)
+    return CausalLMOutputWithPast(loss=loss, logits=out)
 
 
-def an_output_in_a_set(loop: Loop) -> None:
-    answers(loop, lambda out, loss: frozenset([loss]), lambda found: next(iter(found)))
+OUTPUTS: dict[str, Any] = {
+    "an_output_of_a_class_of_its_own": (Answer, lambda found: found.loss),
+    "an_output_in_a_namespace": (
+        lambda out, loss: SimpleNamespace(a=[out], b={"loss": loss}),
+        lambda found: found.b["loss"],
+    ),
+    "an_output_behind_a_function": (lambda out, loss: lambda: loss, lambda found: found()),
+    "an_output_of_a_model_of_transformers": (as_output, lambda found: found.loss),
+    "an_output_in_a_set": (lambda out, loss: frozenset([loss]), lambda found: next(iter(found))),
+}
+"""Name of the habit -> (what wraps the output and its loss, how the loss is found there)."""
 
 
 class Stashes(Net):
@@ -547,42 +508,15 @@ def an_input_is_the_output(loop: Loop) -> None:
     net.step()
 
 
-HABITS = (
-    Habit(a_list_that_blocks_append_to),
-    Habit(a_deque_that_blocks_append_to),
-    Habit(a_cache_that_blocks_write),
-    Habit(a_cache_in_evaluation),
-    Habit(a_dataclass_that_blocks_change),
-    Habit(a_namespace_that_blocks_change),
-    Habit(an_object_that_blocks_change),
-    Habit(a_slotted_object_that_blocks_change),
-    Habit(a_dict_as_a_batch),
-    Habit(an_ordered_dict_as_a_batch),
-    Habit(a_user_dict_as_a_batch),
-    Habit(a_named_tuple_as_a_batch),
-    Habit(a_dataclass_as_a_batch),
-    Habit(a_frozen_dataclass_as_a_batch),
-    Habit(a_namespace_as_a_batch),
-    Habit(an_object_as_a_batch),
-    Habit(an_encoding_as_a_batch),
-    Habit(a_tuple_of_a_class_of_its_own_as_a_batch),
-    Habit(dataclasses_in_dataclasses_as_a_batch),
-    Habit(a_batch_that_the_model_writes_to),
-    Habit(inputs_deep_inside_keywords),
-    Habit(integers_bools_and_nothing),
-    Habit(integer_inputs_keep_their_dtype),
-    Habit(an_output_of_a_class_of_its_own),
-    Habit(an_output_in_a_namespace),
-    Habit(an_output_behind_a_function),
-    Habit(an_output_of_a_model_of_transformers),
-    Habit(an_output_in_a_set),
-    Habit(a_loss_that_is_stashed),
+HABITS = habits_of(
+    globals(),
+    *each(appended, LISTS),
+    *each(by_state, STATES),
+    *each(batches, BATCHES),
+    *each(answers, OUTPUTS),
     Habit(
         an_output_that_is_a_generator,
         refused="got a generator",
         why="its body runs after the call, without weights",
     ),
-    Habit(blocks_that_hand_on_objects),
-    Habit(outputs_that_are_kept_and_saved),
-    Habit(an_input_is_the_output),
 )

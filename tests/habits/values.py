@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop, Trainer
+from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
 from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
 
 ORDER = 2.0**-20
@@ -200,39 +201,40 @@ def weights_that_are_clamped(loop: Loop) -> None:
                 value.clamp_(-0.125, 0.125)
 
 
-def weights_that_are_clamped_outside(loop: Loop) -> None:
-    """The same in a plain loop over the parameters."""
+def written_outside(loop: Loop, write: Callable[[nn.Module], Any]) -> None:
+    """In a plain loop over the parameters, by `nn.init`, through `.data`, or no bit but the signs."""
     net = loop.train(Net())
     for number in range(3):
         fit(loop, net, steps=1, seed=number)
         with torch.no_grad():
-            for parameter in net.module.parameters():
-                parameter.clamp_(-0.125, 0.125)
+            write(net.module)
 
 
-def a_head_that_is_initialized_outside(loop: Loop) -> None:
-    """`nn.init` on a part of the model after the engine was made."""
-    net = loop.train(Net())
-    nn.init.zeros_(net.module.head.weight)
-    nn.init.constant_(net.module.head.bias, 0.5)
-    fit(loop, net)
+def clamp(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.clamp_(-0.125, 0.125)
 
 
-def data_that_is_written_outside(loop: Loop) -> None:
-    """Through `.data`, which counts no version."""
-    net = loop.train(Net())
-    fit(loop, net)
-    net.module.blocks[1].up.weight.data.mul_(0.5)
-    net.module.head.weight.data[0] = 0.25
-    fit(loop, net, seed=3)
+def initialize(module: nn.Module) -> None:
+    nn.init.zeros_(module.head.weight)
+    nn.init.constant_(module.head.bias, 0.5)
 
 
-def signs_that_are_flipped_outside(loop: Loop) -> None:
-    """Every bit of a tensor but its signs stays."""
-    net = loop.train(Net())
-    fit(loop, net)
-    net.module.blocks[1].up.weight.data.neg_()
-    fit(loop, net, seed=3)
+def write_data(module: nn.Module) -> None:
+    """Which counts no version."""
+    module.blocks[1].up.weight.data.mul_(0.5)
+    module.head.weight.data[0] = 0.25
+
+
+WRITES: dict[str, Any] = {
+    "weights_that_are_clamped_outside": (clamp, "`into.weight`: must be gathered"),
+    "a_head_that_is_initialized_outside": (initialize, "`head.weight`: must be gathered"),
+    "data_that_is_written_outside": (write_data, "`blocks.1.up.weight`: must be gathered"),
+    "signs_that_are_flipped_outside": (
+        lambda module: module.blocks[1].up.weight.data.neg_(),
+        "`blocks.1.up.weight`: must be gathered",
+    ),
+}
 
 
 def weights_that_a_forward_writes(loop: Loop) -> None:
@@ -321,59 +323,52 @@ def a_mask_on_weights(loop: Loop) -> None:
 
 
 LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 where the weight was so before"
-GATHERED = "the values are there for the forward alone"
-COLLECTED = "the engine has the gradients"
-SURGERY = "the plan is of the model as it was"
 
 # --- surgery --------------------------------------------------------------------------------------------
 
 
-def a_module_that_is_replaced(loop: Loop) -> None:
-    """A new head after the engine was made."""
-    net = loop.train(Net())
-    fit(loop, net)
-    net.module.head = nn.Linear(WIDTH, 2).to(loop.dtype)
-    fit(loop, net, seed=3)
+class Lora(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
 
 
-def a_module_that_is_added(loop: Loop) -> None:
-    """LoRA by hand after the engine was made."""
-    net = loop.train(Net())
-
-    class Lora(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base, self.more = base, nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.more(x)
-
-    net.module.head = Lora(net.module.head).to(loop.dtype)
-    fit(loop, net)
-
-
-def a_block_that_is_added(loop: Loop) -> None:
-    """Growing a model."""
-    net = loop.train(Net())
-    net.module.blocks.append(Block().to(loop.dtype))
-    fit(loop, net)
-
-
-def a_parameter_that_is_replaced(loop: Loop) -> None:
-    """`module.weight = nn.Parameter(...)`, as `resize_token_embeddings` does."""
-    net = loop.train(Net())
-    net.module.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=loop.dtype))
-    fit(loop, net)
-
-
-def a_parameter_that_is_thawed(loop: Loop) -> None:
-    """`requires_grad` flipped in the middle: gradual unfreezing."""
+def operated(loop: Loop, change: Callable[[nn.Module, torch.dtype], Any]) -> None:
+    """The model is changed after the engine was made."""
     model = Net()
-    model.into.requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
     net = loop.train(model)
     fit(loop, net)
-    net.module.into.requires_grad_(True)
+    change(net.module, loop.dtype)
     fit(loop, net, seed=3)
+
+
+SURGERY: dict[str, Any] = {
+    # A new head; LoRA by hand; growing a model; as `resize_token_embeddings` does; gradual unfreezing.
+    "a_module_that_is_replaced": (
+        lambda model, dtype: setattr(model, "head", nn.Linear(WIDTH, 2).to(dtype)),
+        "`head",
+    ),
+    "a_module_that_is_added": (
+        lambda model, dtype: setattr(model, "head", Lora(model.head).to(dtype)),
+        "`head",
+    ),
+    "a_block_that_is_added": (lambda model, dtype: model.blocks.append(Block().to(dtype)), "`blocks.3"),
+    "a_parameter_that_is_replaced": (
+        lambda model, dtype: setattr(
+            model.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=dtype))
+        ),
+        "`head.weight`: must stay",
+    ),
+    "a_parameter_that_is_thawed": (
+        lambda model, dtype: model.blocks[2].up.requires_grad_(True),
+        "`blocks.2.up.weight`: must stay frozen",
+    ),
+    "a_model_that_is_cast": (lambda model, dtype: model.double(), "`into.weight`: must"),
+}
 
 
 def a_parameter_that_is_frozen(loop: Loop) -> None:
@@ -417,39 +412,45 @@ def a_gradient_that_is_added(loop: Loop) -> None:
         net.step()
 
 
-def gradients_that_are_clipped_by_hand(loop: Loop) -> None:
-    """`clip_grad_norm_` between backward and step: the engine has the gradients."""
+def touched(loop: Loop, touch: Callable[[nn.Module], Any]) -> None:
+    """Between backward and step the engine has the gradients."""
     net = loop.train(Net())
     net.backward(square(net(loop.data(0))))
-    nn.utils.clip_grad_norm_(net.module.parameters(), 1e-3)
+    touch(net.module)
     net.step()
 
 
-def gradients_that_are_scaled_where_there_are_some(loop: Loop) -> None:
-    """`if p.grad is not None: p.grad.mul_(...)`."""
-    net = loop.train(Net())
-    net.backward(square(net(loop.data(0))))
-    for parameter in net.module.parameters():
+def scaled(module: nn.Module) -> None:
+    for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
-    net.step()
 
 
-def gradients_that_are_dropped_after_a_backward(loop: Loop) -> None:
-    """`p.grad = None` for some parameters, as DINO does with its last layer."""
-    net = loop.train(Net())
-    net.backward(square(net(loop.data(0))))
-    for parameter in net.module.head.parameters():
+def dropped(module: nn.Module) -> None:
+    """As DINO does with its last layer."""
+    for parameter in module.head.parameters():
         parameter.grad = None
-    net.step()
 
 
-def gradients_that_are_zeroed_after_a_backward(loop: Loop) -> None:
-    """`zero_grad(set_to_none=False)` in the wrong place: plain torch would not move the weights."""
-    net = loop.train(Net())
-    net.backward(square(net(loop.data(0))))
-    net.module.zero_grad(set_to_none=False)
-    net.step()
+TOUCHES: dict[str, Any] = {
+    "gradients_that_are_clipped_by_hand": (
+        lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1e-3),
+        "got `linalg_vector_norm` of `param.grad`",
+    ),
+    "gradients_that_are_scaled_where_there_are_some": (
+        scaled,
+        "`into.weight`: its gradient must be read from the engine",
+    ),
+    "gradients_that_are_dropped_after_a_backward": (
+        dropped,
+        "`head.weight`: its gradient must be cleared through the engine",
+    ),
+    # Plain torch would not move the weights.
+    "gradients_that_are_zeroed_after_a_backward": (
+        lambda module: module.zero_grad(set_to_none=False),
+        "its gradient must be cleared through the engine",
+    ),
+}
 
 
 def two_engines(loop: Loop) -> None:
@@ -523,113 +524,37 @@ def bad_calls(loop: Loop) -> None:
     fit(loop, net)
 
 
-HABITS = (
-    Habit(weights_after_every_step),
-    Habit(an_average_of_weights),
-    Habit(an_averaged_model),
-    Habit(values_that_are_kept),
-    Habit(values_that_are_saved_by_others),
-    Habit(a_gather_in_a_gather),
-    Habit(a_copy_of_the_model),
-    Habit(a_pickled_model),
-    Habit(a_penalty_on_weights),
-    Habit(
-        a_penalty_outside_of_gathered,
-        refused="`into.weight`: must be gathered",
+OUTSIDE = "must be written inside `engine.gathered(write=True)`"
+ABSENT = "no rank has the values"
+
+HABITS = habits_of(
+    globals(),
+    *refused(
+        ABSENT,
+        {
+            a_penalty_outside_of_gathered: "`into.weight`: must be gathered",
+            statistics_outside_of_gathered: "`into.weight`: must be gathered",
+        },
         at=(3,),
-        why="no rank has the values",
     ),
-    Habit(
-        statistics_outside_of_gathered,
-        refused="`into.weight`: must be gathered",
+    *refused(
+        "the values are there for the forward alone",
+        {
+            weights_that_a_forward_writes: "got a write to its values in a forward",
+            weights_that_a_forward_normalizes: "`blocks.0.up.weight`: must be written inside",
+        },
         at=(3,),
-        why="no rank has the values",
+        split=OUTSIDE,
     ),
-    Habit(names_shapes_and_counts),
+    *refused(
+        "masters start anew",
+        {a_state_dict_that_is_loaded_outside: "`into.weight`: must be loaded inside `engine.gathered"},
+    ),
+    *refused_cases("the engine has the gradients", touched, TOUCHES),
+    *refused_cases("the plan is of the model as it was", operated, SURGERY),
+    *refused_cases(ABSENT, written_outside, WRITES, at=(3,), split=OUTSIDE),
     Habit(gradients_for_a_log, close=ORDER, why="what is looked at is reduced before the rest of its step"),
-    Habit(weights_that_are_clamped),
-    Habit(
-        weights_that_are_clamped_outside,
-        refused="`into.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        a_head_that_is_initialized_outside,
-        refused="`head.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        data_that_is_written_outside,
-        refused="`blocks.1.up.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        signs_that_are_flipped_outside,
-        refused="`blocks.1.up.weight`: must be gathered",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why="no rank has the values",
-    ),
-    Habit(
-        weights_that_a_forward_writes,
-        refused="got a write to its values in a forward",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why=GATHERED,
-    ),
-    Habit(
-        weights_that_a_forward_normalizes,
-        refused="`blocks.0.up.weight`: must be written inside",
-        at=(3,),
-        split="must be written inside `engine.gathered(write=True)`",
-        why=GATHERED,
-    ),
-    Habit(a_head_that_is_initialized),
     Habit(a_state_dict_that_is_loaded, close=2**-8, why=LOADED),
-    Habit(
-        a_state_dict_that_is_loaded_outside,
-        refused="`into.weight`: must be loaded inside `engine.gathered(write=True)`",
-        why="masters start anew",
-    ),
     Habit(a_rollback, close=2**-8, why=LOADED),
-    Habit(an_exception_while_writing),
-    Habit(a_mask_on_weights),
-    Habit(a_module_that_is_replaced, refused="`head", why=SURGERY),
-    Habit(a_module_that_is_added, refused="`head", why=SURGERY),
-    Habit(a_block_that_is_added, refused="`blocks.3", why=SURGERY),
-    Habit(a_parameter_that_is_replaced, refused="`head.weight`: must stay", why=SURGERY),
-    Habit(a_parameter_that_is_thawed, refused="`into.weight`: must stay frozen", why=SURGERY),
-    Habit(a_parameter_that_is_frozen),
-    Habit(a_model_that_is_cast, refused="`into.weight`: must", why=SURGERY),
-    Habit(gradients_that_are_set),
     Habit(a_gradient_that_is_added, close=ORDER, why="it is added after the ranks' sum"),
-    Habit(
-        gradients_that_are_clipped_by_hand, refused="got `linalg_vector_norm` of `param.grad`", why=COLLECTED
-    ),
-    Habit(
-        gradients_that_are_scaled_where_there_are_some,
-        refused="`into.weight`: its gradient must be read from the engine",
-        why=COLLECTED,
-    ),
-    Habit(
-        gradients_that_are_dropped_after_a_backward,
-        refused="`head.weight`: its gradient must be cleared through the engine",
-        why=COLLECTED,
-    ),
-    Habit(
-        gradients_that_are_zeroed_after_a_backward,
-        refused="its gradient must be cleared through the engine",
-        why=COLLECTED,
-    ),
-    Habit(two_engines),
-    Habit(two_models_in_one),
-    Habit(an_engine_after_another),
-    Habit(a_pretrained_model_that_is_frozen),
-    Habit(bad_calls),
 )

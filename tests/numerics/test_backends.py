@@ -59,11 +59,6 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
     return native.differs(dataclasses.replace(fsdp2, norms=native.norms))
 
 
-def assert_same(ranks: int, *cases: Case) -> None:
-    for rank, differences in enumerate(run_ranks(compared, ranks, list(cases), timeout=240)):
-        assert differences == [], f"rank {rank}"
-
-
 # --- every cell of the support table ------------------------------------------------------------------
 
 
@@ -93,63 +88,56 @@ def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: 
 # --- parity beyond the cells --------------------------------------------------------------------------
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_experts_with_pinned_routers(stage: int, mode: str) -> None:
-    """Experts that get no token on one rank only, too: the four of them share twelve tokens."""
-    assert_same(2, (stage, mode, 2, True, {"precision": PINNED}))
+REPLICAS = {"sharding": {"replicate": 2}}
+WIRES = (
+    {"wire": "bf16", "when": "every"},
+    {"wire": "bf16", "sum": "bf16", "when": "last"},
+    {"wire": "fp32", "when": "last"},
+)
+AVERAGES = (
+    {"prescale_gradients": True},
+    {"gradient_predivide_factor": 2.0},
+    {"gradient_allreduce_op": "sum"},
+)
+OPTIMIZERS = (
+    {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}},
+    {"type": "SGD", "params": {"lr": 0.1}},
+    {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
+)
+WAYS: dict[str, tuple[int, list[Case]]] = {
+    "one rank": (1, [(3, "bf16", 2, False, {})]),
+    "four ranks": (4, [(stage, "bf16", 1, False, {}) for stage in (0, 2, 3)]),
+    "replicas": (4, [(stage, "bf16", micro, False, REPLICAS) for stage, micro in ((3, 1), (3, 2), (1, 2))]),
+    "wires": (2, [(3, "bf16", 2, False, {"precision": {"reduce": wire}}) for wire in WIRES]),
+    "how long units stay": (
+        2,
+        [(3, "bf16", 2, False, {"sharding": {"keep_gathered": keep}}) for keep in ("micro-batch", "step")],
+    ),
+    "averages": (2, [(stage, "fp32", 2, False, way) for way in AVERAGES for stage in (0, 3)]),
+    "optimizers": (2, [(3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in OPTIMIZERS]),
+    # Experts that get no token on one rank only, too: the four of them share twelve tokens.
+    "experts with pinned routers": (
+        2,
+        [
+            (stage, mode, 2, True, {"precision": PINNED})
+            for stage in (0, 1, 3)
+            for mode in ("fp32", "bf16", "autocast-bf16")
+        ],
+    ),
+}
+"""Name -> ranks, and cases beyond the cells."""
 
 
-def test_one_rank() -> None:
-    assert_same(1, (3, "bf16", 2, False, {}))
+QUICK = ("one rank", "how long units stay", "experts with pinned routers")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_four_ranks(stage: int) -> None:
-    assert_same(4, (stage, "bf16", 1, False, {}))
-
-
-@pytest.mark.long
-def test_two_replicas_of_two_shards() -> None:
-    hybrid = {"sharding": {"replicate": 2}}
-    assert_same(4, *((stage, "bf16", micro, False, hybrid) for stage, micro in ((3, 1), (3, 2), (1, 2))))
-
-
-@pytest.mark.long
-def test_wire_and_sum_are_the_plans() -> None:
-    wires = (
-        {"wire": "bf16", "when": "every"},
-        {"wire": "bf16", "sum": "bf16", "when": "last"},
-        {"wire": "fp32", "when": "last"},
-    )
-    assert_same(2, *((3, "bf16", 2, False, {"precision": {"reduce": wire}}) for wire in wires))
-
-
-def test_how_long_units_stay_changes_no_bit() -> None:
-    keeps = ("micro-batch", "step")
-    assert_same(2, *((3, "bf16", 2, False, {"sharding": {"keep_gathered": keep}}) for keep in keeps))
-
-
-@pytest.mark.long
-def test_averages() -> None:
-    ways = (
-        {"prescale_gradients": True},
-        {"gradient_predivide_factor": 2.0},
-        {"gradient_allreduce_op": "sum"},
-    )
-    assert_same(2, *((stage, "fp32", 2, False, way) for way in ways for stage in (0, 3)))
-
-
-@pytest.mark.long
-def test_optimizers_of_the_config() -> None:
-    optimizers = (
-        {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}},
-        {"type": "SGD", "params": {"lr": 0.1}},
-        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
-    )
-    assert_same(2, *((3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in optimizers))
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in WAYS]
+)
+def test_every_way_is_the_native_bits(name: str) -> None:
+    ranks, cases = WAYS[name]
+    for rank, differences in enumerate(run_ranks(compared, ranks, cases, timeout=240)):
+        assert differences == [], f"rank {rank}"
 
 
 def odd() -> tuple[list[float], list[float], float]:

@@ -18,7 +18,6 @@ from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
 from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updates import UpdateStep
 
 STAGES = (0, 1, 2, 3)
@@ -46,7 +45,11 @@ def show_away(of: SliceTensors) -> None:
 
 
 def update_away(
-    scheme: Scheme, of: SliceTensors, gradient: torch.Tensor, step: UpdateStep, statistics: Statistics | None
+    scheme: Scheme,
+    of: SliceTensors,
+    gradient: torch.Tensor,
+    step: UpdateStep,
+    statistics: torch.Tensor | None,
 ) -> None:
     update(scheme, of, gradient, step, statistics)
     show_away(of)

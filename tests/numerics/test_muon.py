@@ -279,17 +279,6 @@ def test_all_stages_are_the_same_bits(world: int, mode: str, stages: tuple[int, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fp32", "bf16")), "fp16"]
-)
-def test_a_run_that_learns_is_the_same_bits(mode: str, stages: tuple[int, ...]) -> None:
-    for differs, losses in run_ranks(run_stages, 2, stages, mode, 10, {}, timeout=280):
-        assert differs == []
-        assert losses[-1] < losses[0] - 0.5, f"did not learn: {losses[0]} -> {losses[-1]}"
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "rest",
     [
@@ -304,51 +293,6 @@ def test_all_stages_are_the_same_bits_with(stages: tuple[int, ...], rest: dict[s
     world = 4 if "sharding" in rest else 2
     for differs, _ in run_ranks(run_stages, world, stages, "bf16", 3, rest, timeout=200):
         assert differs == []
-
-
-def train_beside_torch() -> None:
-    """One rank in fp32: the engine and a plain loop with torch's two optimizers, bit for bit."""
-    mine = make(written(3, "fp32", gradient_clipping=0), network())
-    run = train(mine, 8)
-    plan = mine.plan
-    model = network()
-    named = dict(model.named_parameters())
-    stacks = {n: [nn.Parameter(m.detach().clone()) for m in p] for n, p in named.items() if p.dim() == 3}
-    chosen = [n for n in named if plan.row(n).columns.options()["optimizer"] == "Muon"]  # type: ignore[union-attr]
-    matrices = [p for n in chosen for p in stacks.get(n, [named[n]])]
-    both = (
-        torch.optim.Muon(matrices, lr=PARAMS["lr"], weight_decay=0.1),
-        torch.optim.AdamW(
-            [p for n, p in named.items() if n not in chosen],
-            lr=PARAMS["adam_lr"],
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            fused=True,
-        ),
-    )
-    losses = []
-    for step in range(8):
-        loss = model(batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        for name, held in stacks.items():
-            for number, matrix in enumerate(held):
-                matrix.grad = named[name].grad[number].clone()  # type: ignore[index]
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            for name, held in stacks.items():
-                named[name].copy_(torch.stack([matrix.detach() for matrix in held]))
-        model.zero_grad()
-    assert run.losses == losses
-    for name in chosen:
-        assert torch.equal(run.masters[name], named[name].detach()), name
-    mine.destroy()
-
-
-def test_training_on_one_rank_is_torchs_bit_for_bit() -> None:
-    run_ranks(train_beside_torch, 1)
 
 
 # --- a caller's own optimizer -------------------------------------------------------------------------

@@ -163,13 +163,13 @@ def test_the_multiplier_is_one_product_in_fp32(path: Any) -> None:
     gradient = gradients(numel, 1)[0]
     hyper = Hyper(1e-2)
     found = []
-    for given, multiplier in ((gradient, 0.37), (gradient, torch.tensor(0.37)), (gradient * 0.37, 1.0)):
+    for given, multiplier in ((gradient, 0.37), (gradient * 0.37, 1.0)):
         mine = allocate(PLAIN, torch.ones(numel), 2)
         kept = given.clone()
         path(PLAIN, mine, given, UpdateStep(optimizers.ADAMW, (hyper,), 1, multiplier))
         assert torch.equal(given, kept), "the gradient is not the update's to change"
         found.append(mine.storage)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -30,12 +30,10 @@ class Case:
     """`fp32`, `bf16` or `fp16`."""
     rest: dict[str, Any] = field(default_factory=dict)
     """More of `zero_optimization`."""
-    hard: bool = True
-    """Several groups, a frozen parameter, and a clip; plain otherwise."""
 
     @property
     def name(self) -> str:
-        return "-".join([str(self.stage), self.dtype, *self.rest, *([] if self.hard else ["plain"])])
+        return "-".join([str(self.stage), self.dtype, *self.rest])
 
 
 @dataclass
@@ -52,18 +50,15 @@ class Truth:
     steps: int = 0
 
 
-def model(case: Case) -> torch.nn.Module:
+def model() -> torch.nn.Module:
     made = GPT(width=WIDTH)
-    if case.hard:
-        made.layers[0].norm1.weight.requires_grad_(False)
-        made.layers[1].mlp.up.weight.requires_grad_(False)
+    made.layers[0].norm1.weight.requires_grad_(False)
+    made.layers[1].mlp.up.weight.requires_grad_(False)
     return made
 
 
-def groups(made: torch.nn.Module, case: Case) -> list[dict[str, Any]]:
+def groups(made: torch.nn.Module) -> list[dict[str, Any]]:
     trained = [p for p in made.parameters() if p.requires_grad]
-    if not case.hard:
-        return [{"params": trained, "weight_decay": DECAY}]
     return [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 2 * LR},
@@ -91,11 +86,11 @@ def start(case: Case) -> Any:
             from deepspeed.accelerator import get_accelerator
 
             get_accelerator().is_fp16_supported = lambda: True
-        made = model(case)
-        optimizer = torch.optim.AdamW(groups(made, case), lr=LR, betas=BETAS, eps=EPS)
+        made = model()
+        optimizer = torch.optim.AdamW(groups(made), lr=LR, betas=BETAS, eps=EPS)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 1.0 if case.hard else 0.0,
+            "gradient_clipping": 1.0,
             "zero_optimization": {
                 "stage": case.stage,
                 **({"stage3_param_persistence_threshold": 0} if case.stage == 3 else {}),
@@ -128,9 +123,7 @@ def save(case: Case, folder: str, after: int = 0) -> Truth:
     engine.save_checkpoint(folder, client_state={"epoch": 7, "note": "hello"})
     truth = Truth(steps=engine.global_steps, scale=float(getattr(engine.optimizer, "cur_scale", 1.0)))
     truth.buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    if case.stage == 0:
-        _look_at_0(engine, case, truth)
-    else:
+    if case.stage:
         _look(engine, case, truth)
         if dist.get_rank() == 0:
             _use_its_tool(folder, truth)
@@ -172,22 +165,6 @@ def _look_at_flat(engine: Any, truth: Truth) -> None:
             pieces = optimizer.unflatten(torch.cat(parts), optimizer.round_robin_bit16_meta[group])
             for parameter, piece in zip(parameters, pieces, strict=True):
                 truth.moments.setdefault(engine.param_names[parameter], {})[key] = piece.clone()
-
-
-def _look_at_0(engine: Any, case: Case, truth: Truth) -> None:
-    """Stage 0: a plain optimizer, over masters of its own unless all is fp32."""
-    optimizer = engine.optimizer
-    inner = optimizer if case.dtype == "fp32" else optimizer.optimizer
-    shown = [p for group in groups(engine.module, case) for p in group["params"]]
-    masters = [p for group in inner.param_groups for p in group["params"]]
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    truth.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    for parameter, master in zip(shown, masters, strict=True):
-        name = names[id(parameter)]
-        truth.weights[name] = master.detach().clone()
-        state = inner.state[master]
-        truth.moments[name] = {key: state[key].detach().clone() for key in ("exp_avg", "exp_avg_sq")}
-    truth.weights["head.weight"] = truth.weights["embed.weight"]
 
 
 def _use_its_tool(folder: str, truth: Truth) -> None:

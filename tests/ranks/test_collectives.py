@@ -1,7 +1,7 @@
 """Collectives on real ranks: the bits of sums, what is recorded, handles, missing ranks, disagreement.
 
 Every rank can make every rank's values (`values_of`), so each computes the reference for itself: a plain
-loop over ranks in order, divided in fp64. Functions whose name has no `test_` run on the ranks.
+loop over ranks in order. Functions whose name has no `test_` run on the ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
-from zerodrift.comm.fold import Sum, fold
-from zerodrift.comm.mesh import AxisName, start
+from zerodrift.comm.fold import Sum
+from zerodrift.comm.mesh import start
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.dtypes import DType
 from zerodrift.errors import RankError
@@ -52,7 +52,6 @@ def expected(parts: Iterable[torch.Tensor], how: Sum, before: torch.Tensor) -> t
     total = first.to(how.dtype)
     for part in others:
         total = (total.to(FP64) + part.to(FP64)).to(how.dtype)
-    total = (total.to(FP64) / how.divisor).to(how.dtype)
     if not how.add:
         return total.to(before.dtype)
     return (before.to(FP64) + total.to(FP64)).to(before.dtype)
@@ -76,10 +75,9 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
     wrong = []
-    outs, divisors, counts = (BF16, FP32), (1.0, 3.0), (1, 700)
-    cases = itertools.product(SUMS, outs, divisors, (False, True), counts)
-    for seed, ((wire, total), out, divisor, add, count) in enumerate(cases):
-        how = Sum(total, divisor, add)
+    cases = itertools.product(SUMS, (BF16, FP32), (False, True), (1, 700))
+    for seed, ((wire, total), out, add, count) in enumerate(cases):
+        how = Sum(total, add)
         every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
         mine = slice(rank * count, (rank + 1) * count)
         before = values_of(99, count, out, seed)
@@ -89,23 +87,6 @@ def reduce_every_way(carrier: Carrier) -> list[str]:
         if not same_bits(got, want) or not same_bits(full, every[rank]):
             wrong.append(f"{wire}>{total} into {out}, {how}, {count}")
     return wrong
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_reduce_scatter_sums_in_rank_order_to_the_bit(world: int, carrier: Carrier) -> None:
-    assert run_ranks(reduce_every_way, world, carrier) == [[]] * world
-
-
-def reduce_at_once() -> list[str]:
-    """As on many ranks, in one call of gloo."""
-    collectives.AT_ONCE = 2
-    return reduce_every_way("pairs")
-
-
-def test_many_ranks_on_gloo_exchange_their_parts_in_one_call() -> None:
-    assert run_ranks(reduce_at_once, 3) == [[]] * 3
 
 
 def by_tree(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -131,7 +112,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
         from_so_many_ranks(halving)
         for seed, ((wire, total), count) in enumerate(itertools.product(SUMS, (1, 3, 700))):
             how = Sum(total, order="tree")
-            mean = Sum(total, divisor=3.0, add=True, order="tree")
+            adding = Sum(total, add=True, order="tree")
             every = [values_of(peer, count * size, wire, seed) for peer in range(size)]
             want = by_tree(every, total)
             got = every[rank].clone()
@@ -141,7 +122,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
             time.sleep(0.01 * (rank % 2))
             handles = [
                 comm.start_reduce_scatter(ahead, got, "shard", how),
-                comm.start_reduce_scatter(added, got, "shard", mean),
+                comm.start_reduce_scatter(added, got, "shard", adding),
             ]
             comm.reduce_scatter(at_once, got, "shard", how)
             for handle in handles:
@@ -149,7 +130,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
             unchanged = same_bits(got, every[rank])
             comm.all_reduce(got, got, "shard", how)
             mine = want.view(size, count)[rank]
-            sums = (held.to(FP64) + (mine.to(FP64) / 3).to(total).to(FP64)).to(wire)
+            sums = (held.to(FP64) + mine.to(FP64)).to(wire)
             want, mine = want.to(wire), mine.to(wire)
             good = [same_bits(one, other) for one, other in ((got, want), (ahead, mine), (at_once, mine))]
             if not (all(good) and unchanged and same_bits(added, sums)):
@@ -196,29 +177,14 @@ def test_the_reference_tells_one_order_from_another() -> None:
     assert not same_bits(forward, torch.stack(parts).to(FP64).sum(0).to(FP32))
 
 
-def test_a_mean_is_one_true_division() -> None:
-    values = values_of(0, 4096, FP32)
-    got = torch.empty_like(values)
-    fold(got, [values], Sum(FP32, divisor=3.0))
-    assert same_bits(got, (values.to(FP64) / 3).to(FP32))
-    assert not same_bits(got, values * torch.tensor(1 / 3))
-
-
-def test_a_divisor_is_not_rounded_to_the_dtype_of_the_sum() -> None:
-    values = torch.full((8,), 257.0 * 3, dtype=FP64).to(BF16)
-    got = torch.empty_like(values)
-    fold(got, [values], Sum(BF16, divisor=257.0))
-    assert same_bits(got, (values.to(FP64) / 257).to(BF16))
-
-
 def reduce_all_every_way(carrier: Carrier) -> list[str]:
     comm = joined(carrier)
     size, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     small_messages()
     wrong = []
-    cases = itertools.product(SUMS, (BF16, FP32), (1.0, 3.0), (7, 840, 841), (False, True))
-    for seed, ((wire, total), out, divisor, count, in_place) in enumerate(cases):
-        how = Sum(total, divisor)
+    cases = itertools.product(SUMS, (BF16, FP32), (7, 840, 841), (False, True))
+    for seed, ((wire, total), out, count, in_place) in enumerate(cases):
+        how = Sum(total)
         every = [values_of(peer, count, wire, seed) for peer in range(size)]
         values = every[rank].clone()
         got = values if in_place else torch.empty(count, dtype=out)
@@ -227,60 +193,6 @@ def reduce_all_every_way(carrier: Carrier) -> list[str]:
         if not same_bits(got, want):
             wrong.append(f"{wire}>{total} into {got.dtype}, {how}, {count}")
     return wrong
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_reduce_has_the_same_bits_whole_or_in_two_phases(world: int, carrier: Carrier) -> None:
-    assert run_ranks(reduce_all_every_way, world, carrier) == [[]] * world
-
-
-def reduce_into_its_own_slice() -> bool:
-    comm = joined()
-    small_messages()
-    line = comm.mesh.axis("shard")
-    every = [values_of(peer, 4 * 100, FP32) for peer in range(4)]
-    full = every[line.rank].clone()
-    comm.reduce_scatter(line.slice(full, line.rank), full, "shard", Sum(FP32))
-    want = every[line.rank].clone()
-    mine = line.slice(want, line.rank)
-    mine.copy_(expected([line.slice(part, line.rank) for part in every], Sum(FP32), mine))
-    return same_bits(full, want)
-
-
-def test_a_slice_may_be_reduced_in_place() -> None:
-    assert run_ranks(reduce_into_its_own_slice, 4) == [True] * 4
-
-
-def sum_small_tensors() -> list[torch.Tensor]:
-    comm = joined(replicate=2, shard=2)
-    rank = float(comm.mesh.rank())
-    norm = comm.all_reduce_sum(torch.tensor([10.0**rank, 1.0], dtype=FP64), "world")
-    scalar = comm.all_reduce_sum(torch.tensor(rank), "shard")
-    flags = comm.all_reduce_sum(torch.tensor([[rank > 2]], dtype=torch.int32), "world")
-    return [norm, scalar, flags]
-
-
-def test_small_sums_are_equal_on_all_ranks() -> None:
-    found = run_ranks(sum_small_tensors, 4)
-    for norm, _, flags in found:
-        assert norm.tolist() == [1111.0, 4.0]
-        assert flags.tolist() == [[1]]
-    assert [scalar.item() for _, scalar, _ in found] == [1.0, 1.0, 5.0, 5.0]
-
-
-def let_the_backend_sum() -> bool:
-    comm = joined("native")
-    every = [values_of(peer, 2 * 64, FP32) for peer in range(2)]
-    got = torch.empty(64)
-    comm.reduce_scatter(got, every[comm.mesh.rank()], "shard", Sum(FP32, divisor=3.0, order="native"))
-    mine = slice(comm.mesh.rank() * 64, (comm.mesh.rank() + 1) * 64)
-    return same_bits(got, expected([part[mine] for part in every], Sum(FP32, 3.0), got))
-
-
-def test_a_backend_may_sum_where_it_is_asked_to() -> None:
-    assert run_ranks(let_the_backend_sum, 2) == [True, True]  # two parts have but one order
 
 
 def test_a_sum_narrower_than_the_wire_is_refused() -> None:
@@ -308,25 +220,6 @@ def gather_every_way(carrier: Carrier) -> list[str]:
         if not same_bits(out, want):
             wrong.append(f"{dtype} in_place={in_place} {count}")
     return wrong
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_gather_moves_every_dtype(world: int, carrier: Carrier) -> None:
-    assert run_ranks(gather_every_way, world, carrier) == [[]] * world
-
-
-def gather_and_cast() -> torch.Tensor:
-    comm = joined()
-    out = torch.empty(600, dtype=BF16)
-    comm.all_gather(out, values_of(comm.mesh.rank(), 300, FP32), "shard")
-    return out
-
-
-def test_a_shard_of_another_dtype_is_cast_before_it_travels() -> None:
-    want = torch.cat([values_of(0, 300, FP32), values_of(1, 300, FP32)]).to(BF16)
-    assert all(same_bits(out, want) for out in run_ranks(gather_and_cast, 2))
 
 
 def broadcast_from_each() -> list[list[float]]:
@@ -447,11 +340,21 @@ def rows_between(carrier: Carrier) -> list[str]:
     return wrong
 
 
+BODIES = [
+    *((reduce_every_way, world) for world in (2, 3, 4)),
+    *((reduce_all_every_way, world) for world in (2, 4)),
+    *((gather_every_way, world) for world in (2, 4)),
+    *((rows_between, world) for world in (2, 3)),
+]
+
+
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_rows_travel_to_where_they_are_sent(carrier: Carrier, world: int) -> None:
-    assert run_ranks(rows_between, world, carrier) == [[]] * world
+@pytest.mark.parametrize(("body", "world"), BODIES)
+def test_every_carrier_brings_every_bit(
+    body: Callable[[Carrier], list[str]], world: int, carrier: Carrier
+) -> None:
+    assert run_ranks(body, world, carrier) == [[]] * world
 
 
 # What is recorded
@@ -491,71 +394,28 @@ def test_the_record_is_the_list_of_calls() -> None:
     assert run_ranks(record_a_step, 4) == [(whole, reduced)] * 4
 
 
-def test_a_world_of_one_copies_sums_and_records() -> None:
-    comm = Collectives(start(MeshShape(), device="cpu"))
-    assert not dist.is_initialized()
-    values = values_of(0, 512, FP32)
-    out, total, both = torch.empty(512, dtype=BF16), torch.ones(512), values.clone()
-    with comm.record() as log:
-        comm.all_gather(out, values, "shard")
-        comm.reduce_scatter(total, out, "data", Sum(FP32, divisor=3.0, add=True))
-        comm.all_reduce(both, both, "replicate", Sum(FP32))
-        norm = comm.all_reduce_sum(values.square().sum(), "world")
-        comm.broadcast(both, 0, "pipeline")
-    comm.barrier()
-    assert same_bits(out, values.to(BF16))
-    assert same_bits(total, expected([out], Sum(FP32, 3.0, add=True), torch.ones(512)))
-    assert same_bits(both, values)
-    assert norm == values.square().sum()
-    assert comm.all_gather_object("alone") == ["alone"]
-    comm.agree("digest", list)
-    assert [(entry.op, entry.axis) for entry in log] == [
-        ("all_gather", "shard"),
-        ("reduce_scatter", "data"),
-        ("all_reduce", "replicate"),
-        ("all_reduce", "world"),
-        ("broadcast", "pipeline"),
-    ]
-
-
 # Ranks that are missing
 
 
-def _gather(comm: Collectives) -> None:
-    comm.all_gather(torch.empty(4096 * comm.mesh.size("shard")), torch.ones(4096), "shard")
-
-
-def _reduce(comm: Collectives) -> None:
+def reduced(comm: Collectives, numel: int, how: Sum) -> None:
     size = comm.mesh.size("shard")
-    comm.reduce_scatter(torch.empty(1 << 20), torch.ones(size << 20), "shard", Sum(FP32))
+    comm.reduce_scatter(torch.empty(numel), torch.ones(size * numel), "shard", how)
 
 
-def _halve(comm: Collectives) -> None:
+def halved(comm: Collectives) -> None:
     from_so_many_ranks(4)
-    size = comm.mesh.size("shard")
-    how = Sum(FP32, order="tree")
-    comm.start_reduce_scatter(torch.empty(1 << 18), torch.ones(size << 18), "shard", how).wait()
+    reduced(comm, 1 << 18, Sum(FP32, order="tree"))
 
 
-def _sum(comm: Collectives) -> None:
-    comm.all_reduce_sum(torch.ones(2), "world")
-
-
-def _talk(comm: Collectives) -> None:
-    comm.all_gather_object("here")
-
-
-def _meet(comm: Collectives) -> None:
-    comm.barrier()
-
-
-CALLS = {
-    "all_gather": _gather,
-    "reduce_scatter": _reduce,
-    "all_reduce": _sum,
-    "halving": _halve,
-    "all_gather_object": _talk,
-    "barrier": _meet,
+CALLS: dict[str, Callable[[Collectives], object]] = {
+    "all_gather": lambda comm: comm.all_gather(
+        torch.empty(4096 * comm.mesh.size("shard")), torch.ones(4096), "shard"
+    ),
+    "reduce_scatter": lambda comm: reduced(comm, 1 << 20, Sum(FP32)),
+    "all_reduce": lambda comm: comm.all_reduce_sum(torch.ones(2), "world"),
+    "halving": halved,
+    "all_gather_object": lambda comm: comm.all_gather_object("here"),
+    "barrier": lambda comm: comm.barrier(),
 }
 
 
@@ -563,7 +423,7 @@ def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, fl
     """The last rank is killed, or sleeps beyond the timeout, before the second call."""
     comm = joined(carrier, timeout)
     pairs.LEAST = 1
-    call: Callable[[Collectives], None] = CALLS[name]
+    call = CALLS[name]
     call(comm)
     if comm.mesh.rank() == comm.mesh.size("world") - 1:
         if how == "killed":
@@ -628,41 +488,15 @@ def test_equal_plans_agree_without_writing_rows() -> None:
 @pytest.mark.parametrize(
     ("theirs", "shown"),
     [
-        (["w fp32", "x bf16"], ["different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2."]),
-        (["w fp32"], ["from row 1 on: x fp32 on rank 0, nothing on rank 2."]),
-        (["w fp32", "x fp32"], ["different ones on ranks 0 and 2, though their 2 rows agree."]),
+        (["w fp32", "x bf16"], "different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2."),
+        (["w fp32"], "from row 1 on: x fp32 on rank 0, nothing on rank 2."),
+        (["w fp32", "x fp32"], "different ones on ranks 0 and 2, though their 2 rows agree."),
     ],
 )
-def test_different_plans_are_an_error_everywhere_with_the_first_row(
-    theirs: list[str], shown: list[str]
-) -> None:
+def test_different_plans_are_an_error_everywhere_with_the_first_row(theirs: list[str], shown: str) -> None:
     mine = ["w fp32", "x fp32"]
     found = run_ranks(compare, 3, ["a", "a", "b"], [mine, mine, theirs])
-    assert found[0] == found[1] == found[2]
-    for text in shown:
-        assert text in found[0]
-
-
-# Hybrid sharding
-
-
-def reduce_over_both_axes(order: tuple[AxisName, AxisName]) -> list[torch.Tensor]:
-    """Sharded inside a pair, replicated across pairs: two stages on the wire, one gradient."""
-    comm = joined(replicate=2, shard=2)
-    values = values_of(comm.mesh.rank(), 1024, FP32)
-    shard = torch.empty(512)
-    comm.reduce_scatter(shard, values, order[0], Sum(FP32))
-    comm.all_reduce(shard, shard, order[1], Sum(FP32, divisor=4.0))
-    full = torch.empty(1024)
-    comm.all_gather(full, shard, order[0])
-    return [full]
-
-
-def test_a_gradient_is_reduced_over_shards_then_replicas() -> None:
-    ranks = [values_of(rank, 1024, FP32) for rank in range(4)]
-    want = ((ranks[0] + ranks[1]) + (ranks[2] + ranks[3])) / 4
-    for (full,) in run_ranks(reduce_over_both_axes, 4, ("shard", "replicate")):
-        assert same_bits(full, want)
+    assert found[0] == found[1] == found[2] and shown in found[0]
 
 
 def objects_of_many() -> list[bool]:

@@ -21,10 +21,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASES = [
-    Case(0, "fp32", hard=False),
-    Case(0, "bf16", hard=False),
-    Case(0, "bf16"),
-    Case(0, "fp16", hard=False),
     Case(1, "fp32"),
     Case(1, "bf16"),
     Case(1, "fp16"),
@@ -77,13 +73,11 @@ def test_the_rest_of_the_run(saved: Saved, case: Case) -> None:
     run = found.trained
     assert run and run.step == STEPS and run.samples == STEPS * 4
     assert run.client == {"epoch": 7, "note": "hello"}
-    # FP16_Optimizer of stage 0 takes a step of zeros when it is made, and Adam counts it.
-    assert run.updates == STEPS + (case.stage == 0 and case.dtype != "fp32")
+    assert run.updates == STEPS
     assert run.scaler == ({"scale": 256.0, "left": 2, "good": STEPS} if case.dtype == "fp16" else None)
     trained = {entry.name: entry for entry in found.entries if entry.group >= 0}
-    if case.hard:
-        assert "layers.0.norm1.weight" not in trained
-        assert all(entry.group == int(len(entry.shape) <= 1) for entry in trained.values())
+    assert "layers.0.norm1.weight" not in trained
+    assert all(entry.group == int(len(entry.shape) <= 1) for entry in trained.values())
     for group in filter(None, run.groups[:1]):  # an elastic checkpoint has no options
         assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (LR, BETAS, DECAY)
     assert next(entry.name for entry in found.entries if "head.weight" in entry.names) == "embed.weight"
@@ -98,10 +92,9 @@ def test_nothing_is_read_before_it_is_used(saved: Saved) -> None:
 
 
 def test_what_has_no_name_is_left_out_and_said(saved: Saved, tmp_path: Path) -> None:
-    """Stage 0 at fp32 with several groups and frozen parameters: shapes leave a choice."""
     run_ranks(save, 2, Case(0, "fp32"), str(tmp_path), timeout=90)
     found = open_deepspeed(tmp_path)
-    assert not any(entry.moments for entry in found.entries)
+    assert found.entries and not any(entry.moments for entry in found.entries)
     assert "Stage 0 saves the optimizer's state without names" in found.notes[0]
 
 

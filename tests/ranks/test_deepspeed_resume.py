@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MORE = 4
-CASES = [Case(2, "fp32"), Case(3, "fp32"), Case(1, "bf16"), Case(0, "fp32", hard=False)]
+CASES = [Case(2, "fp32"), Case(3, "fp32"), Case(1, "bf16")]
 
 TOLERANCE = 2e-6
 """Of a loss of about 4, at fp32. Gradients are the same sums in another order, the norm is exact here and a
@@ -36,15 +36,15 @@ def save_all(root: str) -> list[Truth]:
 def go_on(root: str, number: int, stage: int) -> tuple[list[float], int, Any]:
     """Resume the converted checkpoint and train on."""
     case = CASES[number]
-    made = model(case)
+    made = model()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.zero_()  # what is not loaded would be seen
-    optimizer = torch.optim.AdamW(groups(made, case), lr=LR, betas=BETAS, eps=EPS)
+    optimizer = torch.optim.AdamW(groups(made), lr=LR, betas=BETAS, eps=EPS)
     config = {
         "precision": {"mode": case.dtype},
         "zero_optimization": {"stage": stage},
-        "gradient_clipping": 1.0 if case.hard else 0.0,
+        "gradient_clipping": 1.0,
     }
     engine = initialize(made, optimizer, config, device="cpu", quiet=True)
     loaded = zd.Checkpoints(engine, f"{root}/{number}-ours", quiet=True).load()
@@ -78,7 +78,7 @@ def test_without_moments_it_is_said_and_refused_until_allowed(tmp_path: Path) ->
     run_ranks(save, 2, Case(0, "fp32"), str(tmp_path / "ds"), timeout=90)
     done = convert(tmp_path / "ds", tmp_path / "ours")
     assert any("allow=('optimizer',)" in note for note in done.notes)
-    engine = initialize(model(CASES[0]), None, CONFIG, device="cpu", quiet=True)
+    engine = initialize(model(), None, CONFIG, device="cpu", quiet=True)
     checkpoints = zd.Checkpoints(engine, tmp_path / "ours", quiet=True)
     with pytest.raises(CheckpointError, match="optimizer"):
         checkpoints.load()
@@ -92,7 +92,7 @@ CONFIG = {"precision": {"mode": "fp32"}, "optimizer": {"type": "AdamW", "params"
 def test_an_optimizer_by_name(tmp_path: Path) -> None:
     run_ranks(save, 2, Case(1, "fp32"), str(tmp_path / "ds"), timeout=90)
     convert(tmp_path / "ds", tmp_path / "ours", ConvertOptions(optimizer="Adam"))
-    engine = initialize(model(CASES[0]), None, CONFIG, device="cpu", quiet=True)
+    engine = initialize(model(), None, CONFIG, device="cpu", quiet=True)
     with pytest.raises(CheckpointError, match="must be adam, as when it was saved; got adamw"):
         zd.Checkpoints(engine, tmp_path / "ours", quiet=True).load()
     engine.destroy()

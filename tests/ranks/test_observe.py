@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -143,72 +144,83 @@ def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
 # --- planted: each is found, by name --------------------------------------------------------------------
 
 
-def planted(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
-    weight = "layers.0.mlp.up.weight"
-    pins = (
-        {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32", "output": "input"}]}
-        if what in ("compute", "compute of a copy")
-        else {}
-    )
-    engine = make(config(3, "bf16", 2, precision=pins), GPT(tied=False))
-    row = engine.plan.row(weight)
+UP = "layers.0.mlp.up"
+PIN = {"rules": [{"match": f"{UP}.*", "pin": "fp32", "output": "input"}]}
+
+
+class Recast(torch.autograd.Function):
+    """A weight whose backward leaves another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = dtype
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype) * 1.01, None  # a widening cast alone loses and gains nothing
+
+
+def computing(dtype: torch.dtype, factor: float | None = None) -> Any:
+    """Return a forward of a linear module in a dtype, of its parameters or of copies."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        held = [p if factor is None else p * factor for p in (self.weight, self.bias)]
+        return torch.nn.functional.linear(x.to(dtype), *(p.to(dtype) for p in held)).to(x.dtype)
+
+    return forward
+
+
+def leaving(dtype: torch.dtype) -> Any:
+    return lambda self, x: torch.nn.functional.linear(x, Recast.apply(self.weight, dtype), self.bias)
+
+
+FORWARDS = {
+    "compute": computing(torch.bfloat16),
+    "compute of a copy": computing(torch.bfloat16, 1),
+    "wider compute": computing(torch.float32),
+    "wider grad": leaving(torch.float32),
+    "grad": leaving(torch.bfloat16),
+}
+
+
+def plant(engine: Any, what: str) -> None:
+    if what in FORWARDS:
+        module = engine.module.get_submodule(UP)
+        module.forward = types.MethodType(FORWARDS[what], module)
+
+
+def judged(engine: Engine, seen: EngineRecord) -> tuple[list[tuple[str, str]], str]:
+    found, told = compare.findings(engine.plan, seen), ""
+    try:
+        compare.require_declared(engine.plan, seen)
+    except PrecisionError as error:
+        told = str(error)
+    engine.destroy()
+    return [(each.name, each.column) for each in found], told
+
+
+def planted(what: str) -> tuple[list[tuple[str, str]], str]:
+    engine = make(config(3, "bf16", 2, precision=PIN if what.startswith("compute") else {}), GPT(tied=False))
+    row = engine.plan.row(f"{UP}.weight")
     assert row is not None and engine.updater is not None
-    if what == "compute":
-        module = engine.module.get_submodule("layers.0.mlp.up")
-        module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
-        ).to(x.dtype)
-    elif what == "compute of a copy":
-        copied = engine.module.get_submodule("layers.0.mlp.up")
-        copied.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x.bfloat16(), (copied.weight * 1).bfloat16(), (copied.bias * 1).bfloat16()
-        ).to(x.dtype)
-    elif what == "wider compute":
-        up = engine.module.get_submodule("layers.0.mlp.up")
-        up.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x.float(), up.weight.float(), up.bias.float()
-        ).to(x.dtype)
-    elif what == "wider grad":
-        module = engine.module.get_submodule("layers.0.mlp.up")
-        module.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x, Widened.apply(module.weight), module.bias
-        )
-    elif what == "state":
+    plant(engine, what)
+    if what == "state":
         held = engine.updater._slices[row.segment]  # type: ignore[attr-defined]
         rounded = tuple(moment.bfloat16() for moment in held.moments)
         engine.updater.resting = lambda number: (  # type: ignore[method-assign]
             None if held.master is None else held.master.dtype,
             tuple(moment.dtype for moment in (rounded if number == row.segment else held.moments)),
         )
-    seen = step(engine)
-    found = compare.findings(engine.plan, seen)
-    try:
-        compare.require_declared(engine.plan, seen)
-        told = ""
-    except PrecisionError as error:
-        told = str(error)
-    engine.destroy()
-    return [(each.name, each.column, each.seen) for each in found], told
-
-
-class Widened(torch.autograd.Function):
-    """A bf16 weight whose backward leaves fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.float() * 1.01  # a widening cast alone loses and gains nothing
+    return judged(engine, step(engine))
 
 
 @pytest.mark.parametrize("what", ["compute", "compute of a copy", "state"])
 def test_what_is_not_as_declared_is_found(what: str) -> None:
     planned = what.partition(" ")[0]
     for found, told in run_ranks(planted, 2, what):
-        assert ("layers.0.mlp.up.weight", planned) in [(name, column) for name, column, _ in found]
-        assert {column for _, column, _ in found} == {planned}, found
+        assert (f"{UP}.weight", planned) in found
+        assert {column for _, column in found} == {planned}, found
         assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
 
 

@@ -10,13 +10,11 @@ import torch
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_observe import Widened, step, watched
+from tests.ranks.test_observe import PIN, UP, judged, plant, step, watched
 from zerodrift.backends.fsdp_collectives import ReduceScatter
 from zerodrift.dtypes import DType
-from zerodrift.errors import PrecisionError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
-from zerodrift.inspect.trace.records import merged
 from zerodrift.policy.nouns import Reduction
 
 ON_FSDP2 = [
@@ -78,29 +76,13 @@ def test_a_pin_is_seen_in_every_column_of_fsdp2() -> None:
 # --- planted: each is found, by name --------------------------------------------------------------------
 
 
-def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], str]:
-    pins = (
-        {"rules": [{"match": "layers.0.mlp.up.*", "pin": "fp32", "output": "input"}]}
-        if what in ("compute", "grad")
-        else {}
-    )
+def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str]], str]:
+    pins = PIN if what in ("compute", "grad") else {}
     engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
-    weight = "layers.0.mlp.up.weight"
-    module = engine.module.get_submodule("layers.0.mlp.up")
-    group = next(unit for unit in engine.executor.units if engine.executor.members[weight] in unit.members)
-    if what == "compute":
-        module.forward = lambda x: torch.nn.functional.linear(
-            x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()
-        ).to(x.dtype)
-    elif what == "wider compute":
-        module.forward = lambda x: torch.nn.functional.linear(
-            x.float(), module.weight.float(), module.bias.float()
-        ).to(x.dtype)
-    elif what == "grad":
-        module.forward = lambda x: torch.nn.functional.linear(x, Narrowed.apply(module.weight), module.bias)
-    elif what == "wider grad":
-        module.forward = lambda x: torch.nn.functional.linear(x, Widened.apply(module.weight), module.bias)
-    elif what == "accumulate":
+    member = engine.executor.members[f"{UP}.weight"]
+    group = next(unit for unit in engine.executor.units if member in unit.members)
+    plant(engine, what)
+    if what == "accumulate":
 
         def name_narrow() -> None:
             for member in group.trained:
@@ -114,37 +96,17 @@ def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str, tuple[str, ...]]],
         engine.backward(engine(batch(0, engine.mesh.rank("data"))))
         engine.step()
         if what == "state":
-            moments = engine.optimizer.state[engine.executor.members[weight].sharded]
+            moments = engine.optimizer.state[member.sharded]
             moments["exp_avg"] = moments["exp_avg"].bfloat16()
-    merged(engine.comm.all_gather_object(seen))
-    try:
-        compare.require_declared(engine.plan, seen)
-        told = ""
-    except PrecisionError as error:
-        told = str(error)
-    found = compare.findings(engine.plan, seen)
-    engine.destroy()
-    return [(each.name, each.column, each.seen) for each in found], told
-
-
-class Narrowed(torch.autograd.Function):
-    """An fp32 weight whose backward leaves bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.bfloat16()
+    return judged(engine, seen)
 
 
 @pytest.mark.parametrize("what", ["compute", "grad", "accumulate", "reduce", "state"])
 def test_what_is_not_as_declared_is_found_on_fsdp2(what: str) -> None:
     for found, told in run_ranks(planted_on_fsdp2, 2, what):
-        assert ("layers.0.mlp.up.weight", what) in [(name, column) for name, column, _ in found]
-        assert {column for _, column, _ in found} == {what}, found
-        assert {name.rpartition(".mlp.")[0] for name, _, _ in found if ".mlp." in name} == {"layers.0"}
+        assert (f"{UP}.weight", what) in found
+        assert {column for _, column in found} == {what}, found
+        assert {name.rpartition(".mlp.")[0] for name, _ in found if ".mlp." in name} == {"layers.0"}
         assert f"`{what}` must be " in told and "the run and its plan differ: " in told
 
 

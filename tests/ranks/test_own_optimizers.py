@@ -190,25 +190,20 @@ def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -
     return off
 
 
-@pytest.mark.parametrize("kind", ["Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_declared_ones_make_the_plain_loops_bits(kind: str, stage: int) -> None:
-    assert run_ranks(beside_torch, 2, kind, True, settings(stage)) == [{}, {}]
+EQUAL: list[tuple[str, bool | None, dict[str, Any]]] = [
+    *((kind, True, settings(1)) for kind in ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")),
+    *((kind, True, settings(3)) for kind in ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")),
+    ("Signs", None, settings(2, zero_allow_untested_optimizer=True)),
+    *((kind, None, settings(0)) for kind in ("Signs", "TrustRatio", "ClipsAll")),
+    *((kind, False, settings(3, precision=WHOLE)) for kind in ("TrustRatio", "DecaysMatrices")),
+]
+"""Declared by an argument or by the config; stage 0 asks nothing; whole parameters are enough for what looks
+at one."""
 
 
-def test_a_config_declares_too() -> None:
-    written = settings(2, zero_allow_untested_optimizer=True)
-    assert run_ranks(beside_torch, 2, "Signs", None, written) == [{}, {}]
-
-
-@pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "ClipsAll"])
-def test_stage_0_asks_nothing(kind: str) -> None:
-    assert run_ranks(beside_torch, 2, kind, None, settings(0)) == [{}, {}]
-
-
-@pytest.mark.parametrize("kind", ["TrustRatio", "DecaysMatrices"])
-def test_whole_parameters_are_enough_for_what_looks_at_one(kind: str) -> None:
-    assert run_ranks(beside_torch, 2, kind, False, settings(3, precision=WHOLE)) == [{}, {}]
+@pytest.mark.parametrize(("kind", "elementwise", "written"), EQUAL)
+def test_the_plain_loops_bits(kind: str, elementwise: bool | None, written: dict[str, Any]) -> None:
+    assert run_ranks(beside_torch, 2, kind, elementwise, written) == [{}, {}]
 
 
 @pytest.mark.parametrize("kind", ["Signs", "TrustRatio", "Centred", "DecaysMatrices", "ClipsAll"])

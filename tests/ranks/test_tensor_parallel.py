@@ -190,30 +190,24 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
 
 
 def refused(what: str) -> str:
-    ranks = torch.distributed.get_world_size()
-    written = config(3, "fp32", backend="fsdp2")
+    ranks, model = torch.distributed.get_world_size(), network()
+    sizes, names = {
+        "layout": ((2, ranks // 2), ("tp", "dp")),
+        "alone": ((1, ranks), ("dp", "tp")),
+        "uneven": ((ranks // 2, 2), ("dp", "tp")),
+    }.get(what, ((0, 0), ("", "")))
     try:
-        if what == "layout":
-            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("tp", "dp"))["tp"]
-            model = network()
-            parallelize_module(
-                model.layers[0].mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            )
-        elif what == "alone":
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-            model = network()
-            parallelize_module(
-                model.layers[0].mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            )
+        if not sizes[0]:
+            divided(model, ranks)
         elif what == "uneven":
-            model = network()
-            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
             parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         else:
-            model = divided(network(), ranks)
-        if what in ("native", "alone"):
-            written["backend"] = "native"
-        make(written, model)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
+            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model.layers[0].mlp, mesh, styles)
+        backend = "native" if what in ("native", "alone") else "fsdp2"
+        make(config(3, "fp32", backend=backend), model)
     except (ConfigError, MeshError, ModelError) as error:
         return str(error)
     return ""

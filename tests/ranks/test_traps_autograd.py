@@ -185,20 +185,6 @@ def refused(engine: Any, loss: torch.Tensor) -> bool:
 # --- how often a graph runs -----------------------------------------------------------------------------
 
 
-def two_backwards_of_one_forward(stage: int) -> Any:
-    engine, plain = pair(Stack(), stage, 2)
-    loss, expected = engine(data()), plain(data())
-    engine.backward(loss, retain_graph=True)
-    engine.backward(loss)
-    expected.backward(retain_graph=True)
-    expected.backward()
-    wrong = differs(engine, plain, 0.5)
-    if not engine.step().updated:
-        wrong.append("two backwards are two micro-batches")
-    engine.destroy()
-    return wrong
-
-
 def two_forwards_then_two_backwards(stage: int) -> Any:
     engine, plain = pair(Stack(), stage, 2)
     for order in ((0, 1), (1, 0)):
@@ -227,69 +213,13 @@ def no_sync_holds_the_reduction_back(stage: int) -> Any:
     return wrong or early
 
 
-def a_loop_of_the_users_own(stage: int) -> Any:
-    engine, _ = pair(Stack(), stage, 2)
-    for step in range(2):
-        for micro in range(2):
-            engine.module(data(micro + step)).backward()
-        before = left_behind(engine)
-        result = engine.step()
-        if not result.updated or before:
-            return f"{result}, {before}"
-    engine.module(data()).backward()
-    engine.zero_grad()
-    engine.destroy()
-    return ""
-
-
-# --- tied parameters --------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    """A weight shared between two places of one block, and one shared by two blocks and the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.into = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
-        )
-        self.layers[0][2].weight = self.layers[0][0].weight
-        self.layers[1][0].weight = self.into.weight
-        self.layers[2][2].weight = self.layers[1][2].weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.into(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def tied_parameters(stage: int) -> Any:
-    engine, plain = pair(Tied(), stage, 2)
-    names = {frozenset(row.names) for row in engine.plan.rows if len(row.names) > 1}
-    assert len(names) == 3, names
-    for micro in range(2):
-        engine.backward(engine(data(micro)))
-        plain(data(micro)).backward()
-    wrong = differs(engine, plain, 0.5)
-    engine.step()
-    engine.backward(engine(data()))
-    engine.destroy()
-    return wrong
-
-
 CHECKS = [
     saved_views_outlive_a_reshard,
     forwards_that_take_other_ways,
     checkpointing_a_shared_block_reentrantly,
     a_change_in_place_between_forward_and_backward_is_caught,
-    two_backwards_of_one_forward,
     two_forwards_then_two_backwards,
     no_sync_holds_the_reduction_back,
-    a_loop_of_the_users_own,
-    tied_parameters,
 ]
 
 

@@ -68,7 +68,7 @@ def waits_of(stage: int, mode: str, streams: Any) -> tuple[list[str], list[tuple
             engine.backward(engine(batch).square().mean())
             engine.step()
 
-    for _ in range(5):  # more is looked at in the first steps, and the order of units is learned
+    for _ in range(5):  # more is looked at in the first steps
         step()
     streams.told.clear()
     with Waits() as waits:

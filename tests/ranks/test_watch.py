@@ -169,7 +169,7 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
 def place(
     group: str = "range(0, 2)", number: int = 0, needs: tuple[int, ...] = (), **more: Any
 ) -> WaitReport:
-    given = {"beat": 0, "serial": "", "what": "gather of a", "at": "", "sure": True, **more}
+    given = {"beat": 0, "serial": "", "what": "gather of a", "at": "", **more}
     return WaitReport(group=group, number=number, needs=needs, **given)
 
 
@@ -195,7 +195,7 @@ def test_only_a_circle_is_stuck() -> None:
 
 
 def test_a_place_is_read_as_it_was_written() -> None:
-    here = place(number=3, needs=(1,), trails={"range(0, 2)": (4, ("a", "b"))})
+    here = place(number=3, needs=[1], trails={"range(0, 2)": [4, ["a", "b"]]})
     assert WaitReport.read(here.write().encode()) == here
 
 

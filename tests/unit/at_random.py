@@ -35,8 +35,8 @@ from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterS
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import REQUIRED, SCHEDULES
-from zerodrift.report import as_json, names, page, rows, terminal
-from zerodrift.report.explain import explain, explain_row
+from zerodrift.report import as_json, page, rows, terminal
+from zerodrift.report.explain import explain, explain_row, matching
 
 SECONDS = 1.0
 """Of processor time, for one case."""
@@ -142,24 +142,11 @@ ODD_WORLDS = (0, -1, 2**31, 2**63, 2**200, True, 2.0, "4", None, float("nan"))
 MANY = (0, 1, 2, 3, 4, 7, 8, 100, 255, 256, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63)
 FLOATS = (0.0, -0.0, 0.5, 0.999, 1.0, 1.5, 1e-8, 1e-320, 1e30, 1e308, math.inf, -math.inf, math.nan, -1.0)
 TEXTS = (
-    *(
-        "auto",
-        "",
-        " ",
-        "fp32",
-        "bf16",
-        "torch.float16",
-        "fp64",
-        "int8",
-        "true",
-        "1e-4",
-        "1_000",
-        "0x10",
-        "nan",
-    ),
-    *("AdamW", "adamw", "SGD", "Lion", "Muon", "OneCycle", "WarmupLR", "linear", "log", "never", "zbv"),
-    *("*", "**", "[", "[!", "*.weight", "layers.*", "layers.[0-9].*", "(a+)+$", "a" * 5000, *ODD_NAMES[:8]),
-    *("\x1b]0;title\x07", "\u2028", "\ud800", "\x00", "None", "cpu", "nvme", "cuda", "../../x", "*" * 200),
+    *("auto", "", " ", "fp32", "bf16", "torch.float16", "fp64", "int8", "true", "1e-4", "1_000", "0x10"),
+    *("nan", "AdamW", "adamw", "SGD", "Lion", "Muon", "OneCycle", "WarmupLR", "linear", "log", "never"),
+    *("zbv", "*", "**", "[", "[!", "*.weight", "layers.*", "layers.[0-9].*", "(a+)+$", "a" * 5000),
+    *(*ODD_NAMES[:8], "\x1b]0;title\x07", "\u2028", "\ud800", "\x00", "None", "cpu", "nvme", "cuda"),
+    *("../../x", "*" * 200),
 )
 
 
@@ -369,7 +356,7 @@ def look(made: Plan) -> None:
         row = explain_row(made, smallest)
         shown(terminal.explanation_text(row, made.digest, color=False), 100)
         json.loads(as_json.explanation_json(row, made))
-    chosen = names.matching(made, "*", "--rows")
+    chosen = matching(made, "*", "--rows")
     shown(terminal.rows_text(made, rows.list_rows(made, chosen[:50]), color=False), 100)
     try:
         explain(made, "no such name")

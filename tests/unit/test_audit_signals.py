@@ -11,16 +11,9 @@ from tests.numerics.networks import GPT, batch
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit.audit import audit
 from zerodrift.inspect.audit.results import Place
-from zerodrift.inspect.audit.signals import (
-    CloseCalls,
-    ForwardResult,
-    Recorder,
-    Signals,
-    close_calls,
-    signed_costs,
-)
+from zerodrift.inspect.audit.signals import CloseCalls, Recorder, Signals, close_calls, signed_costs
 from zerodrift.inspect.audit.text import residual_stream
-from zerodrift.inspect.trace.places import paths_in
+from zerodrift.inspect.trace.places import ModulePaths, paths_in
 
 
 def scores() -> torch.Tensor:
@@ -84,11 +77,17 @@ def test_without_flips_nothing_is_charged() -> None:
     assert close_calls(run([float("nan")] * 10, [0.51] * 10, [1] * 10), other) is None
 
 
+def judged(negative: torch.Tensor, margins: dict[str, torch.Tensor]) -> Recorder:
+    recorder = Recorder(ModulePaths(nn.Module()))
+    recorder.negative, recorder.margins = [negative], margins
+    return recorder
+
+
 def test_only_close_calls_have_a_gradient() -> None:
     negative = torch.ones(2, dtype=torch.float64, requires_grad=True)
     margins = torch.tensor([0.5, 0.01, float("inf")], requires_grad=True)
-    judged = ForwardResult(negative.sum(), negative, {"gate#0": margins})
-    signed_costs(judged, 0, CloseCalls({"gate#0": 0.1}, 4.0)).backward()
+    calls = CloseCalls({"gate#0": 0.1}, 4.0)
+    signed_costs(negative.sum(), judged(negative, {"gate#0": margins}), 0, calls).backward()
     assert margins.grad is not None and negative.grad is not None
     assert margins.grad.abs().tolist() == [0.0, 2.0, 0.0]
     assert negative.grad.abs().tolist() == [0.5, 0.5]
@@ -96,8 +95,10 @@ def test_only_close_calls_have_a_gradient() -> None:
 
 def test_random_signs_are_the_same_without_close_calls() -> None:
     negative = torch.arange(5.0)
-    judged = ForwardResult(negative.sum(), negative, {})
-    assert torch.equal(signed_costs(judged, 3, None), signed_costs(judged, 3, CloseCalls({}, 1.0)))
+    costs = [
+        signed_costs(negative.sum(), judged(negative, {}), 3, calls) for calls in (None, CloseCalls({}, 1.0))
+    ]
+    assert torch.equal(*costs)
 
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast-bf16"])

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, jsonl, parts_of
+from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
 LETTERS = ByteTokenizer()
@@ -32,27 +31,27 @@ def published(folder: Path) -> Path:
 
 def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
     folder = published(tmp_path / "set")
-    made = prepare(data(folder, block=64, validation=str(folder)), LETTERS, tmp_path / "cache")
-    assert made.validation is not None
-    assert (len(made.train), len(made.validation)) == (3, 2)
-    train = made.sets[0].counts
+    found = made(tmp_path, data(folder, block=64, validation=str(folder)))
+    assert found.validation is not None
+    assert (len(found.train), len(found.validation)) == (3, 2)
+    train = found.sets[0].counts
     assert train.files == 1
     assert train.beside == ("1 file of the split `test`", "LICENSE", "README.md", "dataset_infos.json")
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 40)
-    made = prepare(data(tmp_path / "*.txt", block=64), LETTERS, tmp_path / "cache")
-    assert made.sets[0].counts.files == 2, "a glob names files itself"
+    found = made(tmp_path, data(tmp_path / "*.txt", block=64))
+    assert found.sets[0].counts.files == 2, "a glob names files itself"
 
 
 def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
     folder = published(tmp_path / "set")
     card = "---\nconfigs:\n- config_name: {}\n  data_files:\n  - split: train\n    path: data/test*\n"
     (folder / "README.md").write_text(card.format("main") + "---\n")
-    assert len(prepare(data(folder, block=64), LETTERS, tmp_path / "cache").train) == 2
+    assert len(made(tmp_path, data(folder, block=64)).train) == 2
     other = "- config_name: more\n  data_files: data/train*\n---\n"
     (folder / "README.md").write_text(card.format("main") + other)
     with pytest.raises(ConfigError, match=r"must name the files of one subset; got .*`main`, `more`"):
-        prepare(data(folder), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(folder))
 
 
 def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
@@ -63,15 +62,15 @@ def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt"
     ):
-        prepare(data(folder), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(folder))
     for rest, files in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
-        assert prepare(data(folder, **rest), LETTERS, tmp_path / "cache").sets[0].counts.files == files
+        assert made(tmp_path, data(folder, **rest)).sets[0].counts.files == files
     with pytest.raises(ConfigError, match="must name files, or a folder with a split `train`"):
         (folder / "notes.txt").unlink()
         (folder / "rows.jsonl").unlink()
         for split in ("dev", "test"):
             jsonl(folder / f"{split}.jsonl", [{"text": "a"}])
-        prepare(data(folder), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(folder))
 
 
 @pytest.mark.parametrize(
@@ -88,16 +87,16 @@ def test_a_column_of_another_name_is_found_or_asked_for(
     file = jsonl(tmp_path / "a.jsonl", [columns])
     if words:
         with pytest.raises(ConfigError, match=rf"in one column; got {words}.*`data\.field`"):
-            prepare(data(file), LETTERS, tmp_path / "cache")
+            made(tmp_path, data(file))
         return
-    found, _ = parts_of(prepare(data(file), LETTERS, tmp_path / "cache").train, 0)
+    found, _ = parts_of(made(tmp_path, data(file)).train, 0)
     assert LETTERS.decode(found[0]) == "x" * 16
 
 
 def test_what_is_in_a_folder_without_data_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
     with pytest.raises(ConfigError, match=r"files of a known kind; got '.*', with a\.zip"):
-        prepare(data(tmp_path), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(tmp_path))
 
 
 def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
     for name in ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0123/blocks.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "runs/a/report.html").write_text("<html>")
-    (reading,) = (each.counts for each in prepare(data(tmp_path), LETTERS, tmp_path / "other").sets)
+    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path)).sets)
     assert reading.files == 1
     assert reading.beside == ("cache, which training wrote", "runs/a, which training wrote")
 
@@ -122,8 +121,8 @@ def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> Non
         with arrow.ipc.new_stream(str(tmp_path / name / "data-0.arrow"), table.schema) as writer:
             writer.write_table(table)
     with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
-        prepare(data(tmp_path), LETTERS, tmp_path / "cache")
-    found = prepare(data(tmp_path / "train_sft"), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(tmp_path))
+    found = made(tmp_path, data(tmp_path / "train_sft"))
     assert found.sets[0].counts.train.documents == 9
 
 
@@ -131,24 +130,24 @@ def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> 
     for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
         (tmp_path / "wiki").mkdir(exist_ok=True)
         (tmp_path / "wiki" / name).write_text("a text " * 9)
-    (reading,) = (each.counts for each in prepare(data(tmp_path / "wiki"), LETTERS, tmp_path / "cache").sets)
+    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path / "wiki")).sets)
     assert (reading.files, len(reading.beside)) == (1, 2)
     code = tmp_path / "code"
     code.mkdir()
     for name in ("train.py", "test.py", "README.md"):
         (code / name).write_text("print(1)\n" * 9)
     (code / "package.json").write_text('{"name": "code"}')
-    (reading,) = (each.counts for each in prepare(data(code), LETTERS, tmp_path / "cache").sets)
+    (reading,) = (each.counts for each in made(tmp_path, data(code)).sets)
     assert (reading.files, reading.beside) == (3, ("package.json",))
     (code / "alpaca.json").write_text('[{"instruction": "a", "output": "b"}]')
     with pytest.raises(ConfigError, match=r"not of both; got .* with alpaca\.json and "):
-        prepare(data(code), LETTERS, tmp_path / "cache")
+        made(tmp_path, data(code))
 
 
 def test_token_maps_of_two_splits_are_not_one(tmp_path: Path) -> None:
     for name, count in (("train", 640), ("val", 64)):
         (np.arange(count) % 250).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
     written = data(tmp_path, validation=str(tmp_path))
-    prepared = prepare(written, LETTERS, tmp_path / "cache")
+    prepared = made(tmp_path, written)
     assert prepared.validation is not None
     assert (len(prepared.train), len(prepared.validation)) == (40, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from tests.unit.test_train_data import data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
@@ -156,11 +154,6 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
     assert blind.positions is None
 
 
-def test_the_order_in_a_file_of_a_mixture_is_told_by_json(tmp_path: Path) -> None:
-    reading = prepare(mixed(tmp_path, a=1, c=1), ByteTokenizer(), tmp_path / "cache").sets[1].counts
-    assert json.loads(json.dumps(reading.to_json()))["train"]["documents"] == 3
-
-
 class Reading(torch.nn.Module):
     """A model of two layers that sees what it should, or more."""
 
@@ -189,7 +182,7 @@ class Deaf(torch.nn.Linear):
 )
 def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
     import zerodrift as zd
-    from zerodrift.train.loop.model_checks import require_document_mask
+    from zerodrift.train.loop.model import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
     for model, told in (

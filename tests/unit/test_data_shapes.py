@@ -3,7 +3,6 @@ makes of the conversation that is meant."""
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
 import lzma
@@ -241,19 +240,13 @@ REFUSED: dict[str, tuple[File, str]] = {
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
     ),
     "an image beside it": (shape([], messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
-    "a number": (shape([], messages=[HI, said("assistant", 7)]), r"messages\[1\]: content.*got a number"),
     "null": (shape([], messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
     "nothing to say": (shape([], messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
     "an unknown role": (shape([], messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
-    "an unknown speaker": (
-        shape([], conversations=[{"from": "narrator", "value": "x"}]),
-        r"conversations\[0\]: from.*got 'narrator'",
-    ),
     "a key that no template writes": (
         shape([], messages=[HI, {**YO, "mood": "glad"}]),
         r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out",
     ),
-    "a key that is a number": (shape([], messages=[HI, {**YO, "score": 0}]), r"score.*got a number"),
     "an odd weight": (shape([], messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
     "a history of one": (
         shape([], instruction="a", output="b", history=[["c"]]),
@@ -270,39 +263,22 @@ REFUSED: dict[str, tuple[File, str]] = {
         shape([], messages=[HI, said("assistant", "", tool_calls=[{"id": "1"}])]),
         "must be a call with `name` and `arguments`",
     ),
-    "an answer that is a number": (
-        shape([], question="1+1", answer=2),
-        "answer`: must be a text; got a number",
-    ),
-    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "got preferences"),
-    "half of a prompt": (shape([], prompt=[HI]), "must have a text in"),
-    "a question alone": (shape([], question="Hi", answers={"text": ["a"]}), "must have a text in"),
+    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "must have a text in"),
     "turns that are none": (shape([], messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
     "a say in the template": (
         shape([], messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
         "must be a conversation of text; got `chat_template_kwargs`",
     ),
     "a page": (File("a.jsonl", b"<!doctype html><html>404</html>", []), "a page of HTML"),
-    "a page called parquet": (
-        File("a.parquet", b"<html>404</html>", []),
-        "must be parquet; got a page of HTML",
-    ),
     "a pointer": (
         File("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", []),
         "a pointer of Git LFS",
     ),
     "a PDF": (File("a.txt", b"%PDF-1.7\n", []), "got a PDF"),
-    "an image called text": (File("a.txt", b"\x89PNG\r\n", []), "got a PNG image"),
-    "a table": (File("a.csv", b"PK\x03\x04\x14", []), "got a ZIP archive"),
     "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n", []), r"a\.csv:3.*must have 2 cells"),
     "columns of parquet twice": (File("a.parquet", twice(), []), r"each column once; got `text` twice"),
-    "columns twice": (File("a.csv", b"prompt,prompt\na,b\n", []), r"each column once; got `prompt` twice"),
     "an open quote": (File("a.csv", b'prompt,completion\na,"b\n', []), "must be CSV"),
     "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n", []), "must be UTF-8"),
-    "half an array": (
-        File("a.json", b'[{"prompt": "a", "completion": "b"}, {"pro', []),
-        "row 2.*must be JSON",
-    ),
     "an array without an end": (
         File("a.json", b'[{"prompt": "a", "completion": "b"}', []),
         "an end in the middle",
@@ -310,7 +286,6 @@ REFUSED: dict[str, tuple[File, str]] = {
     "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
     "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got a text"),
     "xz": (File("a.jsonl.xz", lzma.compress(ROW), []), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
-    "bzip2": (File("a.csv.bz2", bz2.compress(ROW), []), r"got a bzip2 file\. Run `bunzip2 "),
     "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}', []), r"after the end. Run `jq -c \."),
     "a second part that is none": (
         File("a.jsonl.gz", gzip.compress(ROW) + b"\x1f\x8bx", []),
@@ -378,18 +353,6 @@ def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
     return tokenizer.decode(found[0]), tokenizer.shown(learned)
 
 
-def test_the_end_of_an_answer_is_a_mark_and_not_the_start_of_the_next(tmp_path: Path) -> None:
-    """As Phi 3 and gpt-oss have it: what follows the last answer is another mark, which begins alike."""
-    template = (
-        "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
-    )
-    file = shape(TALK, messages=[*TALK[1:4], said("assistant", "2")])
-    text, learned = read_with(tmp_path, template, file)
-    assert text.startswith("<user>\nHi!\n<assistant>\nYo!\n<user>\n")
-    assert learned == "Yo!\n2!\n<end>"
-
-
 def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     """As of many models whose texts end with another one: a sample of a conversation stops at either."""
     from tests.unit.letters import byte_tokenizer
@@ -407,30 +370,50 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     assert rendering.end_tokens(ByteTokenizer()) == {256}
 
 
-def test_a_template_for_pictures_too_is_given_parts(tmp_path: Path) -> None:
-    template = (
-        "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
-        "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}"
-        "{% endfor %};\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    text, learned = read_with(tmp_path, template, shape(TALK, messages=TALK[:3]))
-    assert (text, learned) == ("[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n")
+PARTS = (
+    "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OTHER_END = (
+    "{% for turn in messages %}<{{ turn.role }}>\n{{ turn.content }}!\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% else %}<end>{% endif %}"
+)
+CALLS_AS_TEXT = (
+    "{% for turn in messages %}[{{ turn.role }}]{% if turn.content is not defined %}"
+    "{% for call in turn.tool_calls %}"
+    "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ turn.content }}"
+    "{% endif %};\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\n[assistant]Cold;\n'
 
 
-def test_calls_are_given_in_the_form_that_a_template_writes(tmp_path: Path) -> None:
-    """As DeepSeek's do: arguments as a text, and calls only where nothing is said beside them."""
-    template = (
-        "{% for turn in messages %}[{{ turn.role }}]{% if turn.content is not defined %}"
-        "{% for call in turn.tool_calls %}"
-        "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ turn.content }}"
-        "{% endif %};\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    for messages in (CALLED, CALLED_AS_TEXT):
-        text, learned = read_with(tmp_path, template, shape(CALLED, messages=messages))
-        call = 'f {"city": "Paris", "days": 2};\n'
-        assert learned == f"{call}Cold;\n"
-        assert text == f"[user]Hi;\n[assistant]{call}[tool]12 °C;\n[assistant]Cold;\n"
+@pytest.mark.parametrize(
+    ("template", "messages", "starts", "learned"),
+    [
+        pytest.param(
+            *(OTHER_END, [*TALK[1:4], said("assistant", "2")]),
+            *("<user>\nHi!\n<assistant>\nYo!\n<user>\n", "Yo!\n2!\n<end>"),
+            id="another mark behind the last answer, as of Phi 3 and gpt-oss",
+        ),
+        pytest.param(
+            *(PARTS, TALK[:3], "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n", "Yo;\n"),
+            id="contents in parts, for pictures too",
+        ),
+        *(
+            pytest.param(
+                *(CALLS_AS_TEXT, called, WRITTEN, 'f {"city": "Paris", "days": 2};\nCold;\n'),
+                id=f"arguments as a text and no content beside calls, as of DeepSeek, {number}",
+            )
+            for number, called in enumerate((CALLED, CALLED_AS_TEXT))
+        ),
+    ],
+)
+def test_a_template_is_given_what_it_writes(
+    template: str, messages: Turns, starts: str, learned: str, tmp_path: Path
+) -> None:
+    text, found = read_with(tmp_path, template, shape(messages, messages=messages))
+    assert text.startswith(starts) and found == learned
 
 
 def test_a_text_is_continued_as_it_is_where_texts_are_asked_for(

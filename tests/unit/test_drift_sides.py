@@ -227,7 +227,9 @@ def test_a_file_without_ids_is_refused(name: str, content: str, says: str, tmp_p
         read_ids(tmp_path / f"none{Path(name).suffix}" if name != "a.txt" else tmp_path / "none.json")
 
 
-def test_recorded_numbers_may_leave_out_the_first() -> None:
+def test_recorded_numbers_may_leave_out_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[-1, -2]\n")
+    assert read_recorded(tmp_path / "a.jsonl", [[1, 2, 3]]) == [[-1.0, -2.0]]
     assert recorded([[None, -1.0, -2]], [[1, 2, 3]]) == recorded([[-1.0, -2]], [[1, 2, 3]]) == [[-1.0, -2.0]]
     assert recorded([{"tokens": [1, 2, 3], "logprobs": [None, None, -2]}], [[1, 2, 3]]) == [[None, -2.0]]
 
@@ -257,11 +259,6 @@ def test_recorded_numbers_that_do_not_fit_are_refused(rows: Any, says: str) -> N
     with pytest.raises(ModelError) as caught:
         recorded(rows, [[1, 2, 3]])
     assert says in str(caught.value)
-
-
-def test_recorded_numbers_come_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("[-1, -2]\n")
-    assert read_recorded(tmp_path / "a.jsonl", [[1, 2, 3]]) == [[-1.0, -2.0]]
 
 
 # --- the trainer's side -------------------------------------------------------------------------------------

@@ -166,9 +166,9 @@ else:
 A_REFUSED_KEY: Edits = {
     "config/deepspeed.py": (
         (
-            '    _ignored("dataloader_drop_last",',
-            '    _refused("toy_batches", "batches are no toys", "Write `train_batch_size`.", (0,)),\n'
-            '    _ignored("dataloader_drop_last",',
+            "ignored dataloader_drop_last:",
+            "refused toy_batches: batches are no toys\n    instead: Write `train_batch_size`.\n    off: 0\n"
+            "ignored dataloader_drop_last:",
         ),
     ),
 }
@@ -211,7 +211,7 @@ A_HALVING_SCHEDULE: Edits = {
         ),
     ),
     "policy/arguments.py": (
-        ('    "WarmupLR": {**_WARMUP,', '    "Halving": {"every": STEPS},\n    "WarmupLR": {**_WARMUP,'),
+        ('    "WarmupLR": _takes', '    "Halving": {"every": STEPS},\n    "WarmupLR": _takes'),
         ('    "OneCycle": ("cycle_min_lr",', '    "Halving": ("every",),\n    "OneCycle": ("cycle_min_lr",'),
     ),
     "config/schema.py": (('"""WarmupLR, WarmupDecayLR,', '"""Halving, WarmupLR, WarmupDecayLR,'),),

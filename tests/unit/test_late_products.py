@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from zerodrift.engine.habits.pins import _class_for
+from zerodrift.engine.habits.pins import class_for
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.deferred import WeightQueue, defer_weight_grads
 from zerodrift.pipeline.products import StridedView
@@ -85,21 +85,6 @@ def gradients(module: Through, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return x.grad, module.weight.grad
 
 
-@pytest.mark.parametrize("case", [*LEFT, *LATE])
-def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str) -> None:
-    shape, way = {**LEFT, **LATE}[case]
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    expected = gradients(Through(way, shape), x)
-    module = Through(way, shape)
-    queue = defer_weight_grads(module)
-    found = gradients(module, x)
-    assert len(queue) == (case in LATE)
-    queue.drain()
-    assert torch.equal(found[0], expected[0])
-    assert module.weight.grad is not None
-    torch.testing.assert_close(module.weight.grad, expected[1], rtol=1e-6, atol=1e-6)
-
-
 def penalty(module: Through, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A gradient that is part of a forward: of the input, and of the weight."""
     x = x.clone().requires_grad_()
@@ -109,20 +94,6 @@ def penalty(module: Through, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     (out + sum(grad.square().sum() for grad in grads)).backward()
     assert x.grad is not None
     return x.grad, module.weight.grad
-
-
-@pytest.mark.parametrize("case", [*LEFT, *LATE])
-def test_a_gradient_of_a_gradient_is_plain_torchs(case: str) -> None:
-    shape, way = {**LEFT, **LATE}[case]
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    expected = penalty(Through(way, shape), x)
-    module = Through(way, shape)
-    queue = defer_weight_grads(module)
-    found = penalty(module, x)
-    queue.drain()
-    assert module.weight.grad is not None
-    for mine, plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
 
 class Own(nn.Parameter):
@@ -138,28 +109,34 @@ class Own(nn.Parameter):
             return found.as_subclass(torch.Tensor) if counts else found
 
 
+KINDS = {"plain": nn.Parameter, "own": Own, "pinned": class_for("weight", "auto")}
+
+
 @pytest.mark.parametrize("case", [*LEFT, *LATE])
 @pytest.mark.filterwarnings("ignore:.*is pinned to")  # the case that rounds it
-@pytest.mark.parametrize("kind", [Own, _class_for("weight", "auto")], ids=["own", "pinned"])
-def test_a_weight_of_another_class_loses_no_gradient(case: str, kind: type[nn.Parameter]) -> None:
+@pytest.mark.parametrize(("read", "kind"), [*((gradients, kind) for kind in KINDS), (penalty, "plain")])
+def test_a_weight_has_plain_torchs_gradient_late_or_at_once(case: str, read: Any, kind: str) -> None:
+    """The gradient of a loss, and one that is part of a forward; a class of its own loses none."""
     shape, way = {**LEFT, **LATE}[case]
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    expected = gradients(Through(way, shape), x)
+    expected = read(Through(way, shape), x)
     module = Through(way, shape)
-    module.weight.__class__ = kind
+    module.weight.__class__ = KINDS[kind]
     queue = defer_weight_grads(module)
-    found = gradients(module, x)
+    of_x, _ = read(module, x)
+    assert read is penalty or kind != "plain" or len(queue) == (case in LATE)
     queue.drain()
-    assert torch.equal(found[0], expected[0])
-    assert module.weight.grad is not None
-    torch.testing.assert_close(module.weight.grad, expected[1], rtol=1e-6, atol=1e-6)
+    assert read is penalty or torch.equal(of_x, expected[0])
+    near = 1e-5 if read is penalty else 1e-6
+    found = (of_x, module.weight.grad)
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", ["view_as", "expand_as", "reshape_as"])
 def test_behind_a_view_of_a_pinned_weight_is_the_weight(name: str) -> None:
     """How torch and others find where a gradient is added."""
     weight = nn.Parameter(torch.randn(6, 8))
-    weight.__class__ = _class_for("weight", "auto")
+    weight.__class__ = class_for("weight", "auto")
     node: Any = getattr(weight, name)(weight).grad_fn
     assert node.next_functions[0][0].variable is weight
 

@@ -24,9 +24,8 @@ from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.report import as_json, page, rows, terminal
-from zerodrift.report.explain import explain_row
+from zerodrift.report.explain import explain_row, matching
 from zerodrift.report.frame import elide
-from zerodrift.report.names import matching
 from zerodrift.report.updates import UpdateLine, UpdateReport
 
 ODD = (

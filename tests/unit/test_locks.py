@@ -66,13 +66,14 @@ def _without_locks(*_: Any) -> None:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def test_a_file_system_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", _without_locks)
-    with locked(tmp_path / "lock"), locked(tmp_path / "lock"):
-        assert is_locked(tmp_path / "lock")
-
-
-def test_a_system_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "fcntl", None)
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(fcntl, "flock", _without_locks), (files, "fcntl", None)],
+    ids=["file system", "system"],
+)
+def test_where_there_are_no_locks_nobody_is_stopped(
+    owner: Any, name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value)
     with locked(tmp_path / "lock"), locked(tmp_path / "lock"):
         assert is_locked(tmp_path / "lock")

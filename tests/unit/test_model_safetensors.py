@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
@@ -22,10 +20,9 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> Entry:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def raw(path: Path, header: bytes, data: int, length: int | None = None) -> Path:
+def raw(path: Path, header: bytes, data: int) -> Path:
     """A file with any header, true or not."""
-    size = len(header) if length is None else length
-    path.write_bytes(size.to_bytes(8, "little") + header + bytes(data))
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
     return path
 
 
@@ -84,29 +81,10 @@ def test_offsets_point_into_the_file(tmp_path: Path) -> None:
     assert (found["b"].shape, found["b"].dtype, found["b"].file) == ((3,), DType.BF16, path)
 
 
-def test_layers_come_in_natural_order(tmp_path: Path) -> None:
-    names = [
-        "layers.10.w",
-        "layers.2.w",
-        "layers.2.b",
-        "head",
-        "layers.2.experts.11.w",
-        "layers.2.experts.9.w",
-    ]
-    spec = from_safetensors(tensors(tmp_path / "a.safetensors", *names))
-    assert [parameter.name for parameter in spec.parameters] == [
-        "head",
-        "layers.2.b",
-        "layers.2.experts.9.w",
-        "layers.2.experts.11.w",
-        "layers.2.w",
-        "layers.10.w",
-    ]
-
-
 @pytest.mark.parametrize(
     "ordered",
     [
+        ["head", "layers.2.b", "layers.2.experts.9.w", "layers.2.experts.11.w", "layers.2.w", "layers.10.w"],
         ["h2.w", "h10.w"],
         ["a", "a.b"],
         ["a.0", "a.b"],
@@ -119,28 +97,20 @@ def test_natural_order(ordered: list[str]) -> None:
     assert sorted(reversed(ordered), key=natural) == ordered
 
 
-@given(st.lists(st.text(alphabet="a1.0²é", max_size=6)))
-def test_natural_order_is_total(names: list[str]) -> None:
-    ordered = sorted(names, key=natural)
-    assert ordered == sorted(reversed(names), key=natural)
-
-
 # --- one file ------------------------------------------------------------------------------------------
 
 
-def test_a_file_cut_within_the_length(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"\x10\x00")
-    assert "must open with a header length of 8 bytes; got 2 bytes" in refusal(tmp_path / "a.safetensors")
-
-
-def test_an_absurd_header_length(tmp_path: Path) -> None:
-    path = raw(tmp_path / "a.safetensors", b"{}", 0, length=2**63)
-    assert "a header length of 9,223,372,036,854,775,808" in refusal(path)
-
-
-def test_a_file_cut_within_the_header(tmp_path: Path) -> None:
-    path = raw(tmp_path / "a.safetensors", b"{}", 0, length=500)
-    assert "must hold its header of 500 bytes; got 10 bytes" in refusal(path)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x10\x00", "must open with a header length of 8 bytes; got 2 bytes"),
+        ((2**63).to_bytes(8, "little") + b"{}", "a header length of 9,223,372,036,854,775,808"),
+        ((500).to_bytes(8, "little") + b"{}", "must hold its header of 500 bytes; got 10 bytes"),
+    ],
+)
+def test_a_file_that_is_cut_or_no_safetensors(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(data)
+    assert said in refusal(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -254,13 +224,6 @@ def test_a_missing_shard_and_every_other_problem(tmp_path: Path) -> None:
     assert "must list every tensor of `one.safetensors`; got no `extra`" in text
     assert "gone.safetensors`: must exist" in text
     assert "torn.safetensors`: must open with a header length" in text
-
-
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    tensors(tmp_path / "one.safetensors", "a", "b")
-    tensors(tmp_path / "two.safetensors", "b", "c")
-    text = refusal(index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}))
-    assert "two.safetensors`: must not repeat tensors of `one.safetensors`; got `b`" in text
 
 
 def test_a_refused_tensor_is_not_also_missing(tmp_path: Path) -> None:

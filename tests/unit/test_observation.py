@@ -22,8 +22,8 @@ from zerodrift.inspect.trace import places
 from zerodrift.inspect.trace.forwards import ForwardWatch
 from zerodrift.inspect.trace.hooks import when_imported
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples, read
-from zerodrift.inspect.trace.records import COLUMNS
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
+from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
 
 
 class Net(nn.Module):
@@ -65,6 +65,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, au
         optimizer.zero_grad()
 
 
+def head_of(seen: zerodrift.Observation, name: str = "head.weight") -> ParameterRecord:
+    found = seen.models[0].parameter(name)
+    assert found is not None
+    return found
+
+
 def watched(model: nn.Module, **how: Any) -> zerodrift.Observation:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with zerodrift.observe(model, optimizer) as seen:
@@ -85,8 +91,8 @@ def test_cells_are_what_the_loop_does(case: str) -> None:
     dtype, autocast, expected = CASES[case]
     seen = watched(net(dtype), autocast=autocast)
     (model,) = seen.models
-    head = model.parameter("head.weight")
-    assert head is not None and model.name == "Net"
+    head = head_of(seen)
+    assert model.name == "Net"
     columns = ("storage", "compute", "accumulate", "state")
     assert tuple(head.dtypes(column) for column in columns) == tuple((word,) for word in expected)
     assert head.dtypes("master") == ("same",)
@@ -136,31 +142,21 @@ class Stopped(BaseException):
     """As an interrupt is: torch calls no hook for it."""
 
 
-def test_an_interrupt_in_a_forward_leaves_nothing() -> None:
+@pytest.mark.parametrize("error", [Stopped, IndexError])
+def test_an_interrupt_or_error_of_the_loop_is_its_own_and_leaves_nothing(error: type[BaseException]) -> None:
     before, model = doors(), net()
 
     def interrupt(*args: Any) -> None:
         raise Stopped
 
-    with pytest.raises(Stopped), zerodrift.observe(model):
-        model.head.register_forward_pre_hook(interrupt)
-        model(torch.tensor([1]))
+    with pytest.raises(error), zerodrift.observe(model):
+        if error is Stopped:
+            model.head.register_forward_pre_hook(interrupt)
+        model(torch.tensor([99 if error is IndexError else 1]))
     assert doors() == before
 
 
-def test_an_error_of_the_loop_is_its_own_and_leaves_nothing() -> None:
-    before, model = doors(), net()
-    with pytest.raises(IndexError), zerodrift.observe(model):
-        model(torch.tensor([99]))
-    assert doors() == before
-
-
-PLACES = [
-    (LiveParameter, "arrives"),
-    (Samples, "given"),
-    (LiveModel, "held"),
-    (Owners, "of"),
-]
+PLACES = [(LiveParameter, "arrives"), (Samples, "given"), (LiveModel, "held"), (Owners, "of")]
 """Where a defect is planted: in a backward, in a step, in a forward."""
 
 
@@ -200,8 +196,7 @@ def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         done(model)
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), autocast=autocast)
-    head = seen.models[0].parameter("head.weight")
-    assert head is not None
+    head = head_of(seen)
     for column in ("storage", "compute", "grad", "accumulate", "state"):
         both = ("float32", "bfloat16") if column in columns else ("float32",)
         assert head.dtypes(column) == both, column  # type: ignore[arg-type]
@@ -234,8 +229,7 @@ def test_a_module_that_is_called_later_and_a_parameter_that_is_used_later_are_se
     (found,) = seen.models
     cells = {parameter.name: parameter.dtypes("compute") for parameter in found.parameters}
     assert cells["ways.1.weight"] == ("bfloat16",)
-    later = found.parameter("bare.1")  # used by the model's own code, which was watched before
-    assert later is not None
+    later = head_of(seen, "bare.1")  # used by the model's own code, which was watched before
     assert cells["bare.1"] == (("bfloat16",) if times == 2 else ())
     assert ("not watched" in later.unseen.get("compute", "")) == (times == 1)
 
@@ -263,28 +257,24 @@ def test_operations_are_watched_once(case: str, monkeypatch: pytest.MonkeyPatch)
         assert count > once
 
 
-def test_an_optimizer_that_is_made_anew_counts_on() -> None:
+@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "two of one model"])
+def test_steps_are_those_of_parameters_not_of_optimizers(anew: bool) -> None:
     model = net()
+    parts = [model.embed.parameters(), [*model.norm.parameters(), *model.head.parameters()]]
+    optimizers = [torch.optim.SGD(parts[0], 0.1), torch.optim.AdamW(parts[1])]
     with zerodrift.observe(model) as seen:
         for _ in range(3):
-            train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=1)
-    assert (seen.process.steps, seen.process.micro_batches) == (3, 2)
-
-
-def test_two_optimizers_of_one_model_are_one_step() -> None:
-    model = net()
-    first = torch.optim.SGD(model.embed.parameters(), 0.1)
-    second = torch.optim.AdamW([*model.norm.parameters(), *model.head.parameters()])
-    with zerodrift.observe(model) as seen:
-        for _ in range(3):
+            if anew:
+                train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=1)
+                continue
             model(torch.randint(16, (4, 3))).sum().backward()
-            first.step()
-            second.step()
+            for optimizer in optimizers:
+                optimizer.step()
     (found,) = seen.models
-    assert (seen.process.steps, seen.process.micro_batches) == (3, 1)
+    assert (seen.process.steps, seen.process.micro_batches) == (3, 2 if anew else 1)
     assert all(parameter.dtypes("master") == ("same",) for parameter in found.parameters)
-    assert found.parameters[0].unseen["state"] == "SGD keeps none"
     assert found.parameters[-1].dtypes("state") == ("float32",)
+    assert anew or found.parameters[0].unseen["state"] == "SGD keeps none"
 
 
 def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
@@ -322,8 +312,7 @@ def test_an_interrupt_that_the_script_catches_is_no_end() -> None:
         with pytest.raises(Stopped):
             model(torch.tensor([1]))
         train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
-    head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.dtypes("compute") == ("float32",)
+    assert head_of(seen).dtypes("compute") == ("float32",)
     assert doors() == before
 
 
@@ -357,14 +346,12 @@ def test_samples_are_elements_of_what_passes_by() -> None:
     one.arrives(whole.t().contiguous().t())
     for begin in range(0, 60, 20):
         one.given(whole.view(-1).bfloat16(), begin, begin, 20)
-    read([one])
     own, used = one.end()
     assert own == [2.0 * place for place in one.places]
     assert used == [float(torch.tensor(float(place)).bfloat16()) for place in one.places]
     one.given(torch.arange(100.0), 13, 50, 20)  # elements 13 to 33, from place 50
     one.arrives(whole)
     one.missed = True
-    read([one])
     own, used = one.end()
     assert own == []
     assert used == [50.0 + place - 13 if 13 <= place < 33 else None for place in one.places]
@@ -377,28 +364,20 @@ def test_a_torch_that_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert "2.99.0" in note and "2.15" in note
 
 
-def test_models_that_train_together_have_a_table_each() -> None:
+def test_models_that_train_together_have_a_table_each_unless_one_is_asked_for() -> None:
     torch.manual_seed(0)
     maker, judge = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 1).to(torch.bfloat16))
-    first, second = (torch.optim.SGD(model.parameters(), 0.1) for model in (maker, judge))
-    with zerodrift.observe() as seen:
-        for optimizer in (first, second):
-            judge(maker(torch.randn(2, 4)).bfloat16()).sum().backward()
-            optimizer.step()
-            first.zero_grad()
-            second.zero_grad()
-    assert [model.parameters[0].dtypes("storage") for model in seen.models] == [("float32",), ("bfloat16",)]
-    assert all(model.trained for model in seen.models)
-
-
-def test_only_the_model_that_is_asked_for_is_watched() -> None:
-    student, teacher = net(), net()
-    optimizer = torch.optim.SGD(student.parameters(), 0.1)
-    with zerodrift.observe(student, optimizer) as seen:
-        tokens = torch.randint(16, (4, 3))
-        (student(tokens) - teacher(tokens).detach()).pow(2).mean().backward()
-        optimizer.step()
-    assert len(seen.models) == 1
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (maker, judge)]
+    for only in (None, judge):
+        with zerodrift.observe(only) as seen:
+            for optimizer in optimizers:
+                judge(maker(torch.randn(2, 4)).bfloat16()).sum().backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+        dtypes = [model.parameters[0].dtypes("storage")[0] for model in seen.models]
+        assert dtypes == (["float32", "bfloat16"] if only is None else ["bfloat16"])
+        assert all(model.trained for model in seen.models)
 
 
 def test_masters_of_ones_own_are_told_by_their_values() -> None:
@@ -415,8 +394,7 @@ def test_masters_of_ones_own_are_told_by_their_values() -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
-    head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.dtypes("master") == ("float32",) and head.facts["master_rounded"]
+    assert head_of(seen).dtypes("master") == ("float32",)
     assert "no-master" not in {finding.kind for finding in seen.findings()}
 
 
@@ -434,8 +412,7 @@ def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
     with zerodrift.observe(model) as seen:
         train(model, optimizer, steps=1)
         torch.save({"model": {k: v.bfloat16() for k, v in model.state_dict().items()}}, tmp_path / "m.pt")
-    head = seen.models[0].parameter("head.weight")
-    assert head is not None and head.dtypes("export") == ("bfloat16",)
+    assert head_of(seen).dtypes("export") == ("bfloat16",)
     assert "narrow-export" in {finding.kind for finding in seen.findings()}
 
 
@@ -458,22 +435,16 @@ def test_compiled_code_is_not_watched_and_said(wrap: Callable[..., Any]) -> None
         compiled = torch.compile(wrap(model.forward), backend="eager", disable=True)
         compiled(torch.randint(16, (4, 3)))
         train(model, optimizer, steps=1)
-    head = seen.models[0].parameter("head.weight")
-    assert head is not None and not head.dtypes("compute") and head.dtypes("accumulate") == ("float32",)
+    head = head_of(seen)
+    assert not head.dtypes("compute") and head.dtypes("accumulate") == ("float32",)
     assert any("TORCH_COMPILE_DISABLE" in note for note in seen.process.notes)
 
 
-def test_what_never_ran_is_refused() -> None:
+def test_what_never_ran_and_what_is_no_optimizer_are_refused_and_reading_comes_after() -> None:
     with pytest.raises(ModelError, match="forward"), zerodrift.observe(net()):
         pass
-
-
-def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(ZerodriftError, match=r"torch\.optim\.Optimizer"), zerodrift.observe(net(), object()):
         pass
-
-
-def test_what_was_seen_is_read_after_the_end() -> None:
     with pytest.raises(ZerodriftError, match="after the `with`"), zerodrift.observe(net()) as seen:
         seen.table()
 

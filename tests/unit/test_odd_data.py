@@ -20,7 +20,7 @@ from zerodrift.train.data import report
 from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import PreparedData
 from zerodrift.train.data.tokenizer import ByteTokenizer
-from zerodrift.train.loop.model_checks import check_positions
+from zerodrift.train.loop.model import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
 ROW = json.dumps({"text": TEXT}) + "\n"
@@ -39,31 +39,16 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
     "bytes": ("a.txt", b"\x80\xff" * 500, "must be UTF-8 text"),
     "utf16": ("a.txt", TEXT.encode("utf-16"), "got UTF-16. Save it as UTF-8"),
     "utf16 unmarked": ("a.txt", "plain".encode("utf-16-le") * 20, "must be text; got a zero at character 1"),
-    "zeros": ("a.txt", bytes(500), "must be text; got a zero"),
     "gzip twice": ("a.gz", gzip.compress(gzip.compress(b"a")), "a gzip file, packed once more. Unpack it"),
     "half a gzip": ("a.jsonl.gz", gzip.compress(ROW.encode())[:-9], "a gzip file that ends early"),
-    "latin1 row": ("a.jsonl", ROW.encode() + b'{"text": "\xe9"}\n', r"a\.jsonl:2.*must be UTF-8"),
-    "utf16 rows": ("a.jsonl", ROW.encode("utf-16"), "got UTF-16"),
     "half a character": ("a.jsonl", '{"text": "\\ud800 and more"}\n', "text.*must be valid Unicode"),
-    "deep": ("a.jsonl", "[" * 100_000 + "\n", r"a\.jsonl: row 1.*ordinary depth"),
-    "digits": ("a.jsonl", '{"text": "a", "n": %s}\n' % ("9" * 10_000), "ordinary depth and numbers"),
     "a key twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "a key twice"),
     "cut": ("a.jsonl", ROW + ROW[:-9], r"a\.jsonl:2.*must be JSON"),
     "null": ("a.jsonl", ROW + row(text=None), r"a\.jsonl:2.*must have a text"),
-    "rows of two kinds": ("a.jsonl", ROW + talk(), r"a\.jsonl:2.*must have a text"),
-    "other roles": (
-        "a.jsonl",
-        row(messages=[{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Yo"}]),
-        r"messages\[0\]: role.*must be one of system, .*got 'human'",
-    ),
     "content null": ("a.jsonl", talk(content=None), r"messages\[1\]: content.*must be a text.*got null"),
-    "role null": ("a.jsonl", talk(role=None), r"messages\[1\]: role.*must be one of.*got null"),
     "tool calls": ("a.jsonl", talk(tool_calls=[{"name": "f"}]), "`role` and `content` alone.*tool_calls"),
-    "completion null": ("a.jsonl", row(prompt="Hi", completion=None), "completion.*must be a text"),
     "output number": ("a.jsonl", row(instruction="Hi", output=7), "output.*must be a text; got a number"),
-    "input list": ("a.jsonl", row(instruction="Hi", input=["a"], output="b"), "input.*must be a text"),
     "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
-    "no parquet": ("a.parquet", b"", "must be parquet"),
     "ORC": ("a.txt", b"ORC\x03", "got an ORC file"),
     "marks of good and bad": (
         "a.jsonl",
@@ -75,11 +60,6 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         row(instruction="Hi", output="Yo", text="Hi Yo"),
         r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
     ),
-    "a line of an array": (
-        "a.jsonl",
-        '[{"text": "a"}]\n[{"text": "b"}]\n',
-        r"a\.jsonl:1.*object; got a list",
-    ),
     "two objects in a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "more behind the first value"),
     "an open text": ("a.jsonl", '{"text": "a', "Unterminated string starting at column 10"),
     "what is said in another key": (
@@ -87,13 +67,11 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         talk(content=None, refusal="No"),
         r"messages\[1\]: content.*got null beside `refusal`",
     ),
-    "rows in a row": ("a.json", '{"data": [{"text": "a"}]}', "make a file of what is in `data`"),
-    "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*make a row of each"),
-    "numbers in rows": ("a.jsonl", row(input_ids=[1, 2]), "Token numbers are read from maps"),
+    "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
     "turns under another name": (
         "a.jsonl",
         row(dialog=[{"role": "user", "content": "Hi"}]),
-        "set `data.messages: dialog`",
+        "one of turns in `data.messages`",
     ),
     "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
 }
@@ -242,19 +220,14 @@ def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tm
         made(tmp_path, data(numbers(tmp_path / name, values)))
 
 
-@pytest.mark.parametrize("cut", [0, 6, 60, 200, -7, 5])
-def test_an_array_of_other_length_is_refused(cut: int, tmp_path: Path) -> None:
-    file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
-    whole = file.read_bytes()
-    file.write_bytes(whole + b"12345" if cut == 5 else whole[:cut])
-    with pytest.raises(ConfigError, match=r"a\.npy"):
-        made(tmp_path, data(file))
-
-
 def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
-    """Every bit of it: the numbers that were written, or an error that names the file."""
+    """Another length is an error; with another bit it is one, or has the numbers that were written."""
     file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
     before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
+    for content in (before[:6], before[:60], before[:200], before[:-7], before + b"12345", b""):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a\.npy"):
+            made(tmp_path, data(file))
     caught = 0
     for at, bit in [(at, 1 << bit) for at in range(0, 128, 2) for bit in range(0, 8, 2)]:
         file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
@@ -429,4 +402,4 @@ def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):
-        rendering.encode_conversation(chat.plain_conversation(TALK, "a.jsonl:3"), letters, learn_all=True)
+        rendering.encode_conversation(chat.Conversation(tuple(TALK), "a.jsonl:3"), letters, learn_all=True)

@@ -116,22 +116,13 @@ MERGED = (
 YAML = {
     "multiplied": LAUGHS,
     "merged": MERGED,
-    "date": "train_batch_size: 2024-01-01",
     "time": "train_batch_size: 1:30",
-    "set": "zero_optimization: !!set {a, b}",
-    "bytes": "bf16: !!binary aGVsbG8=",
     "pairs": "bf16: !!pairs [a: 1]",
-    "object": "a: !!python/object/apply:os.system ['exit 1']",
-    "twice": "bf16: {enabled: true}\nbf16: {enabled: false}",
     "nan": "gradient_clipping: .nan",
     "infinite": "gradient_clipping: 1e400",
     "octal of python": "train_batch_size: 0o9",
-    "in itself": "a: &x {b: *x}",
-    "tab": "bf16:\n\tenabled: true",
-    "list as key": "? [1]\n: 2",
     "null as key": "~: 1",
     "number as key": "1.5: 2",
-    "documents": "a: 1\n---\nb: 2",
     "nul": "a: \x00",
     "deep lists": "a: " + "[" * 10_000 + "]" * 10_000,
     "open lists": "[" * 900_000,
@@ -144,18 +135,11 @@ YAML = {
     "long key": "x" * 900_000 + ": 1",
     "anchors": "&a " * 300_000,
     "half a character": 'a: "\\ud800"',
-    "beyond": 'a: "\\UFFFFFFFF"',
 }
 JSON = {
     "deep": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
-    "nan": '{"gradient_clipping": NaN}',
-    "infinite": '{"gradient_clipping": 1e400}',
-    "twice": '{"bf16": {"enabled": true}, "bf16": {}}',
     "long number": '{"train_batch_size": ' + "9" * 900_000 + "}",
     "half a character": '{"a\\ud800": "\\udfff"}',
-    "a list": "[1]",
-    "a number": "3",
-    "comment": '{"a": 1} // b',
 }
 BYTES = {
     "latin": "a: \u00e9".encode("latin-1"),
@@ -163,8 +147,6 @@ BYTES = {
     "utf-32": "a: 1".encode("utf-32"),
     "zeros": b"\0" * 1000,
     "too long": b"#" * 100_000_000,
-    "nothing": b"",
-    "blank": b" \n\t\n",
 }
 TEXTS = [
     *((f"a.yaml {name}", "a.yaml", text) for name, text in YAML.items()),
@@ -193,14 +175,6 @@ def test_a_text_that_no_person_writes_is_one_error_at_once(
 )
 def test_numbers_are_those_of_yaml_1_2(text: str, size: int, tmp_path: Path) -> None:
     assert load(write(tmp_path, "a.yaml", f"train_batch_size: {text}")).train_batch_size == size
-
-
-def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
-    for name, text in (
-        ("a.yaml", "\ufeffbf16: {enabled: true}"),
-        ("a.json", '\ufeff{"bf16": {"enabled": true}}'),
-    ):
-        assert load(write(tmp_path, name, text.encode())).bf16 is not None
 
 
 ODD_SETS = (

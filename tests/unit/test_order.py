@@ -334,8 +334,5 @@ def test_native_is_an_order_that_the_plan_says() -> None:
     assert not made.policy.tree
     decision = next(item for item in made.policy.decisions if item.key == "order of sums")
     assert decision.value == "the carrier's" and "given up" in decision.why
-
-
-def test_native_sums_in_the_dtype_that_travels() -> None:
     told = refused(4, 1, {"reduce": {"order": "native", "wire": "bf16"}})
     assert "a carrier adds in the dtype that travels; got native" in told

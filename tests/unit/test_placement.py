@@ -15,7 +15,6 @@ from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for,
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.policy.nouns import Placement
 from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explain import explain
 from zerodrift.report.page import plan_page
@@ -107,12 +106,6 @@ def test_longest_first_is_what_lies_where() -> None:
     assert packed.offsets == (1024, 0, 1536 + 768, 1536, 1280, 1536 + 1280)
 
 
-def test_one_slice_is_packed_as_ever() -> None:
-    parameters = [parameter("a", (300,)), parameter("b", (20, 20))]
-    placements: tuple[Placement, ...] = ("sliced", "matrices", "whole")
-    assert len({pack(parameters, 1, placement) for placement in placements}) == 1
-
-
 # --- in a plan ----------------------------------------------------------------------------------------
 
 
@@ -138,11 +131,6 @@ def test_a_later_rule_wins_and_a_tied_parameter_gets_the_wider_demand() -> None:
     rules = [{"match": "*", "placement": "whole"}, {"match": "lm_head.weight", "placement": "sliced"}]
     assert options(plan(rules=rules), "lm_head.weight") == {}
     assert options(plan(moe(tie=True), rules=rules), "lm_head.weight") == {"placement": "whole"}
-
-
-def test_matrices_of_two_dimensions_are_whole() -> None:
-    made = plan(rules=[{"match": "*.q_proj.weight", "placement": "matrices"}])
-    assert options(made, "model.layers.0.self_attn.q_proj.weight") == {"placement": "whole"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -175,12 +163,6 @@ def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
     assert any("pads them by 300%" in note and "sharding.replicate" in note for note in made.notes)
     hybrid = plan(ModelSpec("m", parameters), 8, sharding={"replicate": 4}, **MUON)
     assert cost(hybrid).padding == 0 and not any("whole" in note for note in hybrid.notes)
-
-
-def test_the_note_on_whole_parameters_is_not_the_one_on_slices() -> None:
-    parameters = tuple(parameter(f"layers.0.{name}.w", (2048, 2048)) for name in "ab")
-    sliced = plan(ModelSpec("m", parameters), 8)
-    assert cost(sliced).whole_padding == 0 and not any("padd" in note for note in sliced.notes)
 
 
 # --- who gets Muon ------------------------------------------------------------------------------------
@@ -252,11 +234,6 @@ def test_without_muon_nothing_is_said_of_it() -> None:
 def test_what_cannot_be_is_refused(rule: dict[str, Any], rest: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(rules=[rule], **rest)
-
-
-def test_muons_moment_may_be_bf16_where_adamws_may_not() -> None:
-    """The bound on beta2 is about second moments, which Muon has not."""
-    plan(rules=[{"match": "*.q_proj.weight", "state": "bf16"}], **MUON)
 
 
 # --- what a report says -------------------------------------------------------------------------------

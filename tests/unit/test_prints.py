@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerodrift.kernels.prints import BYTES, prints, reference_prints
+from zerodrift.kernels.digests import BYTES, prints, reference_prints
 
 WORDS = BYTES // 4
 

@@ -12,7 +12,7 @@ from tests.unit import handmade
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
-from zerodrift.report.markup import Markup, join, tag
+from zerodrift.report.blocks import BlockRow, PageCell, PageTable, Paragraph, show
 from zerodrift.report.page import plan_page
 from zerodrift.report.rows import group_rows
 
@@ -122,20 +122,8 @@ def test_pages_of_equal_plans_are_equal() -> None:
     assert page(handmade.moe(layers=2)) == page(handmade.moe(layers=2))
 
 
-# --- markup -----------------------------------------------------------------------------------------
-
-
-def test_plain_text_is_escaped_and_markup_is_not() -> None:
-    assert tag("p", "a < b", tag("b", "&")) == "<p>a &lt; b<b>&amp;</b></p>"
-    assert join(["<", Markup("<br>"), ["&"]]) == "&lt;<br>&amp;"
-
-
-def test_attributes_are_escaped() -> None:
-    assert tag("td", title='"&<', class_="x", hidden=True, lang=False) == (
-        '<td title="&quot;&amp;&lt;" class="x" hidden></td>'
-    )
-
-
-def test_void_elements_have_no_end() -> None:
-    assert tag("wbr") == "<wbr>"
-    assert tag("rect", x="1") == '<rect x="1"/>'
+def test_what_a_template_has_made_is_not_escaped_again() -> None:
+    table = PageTable(("a",), [(PageCell("<a.b>" * 5, hover='"&<', badge="x"),)])
+    name = "&lt;a.<wbr>b&gt;" * 5
+    assert f'<td title="&quot;&amp;&lt;">{name} <span class="badge">x</span></td>' in show(table)
+    assert f'<div class="pair">{show(Paragraph("<"))}</div>' in show(BlockRow([Paragraph("<")], "pair"))

@@ -104,51 +104,44 @@ def test_a_mixture_of_experts_is_a_dozen_lines() -> None:
     assert lines["model.embed_tokens.weight"].also == ("lm_head.weight",)
 
 
-def test_layers_that_differ_show_separately_with_ranges() -> None:
-    of = [FP32 if layer < 3 else BF16 for layer in range(8)]
-    plan = handmade.plan(
-        [handmade.given(f"layers.{n}.up.weight", (4, 4), columns) for n, columns in enumerate(of)]
-    )
-    assert patterns(plan) == ["layers.0-2.up.weight", "layers.3-7.up.weight"]
-
-
-def test_a_star_means_every_number_that_occurs_there() -> None:
-    dense = [handmade.given(f"layers.{n}.mlp.up.weight", (4, 4), BF16) for n in range(2)]
-    sparse = [
-        handmade.given(f"layers.{n}.mlp.experts.{e}.up.weight", (4, 4), BF16)
-        for n in (2, 3)
-        for e in range(2)
-    ]
-    norms = [handmade.given(f"layers.{n}.norm.weight", (4,), BF16) for n in range(4)]
-    assert patterns(handmade.plan([*dense, *sparse, *norms])) == [
-        "layers.0-1.mlp.up.weight",
-        "layers.*.norm.weight",
-        "layers.2-3.mlp.experts.*.up.weight",
-    ]
-
-
-def test_every_second_layer() -> None:
-    plan = handmade.plan(
-        [handmade.given(f"layers.{n}.attention.weight", (4, 4), FP32 if n % 2 else BF16) for n in range(12)]
-    )
-    assert patterns(plan) == ["layers.0-10:2.attention.weight", "layers.1-11:2.attention.weight"]
-
-
-def test_what_no_pattern_says_becomes_several() -> None:
-    pairs = [(0, 0), (0, 1), (1, 0)]
-    plan = handmade.plan([handmade.given(f"a.{n}.b.{m}", (4,), BF16) for n, m in pairs])
-    assert patterns(plan) == ["a.0.b.*", "a.1.b.0"]
-
-
-def test_digits_inside_a_word_are_part_of_the_word() -> None:
-    plan = handmade.plan([handmade.given(f"experts.w{n}.weight", (4,), BF16) for n in (1, 2, 3)])
-    assert patterns(plan) == ["experts.w1.weight", "experts.w2.weight", "experts.w3.weight"]
-
-
-def test_one_layer_is_named_not_starred() -> None:
-    assert patterns(handmade.plan([handmade.given("layers.0.up.weight", (4,), BF16)])) == [
-        "layers.0.up.weight"
-    ]
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "shown"),
+    [
+        (
+            [f"layers.{n}.up.weight" for n in range(3, 8)],
+            [f"layers.{n}.up.weight" for n in range(3)],
+            ["layers.3-7.up.weight", "layers.0-2.up.weight"],
+        ),
+        (
+            [
+                *(f"layers.{n}.mlp.up.weight" for n in range(2)),
+                *(f"layers.{n}.mlp.experts.{e}.up.weight" for n in (2, 3) for e in range(2)),
+                *(f"layers.{n}.norm.weight" for n in range(4)),
+            ],
+            [],
+            ["layers.0-1.mlp.up.weight", "layers.2-3.mlp.experts.*.up.weight", "layers.*.norm.weight"],
+        ),
+        (
+            [f"layers.{n}.attention.weight" for n in range(0, 12, 2)],
+            [f"layers.{n}.attention.weight" for n in range(1, 12, 2)],
+            ["layers.0-10:2.attention.weight", "layers.1-11:2.attention.weight"],
+        ),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0"], [], ["a.0.b.*", "a.1.b.0"]),
+        (["experts.w1.weight", "experts.w2.weight"], [], ["experts.w1.weight", "experts.w2.weight"]),
+        (["layers.0.up.weight"], [], ["layers.0.up.weight"]),
+    ],
+    ids=[
+        "layers differ",
+        "a star is every number there",
+        "every second",
+        "no pattern",
+        "digits",
+        "one layer",
+    ],
+)
+def test_names_become_patterns(bf16: list[str], fp32: list[str], shown: list[str]) -> None:
+    rows = [handmade.given(name, (4, 4), of) for names, of in ((bf16, BF16), (fp32, FP32)) for name in names]
+    assert sorted(patterns(handmade.plan(rows))) == sorted(shown)
 
 
 def test_names_shared_by_all_layers_are_one_pattern() -> None:

@@ -28,35 +28,6 @@ def test_a_block_has_the_same_words_in_every_slicing() -> None:
         assert torch.equal(part, whole[first : first + count])
 
 
-def test_parameters_seeds_steps_and_blocks_differ() -> None:
-    base = random_words(block_keys(KEY, 0, 2), step=1)
-    others = [
-        random_words(block_keys(parameter_key("layers.1.weight", 7), 0, 2), 1),
-        random_words(block_keys(parameter_key("layers.0.weight", 8), 0, 2), 1),
-        random_words(block_keys(KEY, 0, 2), 2),
-        base.flip(0),
-    ]
-    for other in others:
-        flipped = bit_counts(base ^ other).double().mean().item()
-        assert flipped == pytest.approx(16, abs=0.6)
-
-
-def bit_counts(words: torch.Tensor) -> torch.Tensor:
-    return sum(((words >> bit) & 1 for bit in range(32)), torch.zeros_like(words))
-
-
-@pytest.mark.parametrize("half", [0, 1], ids=["low half", "high half"])
-def test_halves_are_uniform(half: int) -> None:
-    """Chi-square over 256 bins of the upper and of the lower byte of each half."""
-    words = random_words(block_keys(KEY, 0, 4096), step=1).flatten() >> (16 * half)
-    expected = words.numel() / 256
-    for shift in (0, 8):
-        counts = torch.bincount((words >> shift) & 0xFF, minlength=256).double()
-        chi = ((counts - expected) ** 2 / expected).sum().item()
-        # 255 degrees of freedom: mean 255, deviation 22.6. Five deviations either way.
-        assert 142 < chi < 368
-
-
 def test_bits_do_not_correlate() -> None:
     """Over neighbours, halves, steps and blocks: no pair of bits agrees more than chance allows."""
     words = random_words(block_keys(KEY, 0, 2048), step=4)

@@ -39,17 +39,25 @@ def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int 
     return [finding.kind for finding in run_findings(processes)]
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 65536])
-def test_the_mean_or_a_part_of_it_is_right(factor: float) -> None:
-    assert found([[factor * value for value in MEAN]] * 2) == []
+NOTHING: list[float | None] = [None] * 4
+LAST = [[0.3, 5.0, -0.1, -1.0]] * 2
 
 
-def test_the_sum_over_ranks_is_no_mean() -> None:
-    assert found([[2 * value for value in MEAN]] * 2) == ["not-averaged"]
-
-
-def test_the_own_gradient_is_no_mean() -> None:
-    assert found([list(OWNS[0]), list(OWNS[1])]) == ["not-averaged"]
+@pytest.mark.parametrize(
+    ("used", "kinds"),
+    [
+        pytest.param([MEAN] * 2, [], id="the mean"),
+        pytest.param([[value / 65536 for value in MEAN]] * 2, [], id="a part of the mean"),
+        pytest.param([[2 * value for value in MEAN]] * 2, ["not-averaged"], id="the sum"),
+        pytest.param([*OWNS], ["not-averaged"], id="the own gradient"),
+        pytest.param([OWNS[0], NOTHING], ["not-averaged"], id="the own one, and nothing on the other rank"),
+        pytest.param([MEAN, NOTHING], [], id="the mean, and nothing on the other rank"),
+    ],
+)
+def test_a_gradient_of_an_optimizer_is_the_mean_over_ranks(
+    used: list[list[float | None]], kinds: list[str]
+) -> None:
+    assert found(used) == kinds
 
 
 @pytest.mark.parametrize("ties", [True, None, False])
@@ -63,16 +71,9 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
         assert ("meant to be" in findings[0].do) is not ties
 
 
-def test_a_rank_that_is_given_nothing_still_says_what_arrived() -> None:
-    nothing: list[float | None] = [None] * 4
-    assert found([list(OWNS[0]), nothing]) == ["not-averaged"]
-    assert found([list(MEAN), nothing]) == []
-
-
 def test_gradients_that_are_neither_were_dropped() -> None:
-    last = [[0.3, 5.0, -0.1, -1.0]] * 2
-    assert found(last, "DeepSpeedEngine", micro_batches=4) == ["not-accumulated"]
-    assert found(last, "DeepSpeedEngine", micro_batches=1) == []
+    assert found(LAST, "DeepSpeedEngine", micro_batches=4) == ["not-accumulated"]
+    assert found(LAST, "DeepSpeedEngine", micro_batches=1) == []
 
 
 def test_models_of_one_name_are_told_apart() -> None:

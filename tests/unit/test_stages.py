@@ -34,7 +34,7 @@ from zerodrift.plan.stages import (
     rank_of,
 )
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action, Timeline
+from zerodrift.plan.timeline import Action
 from zerodrift.policy import pipelining
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
@@ -99,8 +99,7 @@ def test_no_way_to_deal_by_cost_has_a_cheaper_dearest_piece(costs: list[int], co
     assert found in ways and dearest(found) == min(map(dearest, ways))
 
 
-# --- parts
-# ---------------------------------------------------------------------------------------------------
+# --- parts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -140,11 +139,6 @@ def test_a_parameter_that_is_tied_elsewhere_is_refused_by_name() -> None:
         ModelError, match=r"`layers\.0\.mlp\.up\.weight_`: must be tied between the first and"
     ):
         cut("gpipe", model, stages=4)
-
-
-def test_without_a_pipeline_the_part_is_the_plan() -> None:
-    made = plan(at(3), moe(layers=2))
-    assert part(made, 0) is made
 
 
 def test_the_bill_is_that_of_the_dearest_stage() -> None:
@@ -193,8 +187,7 @@ def _more(model: ModelSpec) -> ModelSpec:
     return replace(model, parameters=(*model.parameters[:place], *extra, model.parameters[place]))
 
 
-# --- time
-# ------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------
 
 
 def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
@@ -284,14 +277,7 @@ def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
     return most
 
 
-def test_ranks_that_wait_for_each_other_are_an_error() -> None:
-    stuck = Timeline(((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))))
-    with pytest.raises(AssertionError, match="every rank waits"):
-        stuck.starts  # noqa: B018
-
-
-# --- the block
-# ---------------------------------------------------------------------------------------------------
+# --- the block --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

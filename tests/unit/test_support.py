@@ -56,17 +56,6 @@ def test_a_cell_says_what_really_happens(cell: SupportCell) -> None:
     assert bool(cell.reason) == (cell.status != "yes")
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_fp32_accumulation_is_supported_at_every_stage_with_and_without_a_pipeline(mode: str) -> None:
-    cells = [c for c in TABLE if c.backend == "native" and c.mode == mode and c.accumulate == "fp32"]
-    assert len(cells) == 8 and {c.status for c in cells} == {"yes"}
-
-
-def test_bf16_never_accumulates_in_fp16() -> None:
-    cells = [c for c in TABLE if c.mode == "bf16" and c.accumulate == "fp16"]
-    assert {c.status for c in cells} == {"no"}
-
-
 # --- state ------------------------------------------------------------------------------------------
 
 

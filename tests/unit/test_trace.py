@@ -18,18 +18,20 @@ from zerodrift.inspect.trace.dry_run import trace
 from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
 from zerodrift.model.inputs import Inputs, inputs_for
 from zerodrift.model.sources import build_runnable
+from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Trace
 
 WIDTH = 16
 aten: Any = torch.ops.aten
 
 
+def planned(model: nn.Module, mode: str = "bf16", **precision: Any) -> Plan:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return make_plan({"precision": {"mode": mode, **precision}, "optimizer": optimizer}, model)
+
+
 def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, **precision: Any) -> Trace:
-    written = {
-        "precision": {"mode": mode, **precision},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    return trace(make_plan(written, model), model, inputs or inputs_for(model))
+    return trace(planned(model, mode, **precision), model, inputs or inputs_for(model))
 
 
 # --- what torch refuses -------------------------------------------------------------------------------
@@ -312,11 +314,7 @@ PIN = [{"match": "router.weight", "pin": "fp32"}]
 
 
 def kinds(model: nn.Module, mode: str = "bf16", **precision: Any) -> list[tuple[str, str]]:
-    written = {
-        "precision": {"mode": mode, **precision},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    plan = make_plan(written, model)
+    plan = planned(model, mode, **precision)
     return [(each.kind, each.name) for each in hidden(plan, trace(plan, model, inputs_for(model)))]
 
 
@@ -351,21 +349,19 @@ def test_a_pin_that_the_model_casts_is_found() -> None:
     assert ("pin cast", "router") in kinds(RouterRounded(), rules=PIN)
 
 
-def test_numbers_that_do_not_depend_on_weights_may_be_looked_at() -> None:
+def test_numbers_and_masks_that_do_not_depend_on_weights_may_be_looked_at() -> None:
     shown = traced(Known())
     assert [each.call for each in shown.operations if each.module == "first" and not each.backward] == [0, 1]
     assert any(each.module == "second" for each in shown.operations)
-
-
-def test_a_mask_that_does_not_depend_on_weights_is_followed_both_ways() -> None:
     shown = traced(KnownMask())
     assert shown.refused is None and "first.weight" in computes(shown)
 
 
-def test_what_a_backward_cannot_follow_is_said_of_the_forward_that_it_is_of() -> None:
-    told = r"`model \(Unlike\)`: must not let values decide .* in its backward at test_trace\.py:\d+\. Write"
+@pytest.mark.parametrize(("model", "at"), [(Looks, ""), (Unlike, " in its backward")])
+def test_control_flow_of_the_model_itself_names_the_model_and_the_line(model: type[Tokens], at: str) -> None:
+    told = rf"`model \({model.__name__}\)`: must not let values decide .*{at} at test_trace\.py:\d+\. Write"
     with pytest.raises(ModelError, match=told):
-        traced(Unlike())
+        traced(model())
 
 
 @pytest.mark.parametrize(
@@ -385,11 +381,6 @@ def test_what_cannot_be_followed_is_one_error_with_module_and_line(
     assert raised.value.where == path
     assert what in raised.value.got and " at test_trace.py:" in raised.value.got
     assert raised.value.do
-
-
-def test_control_flow_in_the_models_own_forward_names_the_model() -> None:
-    with pytest.raises(ModelError, match=r"`model \(Looks\)`: must not let values decide .* test_trace\.py:"):
-        traced(Looks())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from zerodrift import files
-from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import prepare as pack
@@ -75,30 +74,12 @@ def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
     assert tokens[1].tolist() == list(TEXTS[3].encode()[:16]), "cut"
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
-def test_every_format_holds_the_same_documents(tmp_path: Path, suffix: str) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    if suffix == "txt":
-        for number, text in enumerate(TEXTS):
-            (folder / f"{number}.txt").write_text(text)
-    elif suffix == "jsonl":
-        jsonl(folder / "a.jsonl", [{"body": text} for text in TEXTS])
-    else:
-        pyarrow = pytest.importorskip("pyarrow", reason="comes with `datasets`")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.table({"body": TEXTS}), folder / "a.parquet")
-    blocks = made(tmp_path, data(folder, field="body")).train
-    text = bytes(token for token in stream(blocks) if token < 256).decode()
-    assert text == "".join(TEXTS)
-
-
 # --- the split ----------------------------------------------------------------------------------------
 
 
 def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Path) -> None:
     texts = [f"document number {number} " * 3 for number in range(200)]
-    shares = {text: Document(text).share(3) for text in texts}
+    shares = {text: Document(text).number(3) / 2**64 for text in texts}
     held = {text for text, share in shares.items() if share < 0.25}
     assert 30 < len(held) < 70
     for order in (texts, texts[::-1]):
@@ -110,7 +91,7 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
         )
         assert parts.validation is not None
         assert (len(parts.train), len(parts.validation)) == (len(texts) - len(held), len(held))
-    assert {text for text in texts if Document(text).share(4) < 0.25} != held
+    assert {text for text in texts if Document(text).number(4) < 2**62} != held
 
 
 def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
@@ -186,15 +167,12 @@ TALK = [
 
 
 def test_only_what_the_assistant_says_is_learned() -> None:
-    tokens, learned = rendering.encode_conversation(
-        chat.plain_conversation(TALK), ByteTokenizer(), learn_all=False
-    )
+    talk = chat.Conversation(tuple(TALK), "a talk")
+    tokens, learned = rendering.encode_conversation(talk, ByteTokenizer(), learn_all=False)
     said = "".join(chr(token) if token < 256 else "$" for token in tokens)
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
-    assert rendering.encode_conversation(chat.plain_conversation(TALK), ByteTokenizer(), learn_all=True)[
-        1
-    ].all()
+    assert rendering.encode_conversation(talk, ByteTokenizer(), learn_all=True)[1].all()
 
 
 def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
@@ -203,7 +181,8 @@ def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
     from zerodrift.train.data.tokenizer import TransformersTokenizer
 
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
-    tokens, learned = rendering.encode_conversation(chat.plain_conversation(TALK), letters, learn_all=False)
+    talk = chat.Conversation(tuple(TALK), "a talk")
+    tokens, learned = rendering.encode_conversation(talk, letters, learn_all=False)
     kept = letters.inner.decode(tokens[learned])
     assert letters.inner.decode(tokens).count("[assistant]") == 2
     assert kept == "Yo;No;"
@@ -224,15 +203,6 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()
-
-
-# --- refusals -----------------------------------------------------------------------------------------
-
-
-def test_a_text_of_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("")
-    with pytest.raises(ConfigError, match="must fill at least one block"):
-        made(tmp_path, data(tmp_path / "short.txt"))
 
 
 def test_without_locks_several_make_the_same_blocks_and_one_is_kept(

@@ -11,14 +11,7 @@ import pytest
 
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop import launcher as launch
-from zerodrift.train.loop.launcher import (
-    Failure,
-    LaunchRequest,
-    RankArguments,
-    RankFailedError,
-    first_host,
-    slurm,
-)
+from zerodrift.train.loop.launcher import RankFailedError, first_host, slurm
 from zerodrift.train.loop.signals import IN_ORDER, exit_code, listen
 
 STEP = {
@@ -62,47 +55,49 @@ def test_slurm_is_not_joined_where_it_did_not_start_ranks(change: dict[str, str 
     assert slurm(environment) is None
 
 
-def test_what_a_rank_is_told_survives_its_command_line() -> None:
-    work = RankArguments(
-        "job é.yaml", ("a=b c", "d={}"), "/tmp/x", 7, True, LaunchRequest("zerodrift train", True)
-    )
-    assert RankArguments.from_json(work.to_json()) == work
-
-
-def ended(tmp_path: Path, number: int, code: int, failure: Failure | None) -> launch._Rank:
-    """A rank that has ended with a code, and perhaps said why."""
+def ended(folder: Path, number: int, code: int, failure: tuple[str, bool, float] | None) -> launch._Rank:
+    """A rank that has ended with a code, and perhaps said why, whether it was refused, and when."""
     end = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     process = subprocess.Popen([sys.executable, "-c", end])
     process.wait()
-    place = tmp_path / f"{number}.failure"
+    place = folder / f"{number}.failure"
     if failure is not None:
-        failure.write(str(place))
-    return launch._Rank(number, process, place, tmp_path / f"{number}.txt")
+        launch.write_failure(str(place), *failure)
+    return launch._Rank(number, process, place, folder / f"{number}.txt")
 
 
-def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
-    ranks = [
-        ended(tmp_path, 0, 2, Failure(20.0, "rank 1 is missing", refused=True)),
-        ended(tmp_path, 1, 2, Failure(10.0, "`data`: must be there", refused=True)),
-    ]
-    told = launch._first_failure(ranks, 2)
-    assert isinstance(told, ZerodriftError) and str(told) == "rank 1: `data`: must be there"
+MISSED = (2, ("rank 1 is missing", True, 20.0))
 
 
-def test_a_killed_rank_comes_before_those_that_missed_it(tmp_path: Path) -> None:
-    ranks = [
-        ended(tmp_path, 0, 2, Failure(20.0, "rank 1 is missing", refused=True)),
-        ended(tmp_path, 1, -signal.SIGKILL, None),
-    ]
-    told = launch._first_failure(ranks, 2)
-    assert isinstance(told, ZerodriftError)
-    assert "`rank 1`" in str(told) and "SIGKILL" in str(told) and "last checkpoint" in str(told)
-
-
-def test_a_defect_is_told_with_its_traceback(tmp_path: Path) -> None:
-    ranks = [ended(tmp_path, 0, 1, Failure(1.0, "Traceback ...\nKeyError: 3", refused=False))]
-    told = launch._first_failure(ranks, 1)
-    assert isinstance(told, RankFailedError) and "KeyError: 3" in str(told)
+@pytest.mark.parametrize(
+    ("ends", "kind", "words"),
+    [
+        pytest.param(
+            [MISSED, (2, ("`data`: must be there", True, 10.0))],
+            ZerodriftError,
+            ["rank 1: `data`: must be there"],
+            id="the first of them",
+        ),
+        pytest.param(
+            [MISSED, (-signal.SIGKILL, None)],
+            ZerodriftError,
+            ["`rank 1`", "SIGKILL", "last checkpoint"],
+            id="a killed one before those that missed it",
+        ),
+        pytest.param(
+            [(1, ("Traceback ...\nKeyError: 3", False, 1.0))],
+            RankFailedError,
+            ["KeyError: 3"],
+            id="a defect with its traceback",
+        ),
+    ],
+)
+def test_the_rank_that_failed_first_is_told(
+    tmp_path: Path, ends: list[tuple[int, tuple[str, bool, float] | None]], kind: type, words: list[str]
+) -> None:
+    ranks = [ended(tmp_path, number, *end) for number, end in enumerate(ends)]
+    told = launch._first_failure(ranks, len(ranks))
+    assert isinstance(told, kind) and all(word in str(told) for word in words)
 
 
 def test_the_first_signal_asks_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:

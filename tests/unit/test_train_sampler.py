@@ -95,7 +95,7 @@ def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: i
     data = blocks(tmp_path, 7)
     found = [list(validation_batches(data, seat(rank, ranks, 2, 1), most=10)) for rank in range(ranks)]
     assert len({len(each) for each in found}) == 1
-    counted = [held.batch.blocks for each in found for held in each if held.labels]
+    counted = [batch.blocks for each in found for batch, labels in each if labels]
     assert sorted(np.concatenate(counted)) == list(range(7))
-    assert sum(held.labels for each in found for held in each) == data.labels(np.arange(7)).sum()
+    assert sum(labels for each in found for _, labels in each) == data.labels(np.arange(7)).sum()
     assert len(list(validation_batches(data, seat(0, 1, 2, 1), most=2))) == 1

@@ -171,12 +171,14 @@ class Functions(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
+    """Counts one of torch's operations."""
+
+    def __init__(self, operation: Any) -> None:
         super().__init__()
-        self.seen = 0
+        self.operation, self.seen = operation, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += func is torch.ops.aten.add.Tensor
+        self.seen += func is self.operation
         return func(*args, **(kwargs or {}))
 
 
@@ -193,7 +195,13 @@ def test_what_belongs_to_a_thread_goes_with_the_second() -> None:
     both = turns()
     variable.set("set")
     modes = torch.device("meta"), torch.autocast("cpu", torch.bfloat16)
-    with Functions() as functions, Operations() as operations, torch.no_grad(), modes[0], modes[1]:
+    with (
+        Functions() as functions,
+        Operations(torch.ops.aten.add.Tensor) as operations,
+        torch.no_grad(),
+        modes[0],
+        modes[1],
+    ):
         both.run(look, look)
     assert found == [("set", False, torch.bfloat16, "meta")] * 2
     assert functions.seen == operations.seen == 2
@@ -202,7 +210,8 @@ def test_what_belongs_to_a_thread_goes_with_the_second() -> None:
 def test_a_cast_of_a_weight_is_kept_until_both_have_ended() -> None:
     """Autocast empties the casts where its outermost context ends on a thread; then a weight that is used
     again is cast again, and its gradient is two sums."""
-    both, weight, casts = turns(), torch.ones(2, 2, requires_grad=True), Casts()
+    both, weight = turns(), torch.ones(2, 2, requires_grad=True)
+    casts = Operations(torch.ops.aten._to_copy.default)
 
     def forward() -> None:
         with torch.autocast("cpu", torch.bfloat16), casts:
@@ -216,13 +225,3 @@ def test_a_cast_of_a_weight_is_kept_until_both_have_ended() -> None:
 
     both.run(forward, backward)
     assert casts.seen == 1
-
-
-class Casts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))

@@ -205,8 +205,3 @@ def test_the_tests_run_with_an_untested_version(pytestconfig: pytest.Config) -> 
     told = versions.warning({"torch": "99.0"})
     passed = [line.partition(":")[2] for line in pytestconfig.getini("filterwarnings") if "default:" in line]
     assert [text for text in passed if told.startswith(text)]
-
-
-def test_tested_versions_are_no_warning() -> None:
-    first = {name: ends(name)[0] for name in versions.TESTED}
-    assert versions.warning(first) == ""

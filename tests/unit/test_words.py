@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.unit.test_layers import PACKAGE
+from zerodrift.config.deepspeed import ENTRIES
 
 ROOT = Path(__file__).parents[2]
 FIRST = re.compile(r"(Of|In|With|That|Those|Whose|What|Where|As)\b")
@@ -118,6 +119,7 @@ def test_names_in_backticks_exist() -> None:
         str(path.relative_to(base)) for path in files for base in path.parents if base.is_relative_to(ROOT)
     }
     code = {word for source in sources().values() for word in words_in_code(source)}
+    code |= {key.rpartition(".")[2] for key in ENTRIES}
     lost = []
     for path, source in sources().items():
         for text in comments(source):

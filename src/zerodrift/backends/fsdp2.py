@@ -29,7 +29,7 @@ from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.backends.values import DTensorShard, TensorValues, pieces
 from zerodrift.comm.call_stack import is_the_users
 from zerodrift.comm.collectives import Collectives
-from zerodrift.engine.executor import BatchRunner, Executor
+from zerodrift.engine.executor import Executor
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.progress import TrainingProgress, refusal
 from zerodrift.engine.shards import Span
@@ -58,12 +58,9 @@ class FullyShardExecutor:
             raise AssertionError(f"a plan for backend {plan.policy.backend}")
         policy, mesh = plan.policy, comm.mesh
         if policy.sharding.offload and mesh.device.type != "cpu":
-            raise UnsupportedError(
-                "zero_optimization.offload_optimizer.device",
-                "must be none on backend fsdp2 on a GPU, where fully_shard would move the parameters too",
-                got="cpu",
-                do="Remove it, or use the native backend.",
-            )
+            key = "zero_optimization.offload_optimizer.device"
+            must = "must be none on backend fsdp2 on a GPU, where fully_shard would move the parameters too"
+            raise UnsupportedError(key, must, got="cpu", do="Remove it, or use the native backend.")
         self.plan = self.part = plan
         self.module = self.whole = model
         self.forwards: Sequence[nn.Module] = (model,)
@@ -71,16 +68,13 @@ class FullyShardExecutor:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         self.precision = compute.ForwardPrecision(plan, mesh.device)
         self.units = make_groups(plan, model, comm)
-        """The groups of `fully_shard`, which are gathered together."""
         self.backwards = Backwards(self.units, keep=policy.sharding.keep_gathered == "step")
         self.dtensor_mesh = DTensorMesh(mesh)
-        """torch's device mesh of the parameters."""
         self._handles = shard(
             plan, model, self.units, comm, self.dtensor_mesh, self.backwards, sources or ValueSources()
         )
         self._handles += [*compute.attach(model, plan.boundaries), refuse_wrapper(model)]
         self.members = {member.row.name: member for group in self.units for member in group.members}
-        """Members by the first name of their parameter."""
         unit_of = {row.name: plan.units[row.unit].name for row in plan.rows}
         self.guard = TensorGuard(self.units, unit_of)
         self._handles += self.guard.attach()
@@ -92,7 +86,7 @@ class FullyShardExecutor:
         """Set by `follow`."""
 
     @property
-    def runner(self) -> BatchRunner | None:
+    def runner(self) -> None:
         return None
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
@@ -163,29 +157,22 @@ class FullyShardExecutor:
     def pieces(self) -> Iterator[DTensorShard]:
         mesh = self.comm.mesh
         if mesh.size("tensor") > 1:
-            raise UnsupportedError(
-                "checkpoint",
-                "must be written and read where parameters are plain tensors",
-                got=f"DTensors over {mesh.size('tensor')} ranks",
-                do="Take whole values out of `engine.gathered()` or `engine.parameter(name).master`.",
-            )
+            must = "must be written and read where parameters are plain tensors"
+            do = "Take whole values out of `engine.gathered()` or `engine.parameter(name).master`."
+            got = f"DTensors over {mesh.size('tensor')} ranks"
+            raise UnsupportedError("checkpoint", must, got=got, do=do)
         return pieces(self.plan, self.members, self.updater, mesh)
 
     def drop(self) -> None:
         for group in self.units:
             group.drop()
 
-    def sync_storage(self) -> None:
-        """Free what was gathered from older values."""
-        self.drop()
+    sync_storage = drop
+    """Frees what was gathered from older values."""
 
     def update_statistics(self) -> UpdateReport:
-        raise UnsupportedError(
-            "update_statistics",
-            "must be called on the native backend: on fsdp2 torch's optimizer updates",
-            got="backend fsdp2",
-            do="Use the native backend.",
-        )
+        must = "must be called on the native backend: on fsdp2 torch's optimizer updates"
+        raise UnsupportedError("update_statistics", must, got="backend fsdp2", do="Use the native backend.")
 
     def leave(self) -> None:
         """torch's hooks and the sharded parameters stay."""
@@ -208,18 +195,11 @@ def _explaining() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise _used_elsewhere(error) from error
-        raise
-
-
-def _used_elsewhere(error: BaseException) -> ModelError:
-    """Return the error for a forward that computes with a parameter which is not gathered there."""
-    lines = [line for line in traceback.extract_tb(error.__traceback__) if is_the_users(line.filename)]
-    at = f"`{lines[-1].line}` ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else "`forward`"
-    return ModelError(
-        at,
-        "must use parameters where they are gathered, in the forward of the module that they belong to",
-        got="a sharded one",
-        do="Compute with it there.",
-    )
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        at = "`forward`"
+        for line in traceback.extract_tb(error.__traceback__):
+            if is_the_users(line.filename):
+                at = f"`{line.line}` ({Path(line.filename).name}:{line.lineno})"
+        must = "must use parameters where they are gathered, in the forward of the module that they belong to"
+        raise ModelError(at, must, got="a sharded one", do="Compute with it there.") from error

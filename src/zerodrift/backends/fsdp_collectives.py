@@ -11,7 +11,7 @@ Invariant: gradients leave here as exact sums in `reduce.sum`, converted once to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from zerodrift.comm.collectives import Collectives, Recorded
 from zerodrift.comm.fold import Sum
-from zerodrift.comm.mesh import AxisName, Mesh
 from zerodrift.policy.nouns import Reduction
 
 
@@ -29,11 +28,8 @@ class GroupCollectives:
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
+        self.mesh = comm.mesh
         self._log: list[Recorded] | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._comm.mesh
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Recorded]]:
@@ -44,25 +40,14 @@ class GroupCollectives:
         finally:
             self._log = before
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName) -> None:
-        with self._recorded():
-            self._comm.all_gather(out, shard, axis)
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, axis: AxisName, how: Sum) -> None:
-        with self._recorded():
-            self._comm.reduce_scatter(out, full, axis, how)
-
-    def all_reduce(self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum) -> None:
-        with self._recorded():
-            self._comm.all_reduce(out, values, axis, how)
-
     @contextlib.contextmanager
-    def _recorded(self) -> Iterator[None]:
+    def issue(self) -> Iterator[Collectives]:
+        """Yield the mesh's collectives; what is issued inside is this group's."""
         if self._log is None:
-            yield
+            yield self._comm
             return
         with self._comm.record() as log:
-            yield
+            yield self._comm
         self._log.extend(log)
 
 
@@ -81,7 +66,8 @@ class AllGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        self._collectives.all_gather(output_tensor, input_tensor, "shard")
+        with self._collectives.issue() as comm:
+            comm.all_gather(output_tensor, input_tensor, "shard")
 
 
 class ReduceScatter:
@@ -112,7 +98,8 @@ def sum_over_shards(
     if before != 1.0:
         full.div_(before)
     how = Sum(reduce.sum.torch, order=reduce.order)
-    collectives.reduce_scatter(out, full.to(reduce.wire.torch), "shard", how)
+    with collectives.issue() as comm:
+        comm.reduce_scatter(out, full.to(reduce.wire.torch), "shard", how)
 
 
 @torch.no_grad()
@@ -125,17 +112,5 @@ def sum_over_replicas(
     if before != 1.0 and collectives.mesh.size("shard") == 1:
         flat.div_(before)
     how = Sum(reduce.sum.torch, order=reduce.order)
-    collectives.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", how)
-
-
-def all_reduce_hook(
-    collectives: GroupCollectives, reduce: Reduction, before: float, is_wanted: Callable[[], bool]
-) -> Callable[[torch.Tensor], None]:
-    """Return a hook for `set_all_reduce_hook` that sums over replicas during a backward, where
-    `is_wanted`."""
-
-    def hook(reduced: torch.Tensor) -> None:
-        if is_wanted():
-            sum_over_replicas(collectives, reduced, reduce, before)
-
-    return hook
+    with collectives.issue() as comm:
+        comm.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", how)

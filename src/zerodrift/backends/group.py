@@ -27,7 +27,7 @@ summed so far is in the buffer at hand, and otherwise in the step, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.dtensors import DTensorLayout
-from zerodrift.backends.fsdp_collectives import (
-    GroupCollectives,
-    all_reduce_hook,
-    sum_over_replicas,
-    sum_over_shards,
-)
+from zerodrift.backends.fsdp_collectives import GroupCollectives, sum_over_replicas, sum_over_shards
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.nested import ForwardInputs, at_the_end, in_backward, tensors_in
@@ -96,14 +91,29 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
     return padded
 
 
+Places = tuple[tuple[nn.Module, str], ...]
+"""(module, attribute) where a parameter is registered."""
+
+
+def registered(places: Places) -> Any:
+    """Return what the model has in a parameter's first place."""
+    module, attribute = places[0]
+    return module._parameters.get(attribute)
+
+
+def register(places: Places, parameter: nn.Parameter) -> None:
+    """Put a parameter into all of its places."""
+    for module, attribute in places:
+        module._parameters[attribute] = parameter
+
+
 @dataclass(slots=True)
 class Member:
     """A parameter of a group."""
 
     row: Row
     range: ShardRange
-    places: tuple[tuple[nn.Module, str], ...]
-    """(module, attribute) where it is registered."""
+    places: Places
     sharded: nn.Parameter
     """A DTensor over the shard axis: storage, what the optimizer updates."""
     full: nn.Parameter
@@ -158,8 +168,7 @@ class Member:
     def keep_requires_grad(self) -> None:
         """Take `requires_grad` over from the gathered form where that is registered in the model: torch takes
         it from sharded to gathered and not back."""
-        module, attribute = self.places[0]
-        current = module._parameters.get(attribute)
+        current = registered(self.places)
         if current is self.full and current.requires_grad != self.sharded.requires_grad:
             self.sharded.requires_grad_(current.requires_grad)
 
@@ -192,10 +201,8 @@ class LiveGroup:
         """Whether gradients of this step were summed over shards and not over replicas."""
         self._has_replicas = False
         """Whether they were summed over replicas; never together with `_needs_replicas`."""
-        self._has_unreduced_gradients = False
+        self._has_unreduced_gradients = self._sums_replicas = False
         self._filled = True
-        self._syncs = True
-        self._sums_replicas = False
 
     @property
     def trained(self) -> list[Member]:
@@ -234,15 +241,17 @@ class LiveGroup:
                     if tensor.requires_grad:
                         tensor.register_hook(lambda grad: self.set_gradient_dtypes())
 
-        before_each = [module.register_forward_pre_hook(before, with_kwargs=True) for module in self.modules]
-        return before_each + [module.register_forward_hook(after) for module in self.modules]
+        handles: list[Any] = []
+        for module in self.modules:
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        return handles
 
-    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        """Return torch's hook that sums over replicas, if there are any. See [Note: replicas]."""
+    def after_reduce(self, reduced: torch.Tensor) -> None:
+        """Sum over replicas during the backward, as torch's hook. See [Note: replicas]."""
         update = self.spec.kind.update
-        if update is None or self._mesh.size("replicate") == 1:
-            return None
-        return all_reduce_hook(self.collectives, update[2], self._before, lambda: self._sums_replicas)
+        if self._sums_replicas and update is not None:
+            sum_over_replicas(self.collectives, reduced, update[2], self._before)
 
     # --- one backward -----------------------------------------------------------------------------------
 
@@ -251,16 +260,14 @@ class LiveGroup:
         for member in self.members:
             member.keep_requires_grad()
         update = self.spec.kind.update
-        self._syncs = update is not None and (last or update[2].when == "every")
-        self._sums_replicas = self._syncs and (self._has_replicas or (last and not self._needs_replicas))
-        self._filled = not self._syncs
+        syncs = update is not None and (last or update[2].when == "every")
+        self._sums_replicas = syncs and (self._has_replicas or (last and not self._needs_replicas))
+        self._filled = not syncs
         module = self.modules[0]
-        module.set_requires_gradient_sync(self._syncs, recurse=False)
+        module.set_requires_gradient_sync(syncs, recurse=False)
         module.set_reshard_after_backward(not keep, recurse=False)
-        if update is None:
-            return
-        self._has_unreduced_gradients = not self._syncs
-        if self._syncs:
+        self._has_unreduced_gradients = update is not None and not syncs
+        if syncs:
             self._has_replicas, self._needs_replicas = self._sums_replicas, not self._sums_replicas
 
     def set_gradient_dtypes(self) -> None:
@@ -333,8 +340,7 @@ class Backwards:
         """`keep`: a gathered group stays for all micro-batches of a step."""
         self._groups = groups
         self._keep = keep
-        self._running = False
-        self._began = False
+        self._running = self._began = False
         self.checksum = 0
         """Checksum of the groups that were used, in their order; the engine clears it in every step."""
         self.callbacks: BackwardCallbacks | None = None

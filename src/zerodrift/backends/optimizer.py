@@ -1,9 +1,8 @@
-"""torch's own optimizer over DTensor parameters, as an `Updater`.
+"""torch's own optimizer over DTensor parameters, as an `OptimizerState`.
 
 Built from the config's `optimizer` block (fused, where torch has it) or the caller's own, whose parameters
 become the sharded ones. Storage is the master, the moments are what torch makes: DTensors of the same
-dtype and the same cut. For everybody who reads or writes them, a piece is what this rank holds of a plan's
-segment: its rows' parts, one after the other.
+dtype and the same cut.
 
 AdamW, Adam and SGD speak of their state as the native engine does, so that a run which was saved by one
 backend goes on with the other; any other class as `TorchOptimizerUpdater` does.
@@ -13,27 +12,23 @@ Invariant: an update is one multiplication of the gradient in fp32, and then tor
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from zerodrift.backends.group import LiveGroup, Member
+from zerodrift.backends.group import LiveGroup
 from zerodrift.optim import flat
 from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
-from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.torch_optimizer import dtype_name, group_of
+from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
 from zerodrift.optim.updater import Counters
 from zerodrift.optimizers import SGD
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import ComponentSpec
 
 
 class TensorUpdater:
-    """An `Updater` around a torch optimizer over DTensors."""
+    """An `OptimizerState` around a torch optimizer over DTensors."""
 
     def __init__(
         self,
@@ -46,7 +41,13 @@ class TensorUpdater:
         if optimizer is None:
             if plan.policy.optimizer is None:
                 raise AssertionError("neither an optimizer nor a recipe for one")
-            self.groups = _from_recipe(plan.policy.optimizer, list(members.values()))
+            algorithm, arguments = flat.arguments(plan.policy.optimizer)
+            if not algorithm.torch or algorithm.matrices:
+                raise AssertionError(f"{algorithm} on backend fsdp2, which `resolve` refuses")
+            # torch's fused SGD does not know DTensors (2.13).
+            fused = {} if algorithm is SGD else {"fused": True}
+            parameters = [member.sharded for member in members.values()]
+            self.groups = getattr(torch.optim, algorithm.torch)(parameters, **arguments, **fused)
             self.group_of: Mapping[str, int] = dict.fromkeys(members, 0)
         else:
             self.groups = optimizer
@@ -58,21 +59,13 @@ class TensorUpdater:
                 group["params"] = [members[name].sharded for name in held if name in members]
         self._members = members
         self._updated = [member for name, member in members.items() if name in self.group_of]
-        self._pieces: dict[int, list[Member]] = {
-            number: [members[plan.rows[row].name] for row in segment.rows]
-            for number, segment in enumerate(plan.segments)
-            if segment.trained
-        }
         ours = flat.algorithm_of(self.groups)
         self._algorithm = ours[0] if ours is not None else None
+        self.kind = type(self.groups).__name__ if ours is None else ours[0].kind
         self._steps = 0
 
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.groups.param_groups)
-
-    @property
-    def statistics(self) -> Mapping[int, Statistics]:
-        return {}
 
     @torch.no_grad()
     def step(self, multiplier: float) -> None:
@@ -85,103 +78,40 @@ class TensorUpdater:
             self.groups.step()
         self._steps += 1
 
-    # --- masters and moments, by segment ----------------------------------------------------------------
-
-    def master(self, number: int) -> torch.Tensor:
-        parts = [member.storage() for member in self._pieces[number]]
-        return torch.cat(parts).to(torch.float32)
-
-    @torch.no_grad()
-    def set_master(self, number: int, values: torch.Tensor) -> None:
-        for member, part in self._parts(number, values):
-            member.storage().copy_(part)
-
-    def states(self, number: int) -> dict[str, torch.Tensor]:
-        states: dict[str, torch.Tensor] = {}
-        device = self._pieces[number][0].storage().device
-        numel = sum(member.range.numel for member in self._pieces[number])
-        for member, _ in self._parts(number, torch.empty(0)):
-            for key in self._moments(member):
-                states.setdefault(key, torch.zeros(numel, device=device))
-        for key, whole in states.items():
-            for member, part in self._parts(number, whole):
-                held = self._moments(member).get(key)
-                if held is not None:
-                    part.copy_(held)
-        return states
-
-    @torch.no_grad()
-    def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
-        for member, part in self._parts(number, values):
-            held = self._moments(member).get(key)
-            if held is not None:
-                held.copy_(part)
-
-    def _parts(self, number: int, values: torch.Tensor) -> Iterator[tuple[Member, torch.Tensor]]:
-        """Yield the members of a piece, each with its part of a flat tensor."""
-        start = 0
-        for member in self._pieces[number]:
-            yield member, values[start : start + member.range.numel]
-            start += member.range.numel
-
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return views of this rank's parts of one parameter's moments."""
-        return self._moments(self._members[name])
-
-    def _moments(self, member: Member) -> dict[str, torch.Tensor]:
-        state = self.groups.state.get(member.sharded, {})
-        return {key: value.to_local().view(-1) for key, value in state.items() if _is_moment(value, member)}
-
-    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        dtypes = [held.dtype for m in self._pieces[number] for held in self._moments(m).values()]
-        return None, tuple(dict.fromkeys(dtypes))
+        parameter = self._members[name].sharded
+        state, shape = self.groups.state.get(parameter, {}), parameter.shape
+        moments = {k: v for k, v in state.items() if isinstance(v, DTensor) and v.shape == shape}
+        return {key: value.to_local().view(-1) for key, value in moments.items()}
 
     # --- what is not one number per element ---------------------------------------------------------------
-
-    @property
-    def kind(self) -> str:
-        return type(self.groups).__name__ if self._algorithm is None else self._algorithm.kind
 
     def counters(self) -> Counters:
         if self._algorithm is not None:
             return {"": {"steps": self._steps}}
-        counters: Counters = {}
-        for member in self._updated:
-            if member.sharded in self.groups.state:
-                mine = counters[member.row.name] = {}
-                for key, value in self.groups.state[member.sharded].items():
-                    mine[key] = dtype_name(value) if _is_moment(value, member) else value
-        return counters
+        state = self.groups.state
+        held = [member for member in self._updated if member.sharded in state]
+        return {member.row.name: saved_state(state[member.sharded], member.sharded) for member in held}
 
     def set_counters(self, counters: Counters) -> None:
-        if self._algorithm is not None:
-            self._set_steps(int(counters[""]["steps"]))
+        if self._algorithm is None:
+            for member in self._updated:
+                if member.row.name in counters:
+                    mine = loaded_state(counters[member.row.name], member.sharded)
+                    self.groups.state[member.sharded] = mine
             return
+        # The state that torch would have made by now:
+        self._steps = steps = int(counters[""]["steps"])
+        names = self.moment_names("", counters)
         for member in self._updated:
-            mine = counters.get(member.row.name)
-            if mine is not None:
-                self.groups.state[member.sharded] = {
-                    key: torch.zeros_like(member.sharded, dtype=getattr(torch, value), requires_grad=False)
-                    if isinstance(value, str)
-                    else copy.deepcopy(value)
-                    for key, value in mine.items()
-                }
-
-    def _set_steps(self, steps: int) -> None:
-        """Make the state that torch would have made by now."""
-        self._steps = steps
-        names = self.moment_names("", {"": {"steps": steps}})
-        for member in self._updated:
-            state: dict[str, Any] = {
-                name: torch.zeros_like(member.sharded, requires_grad=False) for name in names
-            }
+            state = {name: torch.zeros_like(member.sharded, requires_grad=False) for name in names}
             if self._algorithm is not SGD and steps:
                 # Fused updates read it on the device of the parameter.
                 state["step"] = torch.tensor(float(steps), device=member.storage().device)
+            self.groups.state.pop(member.sharded, None)
             if state:
                 self.groups.state[member.sharded] = state
-            else:
-                self.groups.state.pop(member.sharded, None)
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         if self._algorithm is None:
@@ -189,18 +119,3 @@ class TensorUpdater:
         if (name and name not in self.group_of) or not counters[""]["steps"]:
             return ()
         return self._algorithm.kept(self.groups.param_groups)
-
-
-def _is_moment(value: object, member: Member) -> bool:
-    """Return whether a piece of an optimizer's state has a value for every element."""
-    return isinstance(value, DTensor) and value.shape == member.sharded.shape
-
-
-def _from_recipe(recipe: ComponentSpec, members: Sequence[Member]) -> torch.optim.Optimizer:
-    """Make the optimizer of torch that a config's `optimizer` block means."""
-    algorithm, arguments = flat.arguments(recipe)
-    if not algorithm.torch or algorithm.matrices:
-        raise AssertionError(f"{recipe.type} on backend fsdp2, which `resolve` refuses")
-    # torch's fused SGD does not know DTensors (2.13).
-    fused = {} if algorithm is SGD else {"fused": True}
-    return getattr(torch.optim, algorithm.torch)([member.sharded for member in members], **arguments, **fused)

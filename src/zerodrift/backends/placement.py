@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.dtensors import DTensorLayout, DTensorMesh, layout_of, local_part, require_tensor_axis
 from zerodrift.backends.fsdp_collectives import AllGather, ReduceScatter
-from zerodrift.backends.group import Backwards, LiveGroup, Member, ShardRange
+from zerodrift.backends.group import Backwards, LiveGroup, Member, Places, ShardRange, register, registered
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import place as placing
@@ -30,9 +30,6 @@ from zerodrift.model.module import has_forward
 from zerodrift.plan.groups import Group, find_groups
 from zerodrift.plan.table import Plan, Row
 
-Places = dict[str, tuple[tuple[nn.Module, str], ...]]
-"""Row name -> (module, attribute) where the parameter is registered."""
-
 Layouts = Mapping[str, DTensorLayout | None]
 """Row name -> layout of a DTensor of the user's, or None."""
 
@@ -41,9 +38,11 @@ def make_groups(plan: Plan, model: nn.Module, comm: Collectives) -> list[LiveGro
     """Make the groups of a plan, in its order, with their modules."""
     problems = Problems()
     modules = dict(model.named_modules())
+    specs = [part for spec in find_groups(plan) for part in _split_uncalled(spec, plan, modules, problems)]
+    before = plan.policy.averaging.before
     groups = [
-        LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, plan.policy.averaging.before)
-        for number, spec in enumerate(_groups_with_forward(plan, modules, problems))
+        LiveGroup(number, spec, [modules[path] for path in spec.paths], comm, before)
+        for number, spec in enumerate(specs)
     ]
     problems.raise_as(ModelError, "backend fsdp2")
     return groups
@@ -63,7 +62,10 @@ def shard(
     placing.check(plan, model, {name: local_part(held) for name, held in parameters.items()}, sources)
     placing.tie(plan, model, parameters)
     require_tensor_axis(model, comm.mesh)
-    places = _places(plan, model)
+    places: dict[str, Places] = {}
+    for row in plan.rows:
+        split = [name.rpartition(".") for name in row.names]
+        places[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
     spreads = {row.name: layout_of(parameters[row.name]) for row in plan.rows}
     whole = {row.name: parameters[row.name] for row in plan.rows}  # what no group has yet
     handles = []
@@ -91,56 +93,37 @@ def shard(
 # --- which modules ------------------------------------------------------------------------------------
 
 
-def _groups_with_forward(plan: Plan, modules: Mapping[str, nn.Module], problems: Problems) -> Iterator[Group]:
-    """Yield the plan's groups; a group on a container of modules becomes groups on its children, because a
-    `ModuleList` is never called and nothing would gather it."""
-    for group in find_groups(plan):
-        yield from _split_uncalled(group, plan, modules, problems)
-
-
 def _split_uncalled(
     group: Group, plan: Plan, modules: Mapping[str, nn.Module], problems: Problems
 ) -> Iterator[Group]:
+    """Yield a group, or groups on the children of a container of modules, because a `ModuleList` is never
+    called and nothing would gather it."""
     silent = [path for path in group.paths if not has_forward(modules[path])]
     if not silent:
         yield group
         return
     path = silent[0]
     names = [plan.rows[row].name for row in group.rows]
-    children = list(modules[path].named_children())
-    below = {
-        child: tuple(row for row in group.rows if _holds(f"{path}.{child}".lstrip("."), plan.rows[row]))
-        for child, _ in children
-    }
+    below: dict[str, tuple[int, ...]] = {}
+    for child, _ in modules[path].named_children():
+        inside = f"{path}.{child}".lstrip(".")
+        held = [row for row in group.rows if any(n.startswith(f"{inside}.") for n in plan.rows[row].names)]
+        below[inside] = tuple(held)
     if len(group.paths) > 1 or sum(map(len, below.values())) != len(names):
-        problems.add(
-            path or "model",
-            "must be a module with a forward, which gathers its parameters",
-            got=f"{type(modules[path]).__name__}, which is not called, with {', '.join(names[:3])}",
-            do="Give its parameters the columns of the module that uses them, or use the native backend.",
-        )
+        must = "must be a module with a forward, which gathers its parameters"
+        got = f"{type(modules[path]).__name__}, which is not called, with {', '.join(names[:3])}"
+        do = "Give its parameters the columns of the module that uses them, or use the native backend."
+        problems.add(path or "model", must, got=got, do=do)
         return
-    for child, rows in below.items():
+    for inside, rows in below.items():
         if rows:
-            inner = dataclasses.replace(group, paths=(f"{path}.{child}".lstrip("."),), rows=rows)
+            inner = dataclasses.replace(group, paths=(inside,), rows=rows)
             yield from _split_uncalled(inner, plan, modules, problems)
-
-
-def _holds(path: str, row: Row) -> bool:
-    return any(name.startswith(f"{path}.") for name in row.names)
 
 
 def _depth(group: LiveGroup) -> int:
     """Return the depth of a group's modules; what is inside must be sharded before what holds it."""
     return max(len(path.split(".")) if path else 0 for path in group.spec.paths)
-
-
-def _places(plan: Plan, model: nn.Module) -> Places:
-    places: Places = {}
-    for row in plan.rows:
-        split = [name.rpartition(".") for name in row.names]
-        places[row.name] = tuple((model.get_submodule(path), attribute) for path, _, attribute in split)
-    return places
 
 
 # --- one group ----------------------------------------------------------------------------------------
@@ -165,12 +148,10 @@ def _fill(
     """Return the values of a group's parameters, whole, in the storage dtype, on the device. A parameter that
     comes from a source is filled only where this rank will keep it."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
-    wholes = {
-        row.name: _Whole(
-            row, torch.empty(row.shape, dtype=row.columns.storage.dtype.torch, device=comm.mesh.device)
-        )
-        for row in rows
-    }
+    wholes: dict[str, _Whole] = {}
+    for row in rows:
+        dtype = row.columns.storage.dtype.torch
+        wholes[row.name] = _Whole(row, torch.empty(row.shape, dtype=dtype, device=comm.mesh.device))
     read = [row for row in rows if row.name in sources.rows]
     if read:
         with raise_on_all_ranks(comm):
@@ -189,16 +170,14 @@ def _set_values(
     parameter: nn.Parameter,
     values: torch.Tensor,
     layout: DTensorLayout | None,
-    places: tuple[tuple[nn.Module, str], ...],
+    places: Places,
 ) -> None:
     """Give a parameter its values; a DTensor is replaced by another object."""
     if layout is None:
         placing.free_parameter(parameter)
         parameter.data = values
         return
-    other = nn.Parameter(layout.of(values), requires_grad=parameter.requires_grad)
-    for module, attribute in places:
-        module._parameters[attribute] = other
+    register(places, nn.Parameter(layout.of(values), requires_grad=parameter.requires_grad))
 
 
 def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor_mesh: DTensorMesh) -> None:
@@ -225,35 +204,25 @@ def _apply(plan: Plan, group: LiveGroup, others: Iterable[nn.Parameter], dtensor
     if kind.update is not None:
         carrier = ReduceScatter(group.collectives, kind.update[2], plan.policy.averaging.before)
         first.set_custom_reduce_scatter(carrier)  # type: ignore[arg-type]
-    hook = group.all_reduce_hook()
-    if hook is not None:
-        first.set_all_reduce_hook(hook)
+        if group.collectives.mesh.size("replicate") > 1:
+            first.set_all_reduce_hook(group.after_reduce)
 
 
-def _gather_once(plan: Plan, group: LiveGroup, places: Places, layouts: Layouts, comm: Collectives) -> None:
+def _gather_once(
+    plan: Plan, group: LiveGroup, places: Mapping[str, Places], layouts: Layouts, comm: Collectives
+) -> None:
     """Gather a group to learn its parameters in both forms. torch would make the gathered ones in the first
     forward, and a rank that skips a group would not have them when it is reduced."""
     ranks, rank = comm.mesh.size("shard"), comm.mesh.rank("shard")
     rows = [plan.rows[row] for row in group.spec.rows]
-    sharded = [_registered(places[row.name]) for row in rows]
+    sharded = [registered(places[row.name]) for row in rows]
     group.modules[0].unshard()
     for row, parameter in zip(rows, sharded, strict=True):
-        full, mine, layout = (
-            _registered(places[row.name]),
-            ShardRange.of_rank(row.shape, ranks, rank),
-            layouts[row.name],
-        )
-        group.members.append(Member(row, mine, places[row.name], parameter, full, layout))
+        here, full = places[row.name], registered(places[row.name])
+        mine = ShardRange.of_rank(row.shape, ranks, rank)
+        group.members.append(Member(row, mine, here, parameter, full, layouts[row.name]))
     group.set_gradient_dtypes()
     group.modules[0].reshard()
-
-
-def _registered(places: tuple[tuple[nn.Module, str], ...]) -> nn.Parameter:
-    module, attribute = places[0]
-    parameter = module._parameters[attribute]
-    if parameter is None:
-        raise AssertionError(f"no parameter {attribute}")
-    return parameter
 
 
 def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
@@ -262,10 +231,7 @@ def _require_all(plan: Plan, live: Sequence[LiveGroup]) -> None:
     for group in live:
         for member in group.members:
             if not isinstance(member.sharded, DTensor) or member.full is member.sharded:
-                problems.add(
-                    member.row.name,
-                    "must hang in a module of its own group",
-                    got=f"only in modules that are groups of their own: {', '.join(member.row.names)}",
-                    do="Give those modules the columns of the rest of their unit, or use the native backend.",
-                )
+                got = f"only in modules that are groups of their own: {', '.join(member.row.names)}"
+                do = "Give those modules the columns of the rest of their unit, or use the native backend."
+                problems.add(member.row.name, "must hang in a module of its own group", got=got, do=do)
     problems.raise_as(ModelError, "backend fsdp2")

@@ -14,6 +14,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,62 +73,49 @@ class TensorGuard:
         for group in self._groups:
             for module in group.modules:
                 # Before torch's own, which puts the gathered form wherever it was.
-                handles.append(module.register_forward_pre_hook(self._require_unchanged(group), prepend=True))
+                require = partial(self._require_unchanged, group)
+                handles.append(module.register_forward_pre_hook(require, prepend=True))
         for module, places in held.items():
-            handles.append(module.register_forward_pre_hook(self._require_gathered(places)))
-            handles.append(module.register_load_state_dict_pre_hook(self._before_load(places)))
-            handles.append(module.register_load_state_dict_post_hook(self._after_load(places)))
+            handles.append(module.register_forward_pre_hook(partial(self._require_gathered, places)))
+            handles.append(module.register_load_state_dict_pre_hook(partial(self._before_load, places)))
+            handles.append(module.register_load_state_dict_post_hook(partial(self._after_load, places)))
         return handles
 
-    def _require_unchanged(self, group: LiveGroup) -> Any:
-        def keep(module: nn.Module, args: Any) -> None:
-            self._check(
-                (member for member in group.members if member.row.name not in self._shown), stepping=False
-            )
+    def _require_unchanged(self, group: LiveGroup, module: nn.Module, args: Any) -> None:
+        members = (member for member in group.members if member.row.name not in self._shown)
+        self._check(members, stepping=False)
 
-        return keep
+    def _require_gathered(self, places: list[tuple[Member, str]], module: nn.Module, args: Any) -> None:
+        for member, attribute in places:
+            if module._parameters.get(attribute) is member.sharded:
+                name = member.row.names[member.places.index((module, attribute))]
+                raise not_gathered(name.rpartition(".")[0], self._units[member.row.name])
 
-    def _require_gathered(self, places: list[tuple[Member, str]]) -> Any:
-        def require(module: nn.Module, args: Any) -> None:
-            for member, attribute in places:
-                if module._parameters.get(attribute) is member.sharded:
-                    name = member.row.names[member.places.index((module, attribute))]
-                    raise not_gathered(name.rpartition(".")[0], self._units[member.row.name])
+    @torch.no_grad()
+    def _before_load(
+        self, places: list[tuple[Member, str]], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        for member, attribute in places:
+            key = prefix + attribute
+            if key not in state:
+                continue
+            shown = self._written.get(member.row.name)
+            if shown is None:
+                must = "must be loaded inside `engine.gathered(write=True)`, where its full value "
+                must += "is there and reaches the optimizer"
+                raise ModelError(member.row.name, must, got="`load_state_dict` outside of it")
+            if state[key].shape != shown.shape:
+                continue  # torch says so, better than we could
+            shown.copy_(state[key])
+            # torch's own hooks expect the sharded form here, before and after.
+            module._parameters[attribute] = member.sharded
+            state[key] = member.sharded
 
-        return require
-
-    def _before_load(self, places: list[tuple[Member, str]]) -> Any:
-        @torch.no_grad()
-        def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            for member, attribute in places:
-                key = prefix + attribute
-                if key not in state:
-                    continue
-                shown = self._written.get(member.row.name)
-                if shown is None:
-                    raise ModelError(
-                        member.row.name,
-                        "must be loaded inside `engine.gathered(write=True)`, where its full value "
-                        "is there and reaches the optimizer",
-                        got="`load_state_dict` outside of it",
-                    )
-                if state[key].shape != shown.shape:
-                    continue  # torch says so, better than we could
-                shown.copy_(state[key])
-                # torch's own hooks expect the sharded form here, before and after.
-                module._parameters[attribute] = member.sharded
-                state[key] = member.sharded
-
-        return take
-
-    def _after_load(self, places: list[tuple[Member, str]]) -> Any:
-        def show(module: nn.Module, keys: Any) -> None:
-            for member, attribute in places:
-                shown = self._written.get(member.row.name)
-                if shown is not None:
-                    module._parameters[attribute] = shown
-
-        return show
+    def _after_load(self, places: list[tuple[Member, str]], module: nn.Module, keys: Any) -> None:
+        for member, attribute in places:
+            shown = self._written.get(member.row.name)
+            if shown is not None:
+                module._parameters[attribute] = shown
 
 
 def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) -> Problem | None:
@@ -139,12 +127,9 @@ def _problem(member: Member, current: nn.Parameter | None, *, stepping: bool) ->
     trained = member.row.trained
     grows = stepping or (not trained and torch.is_grad_enabled())
     if grows and current.requires_grad != trained:
-        return Problem(
-            name,
-            f"must stay {'trained' if trained else 'frozen'}, as planned",
-            got=f"requires_grad={current.requires_grad}",
-            do="Set it before `initialize`, and build the engine anew to change it.",
-        )
+        must = f"must stay {'trained' if trained else 'frozen'}, as planned"
+        do = "Set it before `initialize`, and build the engine anew to change it."
+        return Problem(name, must, got=f"requires_grad={current.requires_grad}", do=do)
     return None
 
 
@@ -157,12 +142,11 @@ def not_gathered(path: str, unit: str) -> ModelError:
             f"{finer(unit, path + '.')}`, so that its parts are gathered by themselves; else call "
             f"the model"
         )
-    return ModelError(
-        path or "model",
+    must, do = (
         "its parameters must be gathered when it is called",
-        got="sharded ones",
-        do=f"{todo}, or call it inside `engine.gathered()`.",
+        f"{todo}, or call it inside `engine.gathered()`.",
     )
+    return ModelError(path or "model", must, got="sharded ones", do=do)
 
 
 def finer(unit: str, name: str) -> str:

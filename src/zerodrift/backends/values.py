@@ -12,14 +12,15 @@ bit. Over all ranks the shares are every element of the model, each exactly once
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from zerodrift.backends.group import Backwards, LiveGroup, Member
+from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.comm.collectives import Collectives
@@ -47,7 +48,7 @@ class TensorValues:
         members_by_name = {name: self._of(row) for name, row in rows.items()}
         members = {member.row.name: member for member in members_by_name.values()}
         self._drop()
-        before = {name: registered(member) for name, member in members.items()}
+        before = {name: registered(member.places) for name, member in members.items()}
         shown = {name: self._show(member) for name, member in members.items()}
         values = {name: shown[member.row.name].data for name, member in members_by_name.items()}
         showing = self.guard.showing(shown, write=write)
@@ -64,7 +65,7 @@ class TensorValues:
                 self._take_over(member, shown[name])
         finally:
             for name, member in members.items():
-                register(member, before[name])  # what an outer context shows
+                register(member.places, before[name])  # what an outer context shows
 
     def _show(self, member: Member) -> nn.Parameter:
         compute = member.row.columns.compute.torch
@@ -72,12 +73,12 @@ class TensorValues:
         parameter = nn.Parameter(whole, requires_grad=member.sharded.requires_grad)
         if parameter.requires_grad:
             parameter.register_hook(_refuse_gradients(member.row.name))
-        register(member, parameter)
+        register(member.places, parameter)
         return parameter
 
     @torch.no_grad()
     def _take_over(self, member: Member, shown: nn.Parameter) -> None:
-        current = registered(member)
+        current = registered(member.places)
         values = shown if current is None or current is member.sharded else current
         values = values.detach().to(shown.dtype).contiguous()
         self.comm.broadcast(values.view(-1), 0, "world")
@@ -155,30 +156,16 @@ def _require_unwritten(then: dict[str, torch.Tensor], values: dict[str, torch.Te
     problems.raise_as(ModelError)
 
 
-def _refuse_gradients(name: str) -> Any:
+def _refuse_gradients(name: str) -> Callable[[torch.Tensor], NoReturn]:
     """Return a hook for a shown parameter: the parameter itself would get no gradient."""
 
-    def refuse(gradient: torch.Tensor) -> None:
-        raise UnsupportedError(
-            name,
-            "must get its gradients from the model's forward on backend fsdp2",
-            got="one of what `engine.gathered()` shows",
-            do="Use the native backend, or leave the context for the loss.",
-        )
+    def refuse(gradient: torch.Tensor) -> NoReturn:
+        must = "must get its gradients from the model's forward on backend fsdp2"
+        got = "one of what `engine.gathered()` shows"
+        do = "Use the native backend, or leave the context for the loss."
+        raise UnsupportedError(name, must, got=got, do=do)
 
     return refuse
-
-
-def registered(member: Member) -> Any:
-    """Return what the model has in the parameter's first place."""
-    module, attribute = member.places[0]
-    return module._parameters.get(attribute)
-
-
-def register(member: Member, parameter: nn.Parameter) -> None:
-    """Put a parameter into all of its places."""
-    for module, attribute in member.places:
-        module._parameters[attribute] = parameter
 
 
 # --- this rank's pieces: see `engine/shards.py` -----------------------------------------------------------
@@ -194,18 +181,14 @@ class DTensorShard:
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
-        """Whether an optimizer owns it: there may be moments."""
-        self.numel = sum(member.range.numel for member in members)
-        self.held = tuple(_spans(members, 0, self.numel))
-        """All that this rank holds."""
+        ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
+        self.numel = ends[-1]
+        self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]
+        self.held = self.filled = tuple(_spans(members, 0, self.numel))
         index, copies = copy
         self.share = tuple(_spans(members, *(self.numel * n // copies for n in (index, index + 1))))
-        """The part that no other rank reads."""
-        self.filled = self.held
-        """The part that this rank fills where values come from files."""
         self.rows: tuple[Row, ...] = tuple(member.row for member in members)
         self.dtype = torch.float32 if self.updated else members[0].row.columns.storage.dtype.torch
-        """Dtype of the weights in and out: fp32 where they are trained, else that of storage."""
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._members[0].storage().device)
@@ -220,22 +203,31 @@ class DTensorShard:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
-        return {} if self._updater is None else self._updater.states(self.number)
+        moments: dict[str, torch.Tensor] = {}
+        for member, place in self._places:
+            for key, held in self._moments_of(member).items():
+                if key not in moments:
+                    moments[key] = torch.zeros(self.numel, device=held.device)
+                moments[key][place] = held
+        return moments
 
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
-        start = 0
-        for member in self._members:
-            member.storage().copy_(values[start : start + member.range.numel])
-            start += member.range.numel
+        for member, place in self._places:
+            member.storage().copy_(values[place])
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         self.set_weights(values)
 
+    @torch.no_grad()
     def set_moment(self, key: str, values: torch.Tensor) -> None:
-        if self._updater is None:
-            raise AssertionError(f"segment {self.number} has no optimizer")
-        self._updater.set_state(self.number, key, values)
+        for member, place in self._places:
+            held = self._moments_of(member).get(key)
+            if held is not None:
+                held.copy_(values[place])
+
+    def _moments_of(self, member: Member) -> dict[str, torch.Tensor]:
+        return {} if self._updater is None else self._updater.moments(member.row.name)
 
 
 def pieces(

@@ -21,13 +21,14 @@ from zerodrift.checkpoint import differences as compare
 from zerodrift.checkpoint import manifest as manifests
 from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import Allowed, CheckpointDifference, check_allowed
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, check_tag, is_deepspeed
+from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, check_tag
 from zerodrift.checkpoint.manifest import SHARED, Manifest, SavedParameter, Sums, raise_damage, state_file
-from zerodrift.checkpoint.save import Head, RankContents, Save, everywhere, over_ranks, require_own
+from zerodrift.checkpoint.save import Head, Save, everywhere, over_ranks, require_own
 from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.engine.digest import Digest
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
+from zerodrift.model.module import non_persistent_buffers
 
 if TYPE_CHECKING:
     from zerodrift.comm.collectives import Collectives
@@ -99,7 +100,7 @@ class Checkpoints:
             raise CheckpointError("keep", "must be a whole number of at least 0", got=repr(keep))
         self._engine = engine
         self._comm: Collectives = engine.comm
-        self._folder = CheckpointFolder(folder, is_deepspeed) if shared else CheckpointFolder(folder)
+        self._folder = CheckpointFolder(folder, shared=shared)
         self._keep, self._asynchronous, self._quiet, self._shared = keep, asynchronous, quiet, shared
         there: dict[str, str] = {}
         if self._comm.mesh.rank() == 0 and not shared:
@@ -132,7 +133,9 @@ class Checkpoints:
         self.wait()
         tag = automatic(engine.global_steps) if tag is None else tag
         check_tag(tag)
-        mine = (states.buffer_digests(engine.module), states.fingerprint(client))
+        # Digests find the buffers that differ between ranks.
+        buffers = {name: states.bits_digest(value) for name, value in engine.module.named_buffers()}
+        mine = (buffers, states.fingerprint(client))
         digests, first = comm.broadcast_object(mine, 0)
         different = frozenset(name for name, digest in mine[0].items() if digests.get(name) != digest)
 
@@ -156,9 +159,10 @@ class Checkpoints:
         if self._asynchronous:
             self._pending = (save, head)
             engine.progress.background = self
-            save.start(lambda: RankContents(contents.copied(engine, frozen), own))
+            items = contents.items(engine, frozen)
+            save.start(lambda: [item.copied() for item in items], own)
         else:
-            save.write(RankContents(contents.items(engine, frozen), own))
+            save.write(contents.items(engine, frozen), own)
             self._print(f"saved {save.finish(head, self._keep)}")
 
     def wait(self) -> None:
@@ -295,7 +299,9 @@ class Checkpoints:
             saved = contents.shapes(shared["buffers"])
             if engine.plan.policy.pipeline is not None:  # the checkpoint has those of all stages
                 saved = {name: shape for name, shape in saved.items() if name in here}
-            problems += compare.check_buffers(saved, here, contents.persistent(engine.module))
+            problems += compare.check_buffers(
+                saved, here, here.keys() - non_persistent_buffers(engine.module)
+            )
         for word, found in compare.check_meaning(manifest, table, shared, now).items():
             if ("schedule" if word == "schedule" else "optimizer") not in parts:
                 without |= {word}

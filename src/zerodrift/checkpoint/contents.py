@@ -22,7 +22,7 @@ from zerodrift.checkpoint.save import Head
 from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
 from zerodrift.dtypes import DType
 from zerodrift.engine.digest import MOMENTS, Digest
-from zerodrift.engine.shards import SegmentShard, Shards
+from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError
 from zerodrift.optim.schedules import SCHEDULES
 from zerodrift.versions import __version__
@@ -30,7 +30,6 @@ from zerodrift.versions import __version__
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
     from zerodrift.optim.updater import Counters
-    from zerodrift.plan.table import Row
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 FORM = "form"
@@ -50,21 +49,12 @@ class StageSummary:
 def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
     """Yield this rank's share of weights and moments, one segment at a time."""
     shards = Shards(engine)
-    saved = {row.name for row in _saved_rows(engine, frozen)}
+    saved = {row.name for row in engine.plan.rows if frozen or row.trained}
     for part in shards.weights():
         if part.name in saved:
             yield Item(weight_key(part.name), part.numel, part.start, part.values)
     for key, part in shards.moments():
         yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
-
-
-def copied(engine: Engine, frozen: bool = True) -> list[Item]:
-    """Copy the items to host memory, to be written while training goes on."""
-    return [Item(i.key, i.numel, i.start, i.values.to("cpu", copy=True)) for i in items(engine, frozen)]
-
-
-def _saved_rows(engine: Engine, frozen: bool) -> list[Row]:
-    return [row for row in engine.plan.rows if frozen or row.trained]
 
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
@@ -89,7 +79,8 @@ def head(
 ) -> Head:
     """Collect what rank 0 writes for all ranks; `alike` says that all gave the same client state."""
     counters = merged([stage.counters for stage in stages])
-    plan, updater, rows = engine.plan, engine.updater, _saved_rows(engine, frozen)
+    plan, updater = engine.plan, engine.updater
+    rows = [row for row in plan.rows if frozen or row.trained]
     manifest = Manifest(
         run=run,
         tag=tag,
@@ -191,33 +182,22 @@ def fill(
     if counters is not None and engine.updater is not None:
         engine.updater.set_counters(counters)
     for piece in Shards(engine).pieces():
-        values = piece.zeros()
         there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+        values = piece.zeros()
         if len(there) < len(piece.held):
             values.copy_(piece.weights())
-        wanted = [
-            Destination(weight_key(entry.name), span.start, values[span.place]) for span, entry in there
-        ]
-        reader.read(wanted)
+        spans = [(weight_key(entry.name), span) for span, entry in there]
+        reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
         piece.set_weights(values)
-        del values, wanted
-        if piece.updated and counters is not None:
-            _fill_moments(piece, reader, by_name)
-
-
-def _fill_moments(
-    piece: SegmentShard, reader: CheckpointReader, by_name: Mapping[str, SavedParameter]
-) -> None:
-    there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
-    for key in dict.fromkeys(key for _, entry in there for key in entry.moments):
-        values = piece.zeros()
-        wanted = [
-            Destination(moment_key(key, entry.name), span.start, values[span.place])
-            for span, entry in there
-            if key in entry.moments
-        ]
-        reader.read(wanted)
-        piece.set_moment(key, values)
+        del values
+        if not piece.updated or counters is None:
+            continue
+        for moment in dict.fromkeys(moment for _, entry in there for moment in entry.moments):
+            values = piece.zeros()
+            spans = [(moment_key(moment, e.name), span) for span, e in there if moment in e.moments]
+            reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
+            piece.set_moment(moment, values)
+            del values
 
 
 def require_saved(
@@ -246,13 +226,3 @@ def _form(engine: Engine) -> str:
 
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def persistent(model: torch.nn.Module) -> set[str]:
-    """Return the buffers that a state dict of the model holds."""
-    return {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zerodrift.checkpoint.atomic import NewFolder, sync_folder
 from zerodrift.checkpoint.lock import Lock
-from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest
+from zerodrift.checkpoint.manifest import MANIFEST, PARAMETERS, SHARED, Manifest, read_manifest, write_whole
 from zerodrift.checkpoint.paths import is_folder, kind_at, listed, read_file, short
 from zerodrift.errors import CheckpointError, did_you_mean
 
@@ -106,24 +106,22 @@ def has_deepspeed_files(folder: Path) -> bool:
 class CheckpointFolder:
     """The checkpoints below one path. Every change is made under the folder's lock."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], replaceable: Callable[[Path], bool] = lambda path: False
-    ) -> None:
-        """`replaceable` decides whether a save may replace a folder that is no checkpoint of ours."""
-        self.path = Path(path)
-        self._replaceable = replaceable
+    def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:
+        """Let a save replace a checkpoint of DeepSpeed if the folder is `shared`."""
+        self.path, self._shared = Path(path), shared
 
     def tags(self) -> list[str]:
         """List the checkpoints by their step, damaged ones first."""
-        folders = [path for path in self._children() if _has_manifest(path)]
-        heads = {path: _manifest(path) for path in folders}
-        folders.sort(key=lambda path: (-1 if (head := heads[path]) is None else head.step, path.name))
-        return [path.name for path in folders]
+        return [tag for _, tag, _ in self._heads()]
 
     def runs(self) -> dict[str, str]:
         """Return the run of each tag; `""` if its manifest is damaged."""
-        heads = {tag: _manifest(self.path / tag) for tag in self.tags()}
-        return {tag: "" if head is None else head.run for tag, head in heads.items()}
+        return {tag: run for _, tag, run in self._heads()}
+
+    def _heads(self) -> list[tuple[int, str, str]]:
+        """List step, tag and run of the checkpoints, in order; -1 and `""` if a manifest is damaged."""
+        found = [(path.name, _manifest(path)) for path in self._children() if _has_manifest(path)]
+        return sorted((-1, tag, "") if head is None else (head.step, tag, head.run) for tag, head in found)
 
     def unfinished(self) -> list[Path]:
         """List saves that are under way or were cut short."""
@@ -180,7 +178,7 @@ class CheckpointFolder:
 
     def clean(self) -> list[str]:
         """Remove the rests of dead saves, and restore a replaced checkpoint whose successor never came.
-        Returns the names that were removed."""
+        Return the names that were removed."""
         gone = []
         for path in self._children("."):
             match = _HIDDEN.fullmatch(path.name)
@@ -219,7 +217,8 @@ class CheckpointFolder:
         if not os.path.lexists(home):
             return
         got = "a link" if home.is_symlink() else "" if home.is_dir() else "a file"
-        if not got and not _is_checkpoint(home) and not self._replaceable(home) and any(home.iterdir()):
+        is_known = not got and (_is_checkpoint(home) or (self._shared and is_deepspeed(home)))
+        if not got and not is_known and any(home.iterdir()):
             got = "a folder that holds something else"
         if got:
             must = "must be a checkpoint, to be replaced by one, or not be there"
@@ -228,27 +227,20 @@ class CheckpointFolder:
     def publish(self, new: NewFolder, latest: bool = True) -> Path:
         """Rename what was written to its tag and, with `latest`, make it the newest."""
         self.require_free(new.home.name)
-        draft = self.path / f"{_WRITING}{LATEST}"
+        path, draft = self.path / LATEST, self.path / f"{_WRITING}{LATEST}"
+        if latest and kind_at(path) == "folder":
+            must = "must be a file, or not be there"
+            raise CheckpointError(short(path), must, got="a folder", do="Move it away.")
         try:
             if latest:
-                self._write_latest(draft, new.home.name)  # first, as it needs room on the disk
+                write_whole(draft, latest_text(new.home.name))  # first, as it needs room on the disk
             new.publish()
             if latest:
-                draft.replace(self.path / LATEST)
+                draft.replace(path)
                 sync_folder(self.path)
         finally:
             draft.unlink(missing_ok=True)
         return new.home
-
-    def _write_latest(self, draft: Path, tag: str) -> None:
-        path = self.path / LATEST
-        if kind_at(path) == "folder":
-            must = "must be a file, or not be there"
-            raise CheckpointError(short(path), must, got="a folder", do="Move it away.")
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(latest_text(tag))
-            stream.flush()
-            os.fsync(stream.fileno())
 
     def prune(self, keep: int) -> list[str]:
         """Remove all but the newest `keep` checkpoints with an automatic tag. The newest of all stays, and so

@@ -41,14 +41,6 @@ class Head:
     shared: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RankContents:
-    """The tensors and the state that one rank writes."""
-
-    items: Iterable[Item]
-    own: bytes
-
-
 def everywhere(comm: Collectives, work: Callable[[], T]) -> T:
     """Do local work on every rank; if it fails on one, all ranks raise the same CheckpointError."""
     done: list[T] = []
@@ -77,10 +69,10 @@ def require_own(folder: CheckpointFolder, runs: Mapping[str, str], run: str) -> 
         raise CheckpointError(folder.path, "must hold checkpoints of this run alone", got=got, do=do)
 
 
-def write_rank_files(path: Path, rank: int, contents: RankContents) -> tuple[list[Chunk], Sums]:
-    """Write the files of one rank, and return their chunks and checksums."""
-    file, chunks = write_items(path / manifests.tensors_file(rank), contents.items)
-    state = manifests.write_whole(path / manifests.state_file(rank), contents.own)
+def write_rank_files(path: Path, rank: int, items: Iterable[Item], own: bytes) -> tuple[list[Chunk], Sums]:
+    """Write the tensors and the state of one rank, and return their chunks and checksums."""
+    file, chunks = write_items(path / manifests.tensors_file(rank), items)
+    state = manifests.write_whole(path / manifests.state_file(rank), own)
     description = Description(save_of(path), rank, file, state, tuple(chunks))
     return chunks, manifests.write_description(path, description)
 
@@ -116,25 +108,23 @@ class Save:
         self._error: ZerodriftError | None = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        path: Path | ZerodriftError | None = None
 
         def check() -> None:
             if run is not None:
                 require_own(folder, folder.runs(), run)
 
-        if self._rank == 0:
-            try:
-                self._new = folder.begin(tag, check)
-                path = self._new.path
-            except Exception as error:
-                path = _refused(error, folder.path)
-        self._path = _from_rank_0(comm, path)
+        def begin() -> Path:
+            self._new = folder.begin(tag, check)
+            return self._new.path
 
-    def write(self, contents: RankContents) -> None:
-        """Write this rank's files. An error is kept for `finish`."""
+        self._path = self._on_rank_0(begin)
+
+    def write(self, items: Iterable[Item], own: bytes) -> None:
+        """Write this rank's tensors and state. An error is kept for `finish`."""
         try:
-            stoppable = replace(contents, items=self._until_stopped(contents.items))
-            self._chunks, self._sums = write_rank_files(self._path, self._rank, stoppable)
+            self._chunks, self._sums = write_rank_files(
+                self._path, self._rank, self._until_stopped(items), own
+            )
         except Exception as error:
             self._error = _refused(error, self._folder.path)
 
@@ -144,14 +134,14 @@ class Save:
                 raise CheckpointError(self._path, "must be written to its end", got="a run that ended")
             yield item
 
-    def start(self, copy: Callable[[], RankContents]) -> None:
-        """Copy the contents, and write them in a thread beside training."""
+    def start(self, copy: Callable[[], Iterable[Item]], own: bytes) -> None:
+        """Copy the tensors, and write them in a thread beside training."""
         try:
-            contents = copy()
+            arguments = (copy(), own)
         except Exception as error:
             self._error = _refused(error, self._folder.path)
             return
-        self._thread = threading.Thread(target=self.write, args=(contents,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self.write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
@@ -172,20 +162,33 @@ class Save:
                 if len(errors) <= FEW:
                     chunks = list(chain.from_iterable(comm.gather_object(self._chunks)))
                 sums = over_ranks(comm, self._sums)
-            path: Path | ZerodriftError | None = None
-            if self._rank == 0:
+
+            def publish() -> Path:
                 try:
                     path = self._publish(errors, chunks, sums, head)
                     if keep:
                         self._folder.prune(keep)
-                except Exception as error:
-                    path = _refused(error, self._folder.path)
+                    return path
                 finally:
                     self._drop()
-            return _from_rank_0(comm, path)
+
+            return self._on_rank_0(publish)
         except RankError:
             self.abandon()
             raise
+
+    def _on_rank_0(self, work: Callable[[], Path]) -> Path:
+        """Collective: return the path that rank 0 makes, or raise its error on all ranks."""
+        made: Path | ZerodriftError | None = None
+        if self._rank == 0:
+            try:
+                made = work()
+            except Exception as error:
+                made = _refused(error, self._folder.path)
+        sent: Any = self._comm.broadcast_object(made, 0)
+        if isinstance(sent, ZerodriftError):
+            raise CheckpointError.joined([sent])
+        return Path(sent)
 
     def _publish(
         self, errors: Sequence[ZerodriftError | None], chunks: list[Chunk], sums: Sums, head: Head | None
@@ -215,14 +218,6 @@ class Save:
         if self._new is not None:
             self._new.remove()
             self._new = None
-
-
-def _from_rank_0(comm: Collectives, path: Path | ZerodriftError | None) -> Path:
-    """Return rank 0's path on all ranks, or raise its error."""
-    sent: Any = comm.broadcast_object(path, 0)
-    if isinstance(sent, ZerodriftError):
-        raise CheckpointError.joined([sent])
-    return Path(sent)
 
 
 def _refused(error: Exception, where: Path) -> ZerodriftError:

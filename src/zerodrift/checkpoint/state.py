@@ -245,12 +245,7 @@ def put_modules(model: nn.Module, states: Mapping[str, Any]) -> None:
 # --- buffers ----------------------------------------------------------------------------------------------
 
 
-def buffer_digests(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each buffer, to find those that differ between ranks."""
-    return {name: _digest(buffer) for name, buffer in model.named_buffers()}
-
-
-def _digest(tensor: torch.Tensor) -> str:
+def bits_digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ""
 
@@ -269,7 +264,7 @@ def fingerprint(state: Any) -> str:
     def take(value: Any) -> None:
         digest.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(f"{value.dtype} {tuple(value.shape)} {_digest(value)}".encode())
+            digest.update(f"{value.dtype} {tuple(value.shape)} {bits_digest(value)}".encode())
         elif isinstance(value, dict):
             for pair in value.items():
                 take(pair[0])

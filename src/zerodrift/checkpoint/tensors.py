@@ -20,7 +20,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
@@ -64,6 +64,10 @@ class Item:
     numel: int
     start: int
     values: torch.Tensor
+
+    def copied(self) -> Item:
+        """Copy the values to host memory, to be written while training goes on."""
+        return replace(self, values=self.values.to("cpu", copy=True))
 
 
 def write_items(path: Path, items: Iterable[Item]) -> tuple[File, list[Chunk]]:

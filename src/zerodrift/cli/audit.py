@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.cli.plan import is_job, write_page
+from zerodrift.cli.plan import is_job, require_model, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,20 @@ def audit(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure what every dtype of a model costs, and which pins pay for themselves."""
+    """Measure what every dtype of a model costs in log-probabilities, and which pins buy it back.
+
+    Every cell is estimated in three passes; what is worth most is replayed, one cell at a time; pins are
+    taken while they fit the budget, each set is run, and the rules to paste are printed. What is not as it
+    should be is told first. Under torchrun every rank takes its share.
+
+    \b
+    Examples:
+      zerodrift audit job.yaml
+      zerodrift audit config.yaml --model path/to/model --data ids.npy \\
+        --html audit.html
+      zerodrift audit config.yaml --model package.module:function \\
+        --budget 0.5% --of wire
+    """
     with streams.errors(debug):
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
@@ -48,7 +61,7 @@ def audit(
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:
-                subject = load_subject(source, _require_model(model), weights, tokens, batches, set_ or [])
+                subject = load_subject(source, require_model(model), weights, tokens, batches, set_ or [])
             found = audit_subject(*subject, share, cast(Any, of), confirm, report)
         if rank:
             return
@@ -85,12 +98,6 @@ def _progress(rank: int) -> AbstractContextManager[Progress]:
     return streams.count_progress()
 
 
-def _require_model(model: str | None) -> str:
-    if model is None:
-        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
-    return model
-
-
 def _load_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
@@ -104,5 +111,4 @@ def _load_job(
             got="one of them",
             do="Override the job's: `--set model.source=...`.",
         )
-    made = job_to_audit(*read_job(source, overrides), count)
-    return made.plan, made.subject, made.batches
+    return job_to_audit(*read_job(source, overrides), count)

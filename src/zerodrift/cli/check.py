@@ -33,7 +33,21 @@ def check(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Run a training command, and show which dtypes every parameter has in it."""
+    """Run a training command, and show which dtypes every parameter has in it.
+
+    The command runs as it stands, on whatever library it uses, with an observer in each of its Python
+    processes. It ends after the steps that are watched, unless --keep-going is given. What --expect names
+    is held against what was seen. Exit code 2: nothing could be seen; 3: not as expected.
+
+    \b
+    Examples:
+      zerodrift check -- torchrun --nproc-per-node 2 train.py
+      zerodrift check --expect ds.json -- deepspeed train.py --deepspeed ds.json
+      zerodrift check --save precision.json -- accelerate launch train.py
+      zerodrift check --expect precision.json -- accelerate launch train.py
+
+    From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
+    """
     with streams.errors(debug):
         from zerodrift.inspect.check.compare import unexpected
         from zerodrift.inspect.check.findings import run_findings
@@ -134,7 +148,14 @@ def _notes(seen: RunRecord, steps: int) -> list[str]:
 
 
 def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> None:
-    """Compare two tables that `check --save` wrote."""
+    """Compare two tables that `check --save` wrote, parameter by parameter and column by column.
+
+    Exit code 3: they differ.
+
+    \b
+    Example:
+      zerodrift diff before.json after.json
+    """
     with streams.errors(debug):
         from zerodrift.inspect.check.table import differences, read
 
@@ -161,7 +182,22 @@ def drift(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compare a trainer with a sampler, and show which difference their drift comes from."""
+    """Compare a trainer with a sampler, and show which difference their drift comes from.
+
+    The trainer's model is run on the tokens with each cell of the other side in turn: with its tensors, its
+    dtypes, and all of them but one. Tensors that are not the bits that were trained are named first.
+    Without a table, the other side computes as the trainer does. Exit code 0: within the bar; 2: nothing to
+    compare; 3: above it, or a tensor is not what was trained.
+
+    \b
+    Examples:
+      zerodrift drift config.yaml --model path/to/model \\
+        --weights runs/a --sent exported --tokens ids.npy
+      zerodrift drift config.yaml --model path/to/model \\
+        --sampler vllm.yaml --tokens ids.jsonl
+      zerodrift drift precision.json --model path/to/model \\
+        --recorded server.jsonl --tokens server.jsonl
+    """
     with streams.errors(debug):
         from zerodrift.inspect.audit.tokens import read_ids, read_recorded
         from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides

@@ -19,7 +19,16 @@ def inspect(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete."""
+    """Show what is in a checkpoint: step, plan, tensors, sizes, and whether it is complete.
+
+    Exits with code 2 if it is not complete.
+
+    \b
+    Examples:
+      zerodrift inspect runs/a
+      zerodrift inspect runs/a/checkpoints/step-00000200 --verify
+      zerodrift inspect runs/a/export
+    """
     with streams.errors(debug):
         from zerodrift.checkpoint.inspect import inspect as read
         from zerodrift.checkpoint.inspect import inspection_json, inspection_text
@@ -49,7 +58,22 @@ def convert(
     merge: options.Merge = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert weights, together with masters, moments and counters where both formats have them."""
+    """Convert weights, together with masters, moments and counters where both formats have them.
+
+    The kind of SOURCE is detected and printed. One process converts a few megabytes at a time. With --model,
+    safetensors files get the names, layout and config that transformers loads; without it they keep the
+    module's own names.
+
+    --merge makes one model of trained adapters and their base, in the base's dtype or in --dtype.
+
+    \b
+    Examples:
+      zerodrift convert runs/a merged --merge         (a run with `model.lora`)
+      zerodrift convert runs/a exported --model path/to/model --dtype bf16
+      zerodrift convert ds_run converted              (to continue training)
+      zerodrift convert ds_run exported --to safetensors --model path/to/model
+      zerodrift convert path/to/model start --to checkpoint
+    """
     with streams.errors(debug):
         if to not in (None, "safetensors", "checkpoint"):
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))

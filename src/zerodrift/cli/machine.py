@@ -26,7 +26,13 @@ def examples(
     folder: options.ExamplesFolder = Path("examples"),
     debug: options.Debug = False,
 ) -> None:
-    """List the examples, or copy them to a folder of your own."""
+    """List the examples with what each of them shows, or copy them to a folder of your own.
+
+    \b
+    Examples:
+      zerodrift examples
+      zerodrift examples --copy
+    """
     with streams.errors(debug):
         if not EXAMPLES.is_dir():
             must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
@@ -35,7 +41,15 @@ def examples(
 
 
 def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
-    """Show what this machine has to train with, what is slow on it, and why."""
+    """Show what this machine has to train with: versions and whether they are tested, devices, carriers
+    between ranks, the compiler; what is slow here, and why. A product of small matrices is timed; nothing
+    is changed.
+
+    \b
+    Examples:
+      zerodrift doctor
+      zerodrift doctor --json
+    """
     with streams.errors(debug):
         from zerodrift.train.tools.doctor import doctor_text, examine
 

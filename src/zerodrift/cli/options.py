@@ -3,379 +3,281 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+
+def _option(name: str, metavar: str, help: str, **limits: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=help, **limits)
+
+
+def _flag(name: str, help: str) -> Any:
+    return typer.Option(name, help=help)
+
+
+def _argument(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, **more)
+
+
 # --- of every verb ------------------------------------------------------------------------------------
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, _flag("--json", "Print JSON.")]
+Debug = Annotated[bool, _flag("--debug", "Show the traceback of an error.")]
 
 # --- plan, explain, support ---------------------------------------------------------------------------
 
-Config = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="Config file in YAML or JSON, ours or DeepSpeed's; or a job.")
-]
-_MODEL = typer.Option(
-    "--model",
-    metavar="X",
-    help="A folder or file with a transformers config or safetensors, or package.module:function.",
+Config = Annotated[str, _argument("CONFIG", "Config file in YAML or JSON, ours or DeepSpeed's; or a job.")]
+_MODEL = _option(
+    "--model", "X", "A folder or file with a transformers config or safetensors, or package.module:function."
 )
 Model = Annotated[str | None, _MODEL]
 ModelOfTrainer = Annotated[str, _MODEL]
 WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size", metavar="N", min=1, help="Ranks to plan for. Default: 1, or a job's `nproc`."
-    ),
+    int | None, _option("--world-size", "N", "Ranks to plan for. Default: 1, or a job's `nproc`.", min=1)
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a config key, as in zero_optimization.stage=2. Repeatable.",
-    ),
+    _option("--set", "KEY=VALUE", "Override a config key, as in zero_optimization.stage=2. Repeatable."),
 ]
 Auto = Annotated[
     list[str] | None,
-    typer.Option(
-        "--auto",
-        metavar="KEY=NUMBER[,NUMBER]",
-        help='The number for a key that the config sets to "auto". Repeatable.',
+    _option(
+        "--auto", "KEY=NUMBER[,NUMBER]", 'The number for a key that the config sets to "auto". Repeatable.'
     ),
 ]
 MicroBatches = Annotated[
-    int | None, typer.Option(metavar="M", min=1, help="Micro-batches per step to assume for the cost.")
+    int | None, _option("--micro-batches", "M", "Micro-batches per step to assume for the cost.", min=1)
 ]
 Rows = Annotated[
-    str | None,
-    typer.Option(metavar="PATTERN", help="List only the parameters that match this glob, one by one."),
+    str | None, _option("--rows", "PATTERN", "List only the parameters that match this glob, one by one.")
 ]
 Html = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also write the plan as a single self-contained HTML page."),
+    Path | None, _option("--html", "FILE", "Also write the plan as a single self-contained HTML page.")
 ]
 Trace = Annotated[
-    bool,
-    typer.Option("--trace", help="Show what every operation of a step would compute in, module by module."),
+    bool, _flag("--trace", "Show what every operation of a step would compute in, module by module.")
 ]
 Inputs = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--inputs",
-        metavar="FUNCTION",
-        help="For --trace and --simulate: package.module:function that returns the model's arguments.",
+        "FUNCTION",
+        "For --trace and --simulate: package.module:function that returns the model's arguments.",
     ),
 ]
 Simulate = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--simulate",
-        metavar="CLUSTER",
-        help="Show what a step would take on machines that a file describes; h100, h200 and a100 are there.",
+        "CLUSTER",
+        "Show what a step would take on machines that a file describes; h100, h200 and a100 are there.",
     ),
 ]
 Sweep = Annotated[
-    bool,
-    typer.Option("--sweep", help="With --simulate: rank stages, wires, orders, replicas and recomputation."),
+    bool, _flag("--sweep", "With --simulate: rank stages, wires, orders, replicas and recomputation.")
 ]
 TokensOfSample = Annotated[
     int | None,
-    typer.Option(
-        "--tokens",
-        metavar="N",
-        min=2,
-        max=1 << 24,
-        help="With --simulate: tokens of a sample. Default: a job's `block`.",
+    _option(
+        "--tokens", "N", "With --simulate: tokens of a sample. Default: a job's `block`.", min=2, max=1 << 24
     ),
 ]
 Recompute = Annotated[
     bool,
-    typer.Option(
-        "--recompute", help="With --simulate: blocks compute activations again. A job says it itself."
-    ),
+    _flag("--recompute", "With --simulate: blocks compute activations again. A job says it itself."),
 ]
-Parameter = Annotated[str, typer.Argument(metavar="PARAM", help="The full name of a parameter.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as a Markdown page.")]
+Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
+Markdown = Annotated[bool, _flag("--markdown", "Print the table as a Markdown page.")]
 
 # --- check, run and diff -------------------------------------------------------------------------------
 
-Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="The command that trains, as it would be run.")
-]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to watch.")]
+Command = Annotated[list[str], _argument("-- COMMAND...", "The command that trains, as it would be run.")]
+Steps = Annotated[int, _option("--steps", "N", "Optimizer steps to watch.", min=1)]
 Expect = Annotated[
     Path | None,
-    typer.Option(
+    _option(
         "--expect",
-        metavar="FILE",
-        help="A saved table, a plan, or a config, also DeepSpeed's: exit code 3 where the run differs.",
+        "FILE",
+        "A saved table, a plan, or a config, also DeepSpeed's: exit code 3 where the run differs.",
     ),
 ]
-SaveTable = Annotated[
-    Path | None, typer.Option("--save", metavar="FILE", help="Write what was seen, for --expect and diff.")
-]
+SaveTable = Annotated[Path | None, _option("--save", "FILE", "Write what was seen, for --expect and diff.")]
 HtmlTable = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Also write what was seen as a single HTML page."),
+    Path | None, _option("--html", "FILE", "Also write what was seen as a single HTML page.")
 ]
 KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="Let the command run to its end, and see the files it writes.")
+    bool, _flag("--keep-going", "Let the command run to its end, and see the files it writes.")
 ]
 StandInFor = Annotated[
-    str,
-    typer.Option("--as", metavar="NAME", help="What zerodrift stands in for: deepspeed, and no other yet."),
+    str, _option("--as", "NAME", "What zerodrift stands in for: deepspeed, and no other yet.")
 ]
 PinnedPatterns = Annotated[
     list[str] | None,
-    typer.Option(
+    _option(
         "--pin",
-        metavar="PATTERN",
-        help="Keep parameters in fp32 whose names match this glob, as in '*.router.*'. Repeatable.",
+        "PATTERN",
+        "Keep parameters in fp32 whose names match this glob, as in '*.router.*'. Repeatable.",
     ),
 ]
 AddedKeys = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Add a key to every config, as in precision.reduce=fp32. Repeatable.",
-    ),
+    _option("--set", "KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable."),
 ]
-AddedFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="Add the keys of a file to every config.")
-]
+AddedFile = Annotated[Path | None, _option("--config", "FILE", "Add the keys of a file to every config.")]
 Timeout = Annotated[
     float | None,
-    typer.Option(
+    _option(
         "--timeout",
-        metavar="SECONDS",
+        "SECONDS",
+        "End the command where its steps take longer; without a limit by default.",
         min=0,
-        help="End the command where its steps take longer; without a limit by default.",
     ),
 ]
-TableA = Annotated[Path, typer.Argument(metavar="A", help="A table that `check --save` wrote.")]
-TableB = Annotated[Path, typer.Argument(metavar="B", help="Another one.")]
+TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
+TableB = Annotated[Path, _argument("B", "Another one.")]
 
 # --- audit --------------------------------------------------------------------------------------------
 
-JobOrConfig = Annotated[
-    str, typer.Argument(metavar="JOB_OR_CONFIG", help="A job file, or a config with --model.")
-]
+JobOrConfig = Annotated[str, _argument("JOB_OR_CONFIG", "A job file, or a config with --model.")]
 ModelOfConfig = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        metavar="X",
-        help="With a config: a transformers folder or config, or package.module:function.",
-    ),
+    _option("--model", "X", "With a config: a transformers folder or config, or package.module:function."),
 ]
 WeightsOfModel = Annotated[
-    Path | None,
-    typer.Option(
-        "--weights", metavar="PATH", help="Safetensors of the model. Default: those in --model's folder."
-    ),
+    Path | None, _option("--weights", "PATH", "Safetensors of the model. Default: those in --model's folder.")
 ]
 TokensOfAudit = Annotated[
     Path | None,
-    typer.Option(
-        "--data",
-        metavar="FILE",
-        help="Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random.",
+    _option(
+        "--data", "FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random."
     ),
 ]
-Batches = Annotated[int, typer.Option("--batches", metavar="N", min=1, help="Micro-batches on each rank.")]
-Budget = Annotated[
-    str, typer.Option("--budget", metavar="SHARE", help="More bytes that pins may cost: 1% or 0.01.")
-]
-BudgetOf = Annotated[
-    str, typer.Option("--of", metavar="BYTES", help="Which bytes: at rest, at peak or on the wire.")
-]
-Confirm = Annotated[
-    int, typer.Option("--confirm", metavar="K", min=0, help="Cells of the shortlist that are replayed.")
-]
+Batches = Annotated[int, _option("--batches", "N", "Micro-batches on each rank.", min=1)]
+Budget = Annotated[str, _option("--budget", "SHARE", "More bytes that pins may cost: 1% or 0.01.")]
+BudgetOf = Annotated[str, _option("--of", "BYTES", "Which bytes: at rest, at peak or on the wire.")]
+Confirm = Annotated[int, _option("--confirm", "K", "Cells of the shortlist that are replayed.", min=0)]
 HtmlAudit = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Also write the audit as a single self-contained HTML page."),
+    Path | None, _option("--html", "FILE", "Also write the audit as a single self-contained HTML page.")
 ]
 
 # --- drift --------------------------------------------------------------------------------------------
 
 TrainerConfig = Annotated[
     str,
-    typer.Argument(
-        metavar="CONFIG",
-        help="The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
+    _argument(
+        "CONFIG",
+        "The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
     ),
 ]
 TokenFile = Annotated[
-    Path,
-    typer.Option("--tokens", metavar="FILE", help="Token ids: .npy, .pt, .safetensors, .json or .jsonl."),
+    Path, _option("--tokens", "FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl.")
 ]
 TrainedWeights = Annotated[
     Path | None,
-    typer.Option(
-        "--weights",
-        metavar="PATH",
-        help="A checkpoint, ours or DeepSpeed's, or safetensors. Default: those of --model.",
+    _option(
+        "--weights", "PATH", "A checkpoint, ours or DeepSpeed's, or safetensors. Default: those of --model."
     ),
 ]
 SentFolder = Annotated[
-    Path | None,
-    typer.Option("--sent", metavar="FOLDER", help="The safetensors that the trainer wrote for the sampler."),
+    Path | None, _option("--sent", "FOLDER", "The safetensors that the trainer wrote for the sampler.")
 ]
 LoadedFolder = Annotated[
-    Path | None,
-    typer.Option("--loaded", metavar="FOLDER", help="The tensors that the sampler holds, as safetensors."),
+    Path | None, _option("--loaded", "FOLDER", "The tensors that the sampler holds, as safetensors.")
 ]
 SamplerTable = Annotated[
     Path | None,
-    typer.Option(
-        "--sampler",
-        metavar="FILE",
-        help="The sampler's dtypes in YAML or JSON; docs/drift.md lists its keys.",
-    ),
+    _option("--sampler", "FILE", "The sampler's dtypes in YAML or JSON; docs/drift.md lists its keys."),
 ]
 RecordedFile = Annotated[
     Path | None,
-    typer.Option(
-        "--recorded",
-        metavar="FILE",
-        help="Log-probabilities of the tokens that the sampler gave: .json, .jsonl.",
-    ),
+    _option("--recorded", "FILE", "Log-probabilities of the tokens that the sampler gave: .json, .jsonl."),
 ]
 Bar = Annotated[
-    float,
-    typer.Option(
-        "--bar", metavar="D", min=0.0, help="The mean |difference| of log-probabilities that is let pass."
-    ),
+    float, _option("--bar", "D", "The mean |difference| of log-probabilities that is let pass.", min=0.0)
 ]
 
 # --- inspect and convert ------------------------------------------------------------------------------
 
-Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of checkpoints.")
-]
-Verify = Annotated[
-    bool, typer.Option("--verify", help="Check every file against its checksum, not only its size.")
-]
-Source = Annotated[
-    Path, typer.Argument(metavar="SOURCE", help="A checkpoint, ours or DeepSpeed's, or safetensors files.")
-]
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")]
+Checkpoint = Annotated[Path, _argument("CHECKPOINT", "A checkpoint, or a folder of checkpoints.")]
+Verify = Annotated[bool, _flag("--verify", "Check every file against its checksum, not only its size.")]
+Source = Annotated[Path, _argument("SOURCE", "A checkpoint, ours or DeepSpeed's, or safetensors files.")]
+Target = Annotated[Path, _argument("TARGET", "The folder to write.")]
 To = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--to",
-        metavar="KIND",
-        help="safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint.",
+        "KIND",
+        "safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint.",
     ),
 ]
 WeightsModel = Annotated[
-    str | None,
-    typer.Option("--model", metavar="X", help="Folder or file with the transformers config of the weights."),
+    str | None, _option("--model", "X", "Folder or file with the transformers config of the weights.")
 ]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="D", help="Dtype of the safetensors: fp32, bf16 or fp16.")
-]
-MaxShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="Maximum size of one safetensors file.")
-]
-Tag = Annotated[
-    str, typer.Option("--tag", metavar="TAG", help="The checkpoint to read. Default: the latest.")
-]
+Dtype = Annotated[str | None, _option("--dtype", "D", "Dtype of the safetensors: fp32, bf16 or fp16.")]
+MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one safetensors file.")]
+Tag = Annotated[str, _option("--tag", "TAG", "The checkpoint to read. Default: the latest.")]
 Moments = Annotated[
     str,
-    typer.Option(
-        "--optimizer",
-        metavar="KIND",
-        help="The optimizer that DeepSpeed's moments belong to, if it is not AdamW.",
-    ),
+    _option("--optimizer", "KIND", "The optimizer that DeepSpeed's moments belong to, if it is not AdamW."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")]
+Overwrite = Annotated[bool, _flag("--overwrite", "Replace TARGET if it exists.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Unpickle DeepSpeed files that run code. Only for files of your own.")
+    bool, _flag("--trust", "Unpickle DeepSpeed files that run code. Only for files of your own.")
 ]
 Merge = Annotated[
     bool,
-    typer.Option(
+    _option(
         "--merge",
-        help="Merge the adapters at SOURCE into their base, which --model names where it has moved.",
+        None,
+        "Merge the adapters at SOURCE into their base, which --model names where it has moved.",
     ),
 ]
 
 # --- train and sample ---------------------------------------------------------------------------------
 
-Job = Annotated[
-    str, typer.Argument(metavar="JOB", help="Job file in YAML or JSON; docs/job.md lists its keys.")
-]
+Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
 SetInJob = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the job, as in run.steps=100. Repeatable."
-    ),
+    _option("--set", "KEY=VALUE", "Override a key of the job, as in run.steps=100. Repeatable."),
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option(
-        "--nproc",
-        metavar="N",
-        min=1,
-        help="Processes to start on this machine. Default: one per GPU, or one.",
-    ),
+    _option("--nproc", "N", "Processes to start on this machine. Default: one per GPU, or one.", min=1),
 ]
-WholePlan = Annotated[
-    bool, typer.Option("--plan", help="Print every parameter's dtypes before the first step, and why.")
-]
+WholePlan = Annotated[bool, _flag("--plan", "Print every parameter's dtypes before the first step, and why.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the job, read its data, show its plan, and start nothing.")
+    bool, _flag("--dry-run", "Check the job, read its data, show its plan, and start nothing.")
 ]
 FirstStep = Annotated[
     int | None,
-    typer.Option(
+    _option(
         "--from",
-        metavar="STEP",
+        "STEP",
+        "Begin with the newest checkpoint up to this step; 0 begins anew. Default: the oldest one.",
         min=0,
-        help="Begin with the newest checkpoint up to this step; 0 begins anew. Default: the oldest one.",
     ),
 ]
 LastStep = Annotated[
-    int | None,
-    typer.Option("--to", metavar="STEP", min=1, help="The last step. Default: the last one with a digest."),
+    int | None, _option("--to", "STEP", "The last step. Default: the last one with a digest.", min=1)
 ]
 ReplayNproc = Annotated[
     int | None,
-    typer.Option(
-        "--nproc",
-        metavar="N",
-        min=1,
-        help="Processes to start on this machine. Default: as many as the run had.",
-    ),
+    _option("--nproc", "N", "Processes to start on this machine. Default: as many as the run had.", min=1),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")]
-Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="The most tokens to generate.")]
+Run = Annotated[Path, _argument("RUN", "The folder of a run.")]
+Prompt = Annotated[str, _option("--prompt", "TEXT", "The text to continue.")]
+Tokens = Annotated[int, _option("--tokens", "N", "The most tokens to generate.", min=1)]
 Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        min=0.0,
-        help="Sampling temperature; 0 always takes the likeliest token.",
-    ),
+    float, _option("--temperature", "T", "Sampling temperature; 0 always takes the likeliest token.", min=0.0)
 ]
-Top = Annotated[
-    int,
-    typer.Option("--top", metavar="K", min=0, help="Sample from the K likeliest tokens; 0 means from all."),
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, max=2**63 - 1, help="Seed for sampling.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Treat the prompt as the user's turn in a conversation.")]
+Top = Annotated[int, _option("--top", "K", "Sample from the K likeliest tokens; 0 means from all.", min=0)]
+Seed = Annotated[int, _option("--seed", "S", "Seed for sampling.", min=0, max=2**63 - 1)]
+Chat = Annotated[bool, _flag("--chat", "Treat the prompt as the user's turn in a conversation.")]
 
 # --- examples -----------------------------------------------------------------------------------------
 
-CopyExamples = Annotated[bool, typer.Option("--copy", help="Copy the examples into FOLDER.")]
+CopyExamples = Annotated[bool, _flag("--copy", "Copy the examples into FOLDER.")]
 ExamplesFolder = Annotated[
-    Path, typer.Argument(metavar="[FOLDER]", help="Where to copy to. Default: examples.", show_default=False)
+    Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)
 ]

@@ -6,6 +6,7 @@ Invariant: no weights are read, and no process group or device is used.
 from __future__ import annotations
 
 import errno
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,32 +44,60 @@ def plan(
     recompute: options.Recompute = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show every dtype of every parameter, why it is so, and what a step costs."""
+    """Show every dtype of every parameter, why it is so, and what a step costs.
+
+    Nothing is started and no weights are read, so a laptop can plan for thousands of ranks.
+
+    \b
+    Examples:
+      zerodrift plan ds_config.json --model path/to/model --world-size 64
+      zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
+      zerodrift plan config.yaml --model path/to/model --html plan.html
+      zerodrift plan config.yaml --model path/to/model --trace
+      zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16
+      zerodrift plan config.yaml --model path/to/model --world-size 64 \\
+        --simulate h100 --tokens 4096
+      zerodrift plan job.yaml --world-size 8
+
+    --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
+
+    --trace runs one forward and backward without weights, in seconds, and prints the dtypes of every
+    operation in place of the plan. Values that are widened and rounded again, pins that the model's code
+    casts and operations that torch would refuse come first. They do not change the exit code. A model of
+    transformers is called with what its class takes; for any other, --inputs names a function that returns
+    a dict of arguments, a tuple or a tensor, unless its forward takes input_ids.
+
+    --simulate prints what a step would take on the machines of a YAML file, in the order of the engine: time,
+    what nothing hides, memory. --sweep ranks stages, wires, orders, replicas and recomputation.
+    """
     with streams.errors(debug):
-        if trace and rows is not None:
-            raise typer.BadParameter("give --trace or --rows, not both")
-        if inputs is not None and not trace and simulate is None:
-            raise typer.BadParameter("--inputs is for --trace and --simulate")
-        if simulate is None and (sweep or recompute or tokens is not None):
-            raise typer.BadParameter("--sweep, --tokens and --recompute are for --simulate")
-        if simulate is not None:
-            if trace or rows is not None or html is not None or micro_batches is not None:
-                raise typer.BadParameter(
-                    "give --simulate without --trace, --rows, --html and --micro-batches; "
-                    "`--set gradient_accumulation_steps=M` sets micro-batches"
-                )
-            if inputs is not None and tokens is not None:
-                raise typer.BadParameter("give --inputs or --tokens, not both")
-            with streams.progress(f"simulating {model or config}"):
-                step = _step_source(config, model, world_size, set_ or (), auto)
-                text = _simulation_text(step, simulate, sweep, tokens, recompute, inputs, json)
-            streams.emit(text)
-            return
-        with streams.progress(f"planning {model or config}"):
-            planned, source = _plan_of(config, model, world_size, set_, auto)
-            traced = _trace_text(planned, source, inputs, json) if trace else ""
-            text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
-            text = traced or text
+        simulated = simulate is not None
+        others = trace or rows is not None or html is not None or micro_batches is not None
+        for is_wrong, must in (
+            (trace and rows is not None, "give --trace or --rows, not both"),
+            (inputs and not trace and not simulated, "--inputs is for --trace and --simulate"),
+            (
+                not simulated and (sweep or recompute or tokens is not None),
+                "--sweep, --tokens and --recompute are for --simulate",
+            ),
+            (
+                simulated and others,
+                "give --simulate without --trace, --rows, --html and --micro-batches; "
+                "`--set gradient_accumulation_steps=M` sets micro-batches",
+            ),
+            (simulated and inputs and tokens is not None, "give --inputs or --tokens, not both"),
+        ):
+            if is_wrong:
+                raise typer.BadParameter(must)
+        with streams.progress(f"{'simulating' if simulated else 'planning'} {model or config}"):
+            source = _plan_source(config, model, world_size, set_ or (), auto or ())
+            if simulate is not None:
+                text = _simulation_text(source, simulate, sweep, tokens, recompute, inputs, json)
+            else:
+                planned = source.plans(())
+                traced = _trace_text(planned, source.model, inputs, json) if trace else ""
+                text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
+                text = traced or text
         streams.emit(text)
 
 
@@ -82,13 +111,19 @@ def explain(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one parameter: its dtypes, what set each of them, and which rank owns which part."""
+    """Show one parameter: its dtypes, what set each of them, and which rank owns which part.
+
+    \b
+    Example:
+      zerodrift explain config.yaml --model path/to/model \\
+        model.layers.3.mlp.router.weight
+    """
     with streams.errors(debug):
         from zerodrift.report import as_json, terminal
         from zerodrift.report.explain import explain as explained
 
         with streams.progress(f"planning {model or config}"):
-            planned, _ = _plan_of(config, model, world_size, set_, auto)
+            planned = _plan_source(config, model, world_size, set_ or (), auto or ()).plans(())
             explanation = explained(planned, parameter)
         if json:
             streams.emit(as_json.explanation_json(explanation, planned))
@@ -99,7 +134,13 @@ def explain(
 def support(
     markdown: options.Markdown = False, json: options.Json = False, debug: options.Debug = False
 ) -> None:
-    """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together."""
+    """Show which modes, accumulate dtypes, states, stages, pipelines and backends work together.
+
+    \b
+    Examples:
+      zerodrift support
+      zerodrift support --markdown > docs/support.md
+    """
     with streams.errors(debug):
         from zerodrift.policy.support import states, table
         from zerodrift.report import as_json
@@ -117,22 +158,59 @@ def support(
 # --- work of the verbs --------------------------------------------------------------------------------
 
 
-def _plan_of(
-    config: str,
-    model: str | None,
-    world_size: int | None,
-    overrides: Sequence[str] | None,
-    auto: Sequence[str] | None,
-) -> tuple[Plan, str]:
-    """Make a plan. Return it with the name of its model."""
-    if is_job(config):
-        return _plan_of_job(config, model, world_size, overrides or (), auto)
-    if model is None:
-        raise _needs_model()
-    from zerodrift.api import make_plan
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """A config or a job, and a function that plans its model under more overrides."""
 
-    given = numbers(auto or ())
-    return make_plan(config, model, world_size or 1, auto=given, overrides=tuple(overrides or ())), model
+    plans: Plans
+    model: str
+    tokens: int | None = None
+    """Tokens of a sample. None for a config, which does not say it."""
+    recompute: bool | None = None
+    """True if a job recomputes activations. None for a config."""
+
+
+def _plan_source(
+    source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
+) -> PlanSource:
+    if is_job(source):
+        return _job_source(source, model, world_size, overrides, auto)
+    from zerodrift.api import make_plan
+    from zerodrift.config.load import load
+    from zerodrift.model.sources import describe
+
+    name, given, spec = require_model(model), numbers(auto), functools.cache(describe)
+
+    def of_config(more: Sequence[str]) -> Plan:
+        load(source, keys := (*overrides, *more))  # a mistake in it is told before a model is read
+        return make_plan(source, spec(name), world_size or 1, auto=given, overrides=keys)
+
+    return PlanSource(of_config, name)
+
+
+def _job_source(
+    source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
+) -> PlanSource:
+    from zerodrift.api import make_plan
+    from zerodrift.train.job_file import read_job, worded_for_a_job
+    from zerodrift.train.tools.outline import planned_from
+
+    if model is not None or auto:
+        raise ConfigError(
+            "--model and --auto",
+            "must be left out with a job, which has its own",
+            got="a job file",
+            do="Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`.",
+        )
+    job, config = read_job(source, overrides)
+    ranks = world_size or job.run.nproc or 1
+    built, values = planned_from(job, config, ranks)
+
+    @worded_for_a_job()
+    def of_job(more: Sequence[str]) -> Plan:
+        return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
+
+    return PlanSource(of_job, job.model.source, job.data.block, job.model.activation_checkpointing)
 
 
 def is_job(source: str) -> bool:
@@ -146,70 +224,10 @@ def is_job(source: str) -> bool:
     return isinstance(tree, Mapping) and "data" in tree and "model" in tree
 
 
-def _plan_of_job(
-    source: str,
-    model: str | None,
-    world_size: int | None,
-    overrides: Sequence[str],
-    auto: Sequence[str] | None,
-) -> tuple[Plan, str]:
-    from zerodrift.train.job_file import read_job
-    from zerodrift.train.tools.outline import plan_of
-
-    _refuse_with_job(model, auto)
-    job, config = read_job(source, overrides)
-    return plan_of(job, config, world_size or job.run.nproc or 1), job.model.source
-
-
-def _refuse_with_job(model: str | None, auto: Sequence[str] | None) -> None:
-    """Refuse `--model` and `--auto` beside a job, which has its own."""
-    if model is not None or auto:
-        raise ConfigError(
-            "--model and --auto",
-            "must be left out with a job, which has its own",
-            got="a job file",
-            do="Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`.",
-        )
-
-
-def _step_source(
-    source: str,
-    model: str | None,
-    world_size: int | None,
-    overrides: Sequence[str],
-    auto: Sequence[str] | None,
-) -> StepSource:
-    """Return the model of a simulation, and a function that plans it under more overrides."""
-    from zerodrift.api import make_plan
-    from zerodrift.model.sources import describe
-
-    if not is_job(source):
-        if model is None:
-            raise _needs_model()
-        spec, given, world = describe(model), numbers(auto or ()), world_size or 1
-
-        def of_config(more: Sequence[str]) -> Plan:
-            return make_plan(source, spec, world, auto=given, overrides=(*overrides, *more))
-
-        return StepSource(of_config, model)
-    from zerodrift.train.job_file import read_job, worded_for_a_job
-    from zerodrift.train.tools.outline import planned_from
-
-    _refuse_with_job(model, auto)
-    job, config = read_job(source, overrides)
-    ranks = world_size or job.run.nproc or 1
-    built, values = planned_from(job, config, ranks)
-
-    @worded_for_a_job()
-    def of_job(more: Sequence[str]) -> Plan:
-        return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
-
-    again = job.model.activation_checkpointing
-    return StepSource(of_job, job.model.source, job.data.block, again)
-
-
-def _needs_model() -> ConfigError:
-    return ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
+def require_model(model: str | None) -> str:
+    if model is None:
+        raise ConfigError("--model", "must name the model of a config", got="none", do="Or give a job file.")
+    return model
 
 
 def _plan_text(
@@ -217,8 +235,8 @@ def _plan_text(
 ) -> str:
     """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
     from zerodrift.plan.cost import cost
-    from zerodrift.report import as_json, names, terminal
-    from zerodrift.report.explain import explain_row
+    from zerodrift.report import as_json, terminal
+    from zerodrift.report.explain import explain_row, matching
     from zerodrift.report.rows import group_rows, list_rows
 
     bill, timeline = cost(planned, micro_batches), _timeline(planned)
@@ -230,7 +248,7 @@ def _plan_text(
         if json:
             return as_json.plan_json(planned, bill, timeline)
         return terminal.plan_text(planned, bill, group_rows(planned), timeline, **streams.layout())
-    chosen = names.matching(planned, rows, "--rows")
+    chosen = matching(planned, rows, "--rows")
     if json:
         return as_json.rows_json((explain_row(planned, index) for index in chosen), planned)
     return terminal.rows_text(planned, list_rows(planned, chosen), **streams.layout())
@@ -297,20 +315,8 @@ def write_page(path: Path, text: str) -> None:
 # --- plan --simulate ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StepSource:
-    """Model of a simulated step, and a function that plans it under more overrides."""
-
-    plans: Plans
-    model: str
-    tokens: int | None = None
-    """Tokens of a sample. None for a config, which does not say it."""
-    recompute: bool | None = None
-    """True if a job recomputes activations. None for a config."""
-
-
 def _simulation_text(
-    step: StepSource,
+    step: PlanSource,
     cluster_name: str,
     sweeps: bool,
     tokens: int | None,

@@ -36,12 +36,31 @@ def run(
     config: options.AddedFile = None,
     debug: options.Debug = False,
 ) -> None:
-    """Run a command in which `import deepspeed` is zerodrift."""
+    """Run a command in which `import deepspeed` is zerodrift, in each of its Python processes.
+
+    Nothing of the command is changed, and DeepSpeed need not be installed. Keys that are added must not
+    contradict the config that the command passes. The plan is printed as ever. Exit code: the command's; 2
+    where its Python processes could not be reached.
+
+    \b
+    Examples:
+      zerodrift run -- torchrun --nproc-per-node 8 train.py
+      zerodrift run -- accelerate launch --config_file zero3.yaml train.py
+      zerodrift run -- deepspeed --num_gpus 8 train.py --deepspeed ds.json
+      zerodrift run --pin '*.router.*' -- trl sft --config sft.yaml
+      zerodrift run --set precision.reduce=fp32 -- llamafactory-cli train sft.yaml
+    """
     with streams.errors(debug):
         if as_ != alias.NAME:
             raise ZerodriftError("--as", f"must be {alias.NAME}", got=repr(as_))
         _require_reachable(command)
-        added, flags = _additions(config, set_ or [], pin or [])
+        added: dict[str, object] = {}
+        flags: dict[str, str] = {}  # key -> the flag that set it
+        if config is not None or set_ or pin:
+            from zerodrift.config.additions import Additions
+
+            additions = Additions.from_flags(config, set_ or [], pin or [])
+            added, flags = additions.config, dict(additions.flags)
         code = _run(command, added, flags)
     if code:
         raise typer.Exit(code)
@@ -49,52 +68,28 @@ def run(
 
 def _require_reachable(command: list[str]) -> None:
     """Refuse a Python that ignores PYTHONPATH, and a run inside another one."""
-    option = startup.isolation_option(command)
-    if option:
-        raise ZerodriftError(
-            shlex.join(command),
-            "must run a Python that reads PYTHONPATH",
-            got=f"`{option}`",
-            do="Leave it out.",
-        )
+    if option := startup.isolation_option(command):
+        must, where = "must run a Python that reads PYTHONPATH", shlex.join(command)
+        raise ZerodriftError(where, must, got=f"`{option}`", do="Leave it out.")
     if alias.run_settings() is not None:
-        raise ZerodriftError(
-            "zerodrift run",
-            "must not be inside another one",
-            got="a process of `zerodrift run`",
-            do="Leave one of the two out.",
-        )
-
-
-def _additions(
-    config: Path | None, sets: list[str], pins: list[str]
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the keys to add to every config, and key -> the flag that set it."""
-    if config is None and not sets and not pins:
-        return {}, {}
-    from zerodrift.config.additions import Additions
-
-    additions = Additions.from_flags(config, sets, pins)
-    return additions.config, dict(additions.flags)
+        must, got = "must not be inside another one", "a process of `zerodrift run`"
+        raise ZerodriftError("zerodrift run", must, got=got, do="Leave one of the two out.")
 
 
 def _run(command: list[str], added: dict[str, object], flags: dict[str, str]) -> int:
     hook = startup.StartupHook("zerodrift.alias", "begin", (added, flags), guarded=(alias.NAME,))
     with startup.startup_folder(hook, "zerodrift-run-") as folder:
-        _write_launcher(folder / "bin" / "deepspeed")
+        launcher = folder / "bin" / "deepspeed"  # for machines without DeepSpeed
+        launcher.parent.mkdir()
+        start = f"exec {shlex.quote(sys.executable)} -m deepspeed.launcher.runner"
+        launcher.write_text(f'#!/bin/sh\n{start} "$@"\n')
+        launcher.chmod(0o755)
         more = f"; added to its config: {', '.join(flags.values())}" if flags else ""
         _say(f"`{alias.NAME}` is zerodrift {__version__}, with the names of DeepSpeed {DEEPSPEED}{more}")
         child = startup.spawn(command, folder)
         with _forward_signals(child):
             code = child.wait()
         return _exit_code(folder, code if code >= 0 else 128 - code, flags)
-
-
-def _write_launcher(path: Path) -> None:
-    """Write the command `deepspeed`, for machines without DeepSpeed."""
-    path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m deepspeed.launcher.runner "$@"\n')
-    path.chmod(0o755)
 
 
 @contextlib.contextmanager

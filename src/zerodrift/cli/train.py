@@ -22,7 +22,20 @@ def train(
     dry: options.DryRun = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a model as a job file says, with checkpoints, a report, and the exported model at the end."""
+    """Train a model as a job file says, with checkpoints, a report, and the exported model at the end.
+
+    Resumes from the newest checkpoint in the run's folder, if there is one. Under torchrun or srun it joins
+    the ranks that were started. Ctrl-C finishes the current step, saves, and exits with 130; a second Ctrl-C
+    stops at once. --dry-run checks everything up to the first step and starts nothing.
+
+    \b
+    Examples:
+      zerodrift train examples/jobs/pretrain.yaml
+      zerodrift train job.yaml --dry-run
+      zerodrift train job.yaml --nproc 2 --set run.steps=100 \\
+        --set config.zero_optimization.stage=2
+      torchrun --nproc-per-node=8 -m zerodrift train job.yaml
+    """
     with streams.errors(debug):
         from zerodrift.train.loop.start import dry_run
         from zerodrift.train.loop.start import train as run
@@ -38,7 +51,18 @@ def train(
 def evaluate(
     job: options.Job, set_: options.SetInJob = None, nproc: options.Nproc = None, debug: options.Debug = False
 ) -> None:
-    """Evaluate a checkpoint of a job on what is held out, and train nothing."""
+    """Evaluate a checkpoint of a job on what it holds out, and train nothing.
+
+    Prints the validation loss that training reports at the same checkpoint, its perplexity, and what the
+    model writes after `run.samples`. It is the newest checkpoint, or the one that `run.resume` names;
+    without one the model as it is before its first step. Other data to validate with can be named.
+
+    \b
+    Examples:
+      zerodrift evaluate job.yaml
+      zerodrift evaluate job.yaml --set run.resume=step-00000200
+      zerodrift evaluate job.yaml --set data.validation=path/to/other/text
+    """
     with streams.errors(debug):
         from zerodrift.train.loop.start import evaluate as run
 
@@ -48,7 +72,16 @@ def evaluate(
 
 
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
-    """Show what a job is trained on: what was read, and samples with what is learned marked."""
+    """Show what a job is trained on, without training: files, documents and tokens, what was cut or left
+    out and why, what is held out, and the first three blocks with what is learned marked.
+
+    Blocks are packed as for training, which then finds them in the cache of the run's folder.
+
+    \b
+    Examples:
+      zerodrift data job.yaml
+      zerodrift data job.yaml --set data.train=chats.jsonl --set data.block=1024
+    """
     with streams.errors(debug):
         from zerodrift.train.job_file import read_job
         from zerodrift.train.report.summary import preview
@@ -66,7 +99,17 @@ def replay(
     nproc: options.ReplayNproc = None,
     debug: options.Debug = False,
 ) -> None:
-    """Compute steps of a run once more, and say where bits first differ from what it recorded."""
+    """Compute steps of a run once more, and say where bits first differ from what it recorded.
+
+    The run must have been trained with `run.digest_every`. Under `precision.reduce: {order: tree}` the bits
+    are the same on any number of processes, so steps of many can be replayed on one. Exit code 3: other
+    bits.
+
+    \b
+    Examples:
+      zerodrift replay runs/demo
+      zerodrift replay runs/demo --from 80 --to 160 --nproc 1
+    """
     with streams.errors(debug):
         from zerodrift.train.tools.replay import replay as again
 
@@ -85,7 +128,16 @@ def sample(
     chat: options.Chat = False,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt with a trained model, to see what it has learned."""
+    """Continue a prompt with a trained model, to see what it has learned.
+
+    RUN is the folder of a run, its export, its checkpoints or one of them, from whatever working folder. Of
+    a run that has not finished, its newest checkpoint is used.
+
+    \b
+    Examples:
+      zerodrift sample runs/demo --prompt 'def '
+      zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
+    """
     with streams.errors(debug):
         from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
 

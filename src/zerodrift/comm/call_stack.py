@@ -10,10 +10,10 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class ForeignCall:
     name: str
     at: str
     """The line of the user's code."""
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     """The ranks of its group; empty if unknown."""
     is_barrier: bool
     """True if no rank leaves it before all have come."""
@@ -59,15 +59,11 @@ def foreign_call() -> ForeignCall | None:
     key, at, called = (id(outermost), outermost.f_lasti), user_line(outermost), outermost.f_code.co_name
     if outermost.f_code.co_filename.startswith(_COMM):
         return ForeignCall(key, "a collective of another engine", at, (), False)
-    is_barrier = called in ("barrier", "monitored_barrier")
-    ranks = _ranks_of(outermost.f_locals.get("group"))
-    return ForeignCall(key, f"`torch.distributed.{called}`", at, ranks, is_barrier)
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
+    ranks: list[int] = []
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
-        return tuple(dist.get_process_group_ranks(group))
-    return ()
+        ranks = dist.get_process_group_ranks(outermost.f_locals.get("group"))
+    is_barrier = called in ("barrier", "monitored_barrier")
+    return ForeignCall(key, f"`torch.distributed.{called}`", at, ranks, is_barrier)
 
 
 def is_the_users(file: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +25,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.errors import different_plans, out_of_order
 from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
 from zerodrift.comm.native import CommunicationStream, NativeCalls
 from zerodrift.comm.pairs import Pairs
-from zerodrift.comm.watch import StartedCollective
+from zerodrift.comm.watch import EVERYWHERE, StartedCollective
 from zerodrift.dtypes import DType, from_torch
+from zerodrift.errors import RankError
 
 T = TypeVar("T")
 
@@ -176,7 +177,9 @@ class Collectives:
             fold(out, [full], how)
             return Handle()
         turn = self._turn("reduce_scatter", line, of)
-        halves = self._uses_halving(line, full, how)
+        # Halves are faster between many ranks, and round nothing on the way.
+        halves = line.size >= HALVING[self._calls] and not line.size & (line.size - 1)
+        halves = halves and how.order == "tree" and full.dtype is how.dtype
         if halves and self._calls == "native":
             self._native.halve(turn, line, out, full, how)
             return Handle()
@@ -191,11 +194,6 @@ class Collectives:
         if how.order == "native" and self._calls != "native":
             how = replace(how, order="rank")
         return Handle(self._native.sum(turn, line, out, full, how))
-
-    def _uses_halving(self, line: Axis, full: torch.Tensor, how: Sum) -> bool:
-        """Return True if recursive halving is faster, and rounds nothing on the way."""
-        is_faster = line.size >= HALVING[self._calls] and not line.size & (line.size - 1)
-        return is_faster and how.order == "tree" and full.dtype is how.dtype
 
     def all_reduce(
         self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
@@ -215,24 +213,22 @@ class Collectives:
             out.copy_(values)
             turn = self._turn("all_reduce", line, of)
             self._native.call(turn, line, dist.all_reduce, out, group=line.group)
-        elif values.numel() * values.itemsize <= DIRECT or line.size == 2 or values.numel() % line.size:
-            self._all_reduce_directly(out, values, line, how, of)
-        else:
-            mine = line.slice(out, line.rank)
-            with self._unrecorded():
-                self.start_reduce_scatter(mine, values, axis, how, of, ahead=False).wait()
-                self.all_gather(out, mine, axis, of)
-
-    def _all_reduce_directly(
-        self, out: torch.Tensor, values: torch.Tensor, line: Axis, how: Sum, of: str
-    ) -> None:
-        """Send everything to all ranks, each of which forms the whole sum."""
-        turn = self._turn("all_reduce", line, of)
-        if self._calls == "pairs" and line.size < AT_ONCE:
+        elif values.nbytes <= DIRECT or line.size == 2 or values.numel() % line.size:
+            # Everything goes to all ranks, each of which forms the whole sum.
+            turn = self._turn("all_reduce", line, of)
+            if self._calls == "native" or line.size >= AT_ONCE:
+                self._native.sum_whole(turn, line, out, values, how)
+                return
             with self._at(turn):
                 self._pairs.sum(turn, line, out, [values] * line.size, how, ahead=False)()
-            return
-        self._native.sum_whole(turn, line, out, values, how)
+        else:
+            mine = line.slice(out, line.rank)
+            logs, self._logs = self._logs, []  # the parts of one operation are not recorded
+            try:
+                self.start_reduce_scatter(mine, values, axis, how, of, ahead=False).wait()
+                self.all_gather(out, mine, axis, of)
+            finally:
+                self._logs = logs
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: AxisName, of: str = "") -> torch.Tensor:
         """Return the sum over ranks of a small tensor, such as a flag or part of a norm, in its own dtype."""
@@ -300,20 +296,24 @@ class Collectives:
             return [value] * line.size
         self._native.call(turn, line, dist.all_gather_object, values, numbered, group=line.group)
         if len({number for number, _ in values}) > 1:
-            raise out_of_order(line, [number for number, _ in values])
+            counts = (f"rank {rank} {count}" for rank, (count, _) in zip(line.ranks, values, strict=True))
+            got = f"ranks of axis `{axis}` that have made different numbers of them: {', '.join(counts)}"
+            raise RankError(
+                "ranks", "must come to the same collectives in the same order", got=got, do=EVERYWHERE
+            )
         return [value for _, value in values]
 
     def _all_have(self, text: bytes, turn: StartedCollective, line: Axis) -> bool:
         """Return whether every rank has this text, by 126 bits of a hash; the same answer on every rank."""
-        words = [word >> 1 for word in struct.unpack("<QQ", hashlib.sha256(text).digest()[:16])]
-        both = torch.tensor([*words, *(-word for word in words)], device=self.mesh.device)
+        words = torch.tensor([word >> 1 for word in struct.unpack("<QQ", hashlib.sha256(text).digest()[:16])])
+        both = torch.cat([words, -words]).to(self.mesh.device)
 
-        def read() -> list[int]:
+        def is_same() -> bool:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=line.group)
-            return list(both.tolist())
+            most, least = both.tolist()[:2], both.neg().tolist()[2:]
+            return bool(most == least)
 
-        most = self._native.call(turn, line, read)
-        return bool(most[:2] == [-least for least in most[2:]])
+        return bool(self._native.call(turn, line, is_same))
 
     def gather_object(self, value: T, axis: AxisName = "world") -> list[T]:
         """Return every rank's Python value on rank 0, in rank order, and [] elsewhere. Not recorded."""
@@ -350,7 +350,14 @@ class Collectives:
         if other is None:
             return
         mine = list(rows()) if self.mesh.rank() in (0, other) else None
-        raise different_plans(other, self.broadcast_object(mine, 0), self.broadcast_object(mine, other))
+        here, there = (self.broadcast_object(mine, rank) or [] for rank in (0, other))
+        got = f"different ones on ranks 0 and {other}, though their {len(here)} rows agree"
+        for number, (one, two) in enumerate(itertools.zip_longest(here, there, fillvalue="nothing")):
+            if one != two:
+                got = f"different ones from row {number} on: {one} on rank 0, {two} on rank {other}"
+                break
+        do = "Give every rank the same config, model and world size."
+        raise RankError("plan", "must be the same on every rank", got=got, do=do)
 
     def release(self) -> None:
         """Free the memory that is kept between reductions."""
@@ -377,19 +384,12 @@ class Collectives:
     def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
         if not self._logs:
             return
-        total = None if sum_dtype is None else _name(sum_dtype)
-        entry = Recorded(op, _name(tensor.dtype), tensor.numel(), axis, total)
+        dtype, total = from_torch(tensor.dtype), None if sum_dtype is None else from_torch(sum_dtype)
+        if dtype is None:
+            raise AssertionError(f"{tensor.dtype} has no name in `dtypes`")
+        entry = Recorded(op, dtype, tensor.numel(), axis, total)
         for log in self._logs:
             log.append(entry)
-
-    @contextlib.contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Record nothing inside, where the parts of one operation are issued."""
-        logs, self._logs = self._logs, []
-        try:
-            yield
-        finally:
-            self._logs = logs
 
 
 def _cast(shard: torch.Tensor, out: torch.Tensor, line: Axis) -> torch.Tensor:
@@ -416,10 +416,3 @@ def _check_slices(full: torch.Tensor, shard: torch.Tensor, line: Axis) -> None:
 def _check_sum(values: torch.Tensor, how: Sum) -> None:
     if values.dtype is not how.dtype and torch.promote_types(values.dtype, how.dtype) is not how.dtype:
         raise AssertionError(f"a sum in {how.dtype} would round values that travel in {values.dtype}")
-
-
-def _name(dtype: torch.dtype) -> DType:
-    known = from_torch(dtype)
-    if known is None:
-        raise AssertionError(f"{dtype} has no name in `dtypes`")
-    return known

@@ -5,8 +5,8 @@ A backend's own reduction adds in an order and a dtype of its choosing. So parts
 power of two may travel by recursive halving instead.
 
 Invariant: ((part 0 + part 1) + part 2) + ..., or the same parts by a binary tree, in `Sum.dtype`, then one
-true division, then one conversion to the dtype of the result. The bits are the same on every rank, at every
-chunk size, by any carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
+conversion to the dtype of the result. The bits are the same on every rank, at every chunk size, by any
+carrier; ranks that follow `halving_exchanges` to the end have the bits of `fold`.
 
 [Note: halving] In the first exchange a rank and its neighbour, which differs in the lowest bit of its number,
 send each other the slices of all ranks that have the other's bit, and both add what arrives to the rest. In
@@ -27,9 +27,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from zerodrift.kernels.sums import FEW, add_up
+from zerodrift.kernels import device, native
+
+FEW = 2
+"""Most parts that torch adds in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,6 @@ class Sum:
 
     dtype: torch.dtype
     """The dtype of the additions; holds every value of the parts."""
-    divisor: float = 1.0
-    """The number of ranks, for a mean."""
     add: bool = False
     """Add to the old values of the result instead of overwriting them."""
     order: Literal["rank", "tree", "native"] = "rank"
@@ -87,28 +89,59 @@ def fold(
     `spare` holds the sum if it cannot be formed in `out`: in `how.dtype`, at least as long, or one of two
     parts.
     """
-    if _forms_in(out, parts, how):
+    # Only the first addition may read what `out` holds.
+    can_hold = out.dtype is how.dtype and not how.add
+    if isinstance(parts, torch.Tensor):
+        can_hold = can_hold and parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    else:
+        can_hold = can_hold and all(part.data_ptr() != out.data_ptr() for part in parts[2:])
+    if can_hold:
         total = out
     elif spare is None:
         total = torch.empty_like(out, dtype=how.dtype)
     else:
         total = spare[: out.numel()]
     tree = how.order == "tree"
-    if not add_up(total, parts, tree=tree):
+    if not _add_up(total, parts, tree=tree):
         if not tree:
             _add_in_turn(total, parts)
         elif isinstance(parts, torch.Tensor) and len(parts) > FEW:
             _add_by_levels(total, parts)
         else:
             _add_by_tree(total, parts)
-    if how.divisor != 1.0:
-        _divide(total, how.divisor)
     if total is out:
         return
     if how.add:
         out.add_(total)
     else:
         out.copy_(total)
+
+
+def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *, tree: bool) -> bool:
+    """Add up all parts in one call, with the same bits; return False if this case is not compiled."""
+    kind, count = parts[0].dtype, len(parts)
+    if count <= FEW or kind not in native.TYPES or total.dtype not in (kind, torch.float32):
+        return False
+    if total.device.type != "cpu":
+        if tree or not isinstance(parts, torch.Tensor) or not parts.is_contiguous():
+            return False
+        if not device.works(total.device):
+            return False
+        device.sums(parts, total)
+        return True
+    built = native.library()
+    if built is None:
+        return False
+    if isinstance(parts, torch.Tensor):
+        addresses = np.arange(count, dtype=np.int64) * (parts.stride(0) * parts.itemsize) + parts.data_ptr()
+    else:
+        addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+    source, target = (
+        (addresses.ctypes.data, native.TYPES[kind]),
+        (total.data_ptr(), native.TYPES[total.dtype]),
+    )
+    built.sums(total.numel(), count, *source, *target, int(tree), torch.get_num_threads())
+    return True
 
 
 def _add_in_turn(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
@@ -152,26 +185,6 @@ def _add_by_tree(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tens
             sums[left] = parts[left].to(total.dtype, copy=True).add_(other)
     if len(parts) == 1:
         total.copy_(parts[0])
-
-
-def _forms_in(out: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, how: Sum) -> bool:
-    """Return whether `out` may hold the running sum: only the first addition may read it."""
-    if out.dtype is not how.dtype or how.add:
-        return False
-    if isinstance(parts, torch.Tensor):
-        return parts.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-    return all(part.data_ptr() != out.data_ptr() for part in parts[2:])
-
-
-def _divide(total: torch.Tensor, divisor: float) -> None:
-    """Divide truly. A Python number would become a multiplication by its reciprocal on CUDA."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    by = torch.full((), divisor, dtype=wide, device=total.device)
-    if total.dtype is wide:
-        total.div_(by)
-    else:
-        # A 16-bit divisor would itself be rounded: 257 is not a bf16.
-        total.copy_(total.to(wide).div_(by))
 
 
 # --- recursive halving ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zerodrift.comm.rendezvous import meet
 from zerodrift.comm.shared import SharedMemory, share
-from zerodrift.comm.watch import CollectiveLog, DeadlockWatch
+from zerodrift.comm.watch import CollectiveLog, DeadlockWatch, ranks_text
 from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
@@ -67,6 +67,18 @@ class Axis:
         count = flat.numel() // self.size
         return flat[rank * count : (rank + 1) * count]
 
+    def missing(self, op: str, error: Exception, peer: int | None = None) -> RankError:
+        """Return the error for ranks of this axis, or one of them, that did not take part."""
+        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+        must = (
+            f"{ranks_text(others if peer is None else [self.ranks[peer]])} must take part within the timeout"
+        )
+        do = (
+            "That rank died, hangs, or is in another collective: look at the output of the rank that "
+            "failed first. If it was only slow, start the mesh with a longer `timeout`."
+        )
+        return RankError(f"`{op}` on axis `{self.name}`", must, got=repr(first_line(error)), do=do)
+
 
 class Mesh:
     """A `MeshShape` whose ranks are running. Made by `start`."""
@@ -104,11 +116,6 @@ class Mesh:
     def group(self, name: AxisName) -> dist.ProcessGroup | None:
         """Return the process group of an axis; None if this rank is alone on it."""
         return self.axis(name).group
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups that this mesh has created and not yet destroyed."""
-        return self._created
 
     def size(self, name: AxisName) -> int:
         return self.axis(name).size
@@ -158,12 +165,9 @@ def start(
     # Checked before any rank joins, so that every rank raises and none is left waiting.
     shape = shape_for if isinstance(shape_for, MeshShape) else shape_for(process.world)
     if shape.world != process.world:
-        raise MeshError(
-            "mesh",
-            "must have as many ranks as were started",
-            got=f"{shape} = {shape.world} for {process.world}",
-            do=f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes.",
-        )
+        got = f"{shape} = {shape.world} for {process.world}"
+        do = f"Start {shape.world} ranks (`torchrun --nproc-per-node={shape.world}`) or change the sizes."
+        raise MeshError("mesh", "must have as many ranks as were started", got=got, do=do)
     place = _device(process, device)
     created: list[dist.ProcessGroup] = []
     if process.world > 1:
@@ -175,12 +179,11 @@ def start(
         if created and place.type == "cpu" and dist.get_backend(created[0]) == "gloo":
             shared = share(created[0], process.rank, process.world)
     except RuntimeError as error:
-        raise RankError(
-            "mesh",
+        must, do = (
             f"all {process.world} ranks must build their groups",
-            got=repr(first_line(error)),
-            do="Look at the output of the rank that failed first.",
-        ) from error
+            "Look at the output of the rank that failed first.",
+        )
+        raise RankError("mesh", must, got=repr(first_line(error)), do=do) from error
     return Mesh(shape, place, axes, tuple(created), shared)
 
 
@@ -191,12 +194,8 @@ def leave_slowly() -> None:
     One that asks for it while the interpreter closes aborts the process: one in five scripts that end after a
     collective did. Destroying a group does not wait for its threads while there are references to it.
     """
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    time.sleep(LEAVING)
+    atexit.unregister(time.sleep)
+    atexit.register(time.sleep, LEAVING)
 
 
 def started() -> tuple[int, int]:
@@ -229,9 +228,8 @@ _LAUNCH = "Start with `torchrun`, which sets all of them, or unset RANK and WORL
 def _number(name: str, problems: Problems) -> int:
     text = os.environ.get(name)
     if text is None or not text.strip().lstrip("-").isdigit():
-        problems.add(
-            name, "must be a whole number", got="nothing" if text is None else repr(text), do=_LAUNCH
-        )
+        got = "nothing" if text is None else repr(text)
+        problems.add(name, "must be a whole number", got=got, do=_LAUNCH)
         return 0
     return int(text)
 
@@ -258,29 +256,20 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
         torch.accelerator.set_device_index(index)
         return torch.device(device.type, index)
     if not _carries_cuda(process):
-        raise MeshError(
-            "device",
-            "must fit the backend of the running process group",
-            got=f"a CUDA device and {dist.get_backend()!r}",
-            do="Initialize torch.distributed with `nccl`, or pass `device='cpu'`.",
-        )
+        got = f"a CUDA device and {dist.get_backend()!r}"
+        do = "Initialize torch.distributed with `nccl`, or pass `device='cpu'`."
+        raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
     if not torch.cuda.is_available():
-        raise MeshError(
-            "device", "must be one that this machine has", got="`cuda`, where torch finds no GPU", do=_NO_GPU
-        )
+        got = "`cuda`, where torch finds no GPU"
+        do = "Use `cpu`; or install a build of torch for CUDA, and a driver."
+        raise MeshError("device", "must be one that this machine has", got=got, do=do)
     index = process.local if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise MeshError(
-            "LOCAL_RANK",
-            f"must be below the {torch.cuda.device_count()} GPUs of this machine",
-            got=index,
-            do="Start one rank per GPU (`--nproc`, `--nproc-per-node`), or use `cpu`.",
-        )
+        must = f"must be below the {torch.cuda.device_count()} GPUs of this machine"
+        do = "Start one rank per GPU (`--nproc`, `--nproc-per-node`), or use `cpu`."
+        raise MeshError("LOCAL_RANK", must, got=index, do=do)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-_NO_GPU = "Use `cpu`; or install a build of torch for CUDA, and a driver."
 
 
 def _carries_cuda(process: _Process) -> bool:
@@ -293,7 +282,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
     if process.source == "running":
         # A separate group: our messages cannot meet the caller's, our timeout holds, and a rank that dies in
         # our collectives does not break the caller's group.
-        return _new_group(range(process.world), limit)
+        return dist.new_group(list(range(process.world)), timeout=limit)
     try:
         dist.init_process_group(
             backend=dist.get_default_backend_for_device(device.type),
@@ -304,15 +293,10 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
-        raise RankError(
-            "mesh",
-            f"all {process.world} ranks must join within {timeout:g} s",
-            got=f"{first_line(error)!r} on rank {process.rank}",
-            do=(
-                "See that every rank was started and can reach MASTER_ADDR "
-                f"{os.environ.get('MASTER_ADDR')!r}, MASTER_PORT {os.environ.get('MASTER_PORT')!r}."
-            ),
-        ) from error
+        must = f"all {process.world} ranks must join within {timeout:g} s"
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        do = f"See that every rank was started and can reach MASTER_ADDR {address!r}, MASTER_PORT {port!r}."
+        raise RankError("mesh", must, got=f"{first_line(error)!r} on rank {process.rank}", do=do) from error
     world = dist.group.WORLD
     if world is None:
         raise AssertionError("torch.distributed is initialised without a default group")
@@ -334,7 +318,7 @@ def _axes(
         for line in _lines(shape, name):
             if line in groups:
                 continue
-            group = _new_group(line, timedelta(seconds=timeout))
+            group = dist.new_group(list(line), timeout=timedelta(seconds=timeout))
             if rank in line:
                 created.append(group)
             groups[line] = (group, CollectiveLog(line))
@@ -378,7 +362,3 @@ def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
         return line
     ends = line[:: max(1, size - 1)]
     return ends if rank in ends else range(rank, rank + 1)
-
-
-def _new_group(ranks: range, timeout: timedelta) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timeout)

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.errors import missing
-from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
+from zerodrift.comm.fold import Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis, Mesh
 from zerodrift.comm.watch import StartedCollective
 
@@ -46,15 +45,15 @@ class NativeCalls:
         line: Axis,
         function: Callable[..., Any],
         *args: Any,
-        peer: int | None = None,
+        partner: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a function of torch.distributed; its errors name `peer`, or all other ranks of the axis."""
+        """Call a function of torch.distributed; its errors name `partner`, or all other ranks of the axis."""
         with self._mesh.watch.at(turn):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
-                raise missing(turn.op, line, error, peer) from error
+                raise line.missing(turn.op, error, partner) from error
 
     def _start(
         self,
@@ -66,7 +65,7 @@ class NativeCalls:
     ) -> Callable[[], None]:
         host_waits = not self._mesh.asynchronous
         work = self.call(turn, line, function, out, values, group=line.group, async_op=host_waits)
-        return (lambda: self.call(turn, line, work.wait)) if host_waits else _nothing
+        return (lambda: self.call(turn, line, work.wait)) if host_waits else lambda: None
 
     def gather(
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, shard: torch.Tensor
@@ -95,7 +94,8 @@ class NativeCalls:
     ) -> Callable[[], None]:
         """Sum this rank's slices of every rank's `full` into `out`; a native order is left to the backend."""
         if how.order == "native" and full.dtype is how.dtype:
-            if _is_the_sum(out, full, how):
+            is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+            if is_separate and out.dtype is full.dtype and not how.add:
                 return self._start(turn, line, _reduce_scatter_single, out, full)
             parts = torch.empty_like(out, dtype=full.dtype)[None]
             arrive = self._start(turn, line, _reduce_scatter_single, parts[0], full)
@@ -123,23 +123,20 @@ class NativeCalls:
         self, turn: StartedCollective, line: Axis, out: torch.Tensor, full: torch.Tensor, how: Sum
     ) -> None:
         """Sum by recursive halving. All of it is issued here, or over on return."""
-        for exchange in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
-            self._exchange(turn, line, exchange)
-        fold(out, (exchange.incoming, exchange.kept), how, exchange.incoming)
 
-    def _exchange(self, turn: StartedCollective, line: Axis, exchange: HalvingExchange) -> None:
-        """Exchange with one rank. The current stream waits for it; on a CPU the host does."""
-
-        def send_and_receive() -> None:
-            peer = line.ranks[exchange.partner]  # torch would look for it among all ranks
+        def exchange_with(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+            """Wait for it: the current stream does, or on a CPU the host."""
             messages = [
                 dist.P2POp(function, values.view(torch.uint8), peer, line.group)
-                for function, values in ((dist.isend, exchange.outgoing), (dist.irecv, exchange.incoming))
+                for function, values in ((dist.isend, outgoing), (dist.irecv, incoming))
             ]
             for work in dist.batch_isend_irecv(messages):
                 work.wait()
 
-        self.call(turn, line, send_and_receive, peer=exchange.partner)
+        for each in halving_exchanges(full, line.rank, line.size, torch.empty_like(full)):
+            peer = line.ranks[each.partner]  # torch would look for it among all ranks
+            self.call(turn, line, exchange_with, peer, each.outgoing, each.incoming, partner=each.partner)
+        fold(out, (each.incoming, each.kept), how, each.incoming)
 
 
 class CommunicationStream:
@@ -169,13 +166,3 @@ class CommunicationStream:
             held.clear()
 
         return wait
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
-
-
-def _is_the_sum(out: torch.Tensor, full: torch.Tensor, how: Sum) -> bool:
-    """Return whether a backend's sum is the result, and may be written to `out` at once."""
-    is_separate = out.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-    return is_separate and out.dtype is full.dtype and how.divisor == 1.0 and not how.add

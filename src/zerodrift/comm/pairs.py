@@ -27,6 +27,7 @@ that was sent, or for a rank that computes and will come there.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.errors import missing
 from zerodrift.comm.fold import HalvingExchange, Sum, fold, halving_exchanges
 from zerodrift.comm.mesh import Axis
 from zerodrift.comm.shared import SharedMemory
@@ -111,7 +111,9 @@ class Pairs:
         A window of chunks is received before their sums, or all with `ahead`. See [Note: messages].
         """
         own = outgoing[line.rank]
-        chunk = _chunk(own, line)
+        # The elements of one message: the same on every rank, whatever has been sent before.
+        share = WINDOW // (DEPTH * (line.size - 1))
+        chunk = min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))
         post = self._post(turn, line, chunk * own.itemsize, own.nbytes)
         near = [rank for rank, _ in post.turns if post.shares(rank, own.nbytes)]
         far_to = [to for to, _ in post.turns if to not in near]
@@ -230,19 +232,15 @@ class Post:
     def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
         """Send the same to each of several ranks."""
         near = [rank for rank in to if self.shares(rank, tensor.nbytes)]
-        start = self._write(tensor, near) if near else NOT_SHARED
+        start = NOT_SHARED
+        if near and self._shared is not None:
+            with contextlib.suppress(OSError):
+                start = self._shared.own.write(tensor.view(-1), near, self.line.size)
         for rank in to:
             if rank in near:
                 self._send(torch.tensor(start), rank, batch)
             if rank not in near or start == NOT_SHARED:
                 self._send(tensor, rank, batch)
-
-    def _write(self, tensor: torch.Tensor, readers: Sequence[int]) -> int:
-        assert self._shared is not None
-        try:
-            return self._shared.own.write(tensor.view(-1), readers, self.line.size)
-        except OSError:
-            return NOT_SHARED
 
     def _send(self, tensor: torch.Tensor, to: int, batch: int) -> None:
         work = self._call(to, dist.isend, tensor, group=self.line.group, tag=self._tag, group_dst=to)
@@ -260,15 +258,15 @@ class Post:
         self._posted.setdefault(IN_PLACE, []).append(message)
 
     def _receive(self, tensor: torch.Tensor, source: int) -> Any:
-        group = self.line.group
-        return self._call(source, dist.irecv, tensor, group=group, tag=self._tag, group_src=source)
+        places = {"group": self.line.group, "tag": self._tag, "group_src": source}
+        return self._call(source, dist.irecv, tensor, **places)
 
     def _call(self, peer: int, function: Callable[..., Any], *args: Any, **places: Any) -> Any:
         """Call a function of torch.distributed; its errors name the peer."""
         try:
             return function(*args, **places)
         except RuntimeError as error:
-            raise missing(self._op, self.line, error, peer) from error
+            raise self.line.missing(self._op, error, peer) from error
 
     def collect(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Wait for a batch, and yield (source, tensor) of its messages."""
@@ -290,7 +288,7 @@ class Post:
         try:
             values = memory.read(start, into.nbytes, self.line.size).view(into.dtype)
         except OSError as error:
-            raise missing(self._op, self.line, RuntimeError(str(error)), message.peer) from error
+            raise self.line.missing(self._op, error, message.peer) from error
         if message.in_place:
             self._borrowed.append((message.peer, start))
             return values
@@ -334,9 +332,3 @@ class Scratch:
 
     def drop(self) -> None:
         self._free.clear()
-
-
-def _chunk(own: torch.Tensor, line: Axis) -> int:
-    """Return the elements of one message: the same on every rank, whatever has been sent before."""
-    share = WINDOW // (DEPTH * (line.size - 1))
-    return min(own.numel(), max(1, min(CHUNK, share) // own.itemsize))

@@ -39,7 +39,9 @@ def meet(rank: int, world: int, timeout: timedelta) -> Any:
     own = loopback(host)
     if own:
         # gloo takes it from the environment alone.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface())
+        names = [name for _, name in socket.if_nameindex()]
+        own_interface = next((name for name in ("lo", "lo0") if name in names), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own_interface)
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     begun = time.monotonic()
     while True:
@@ -82,12 +84,6 @@ def loopback(host: str) -> str:
         if addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses):
             return min(addresses, key=lambda address: ":" in address)
     return ""
-
-
-def own_interface() -> str:
-    """Return the name of the interface of 127.0.0.1."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
 def _name(store: Any, rank: int, world: int, timeout: timedelta) -> str:

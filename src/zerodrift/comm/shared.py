@@ -28,7 +28,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,7 +113,12 @@ class OwnMemory:
     def write(self, values: torch.Tensor, readers: Collection[int], ranks: int) -> int:
         """Write flat `values` for some of `ranks` ranks to read; return the place. OSError without room."""
         head = _up(ranks, LINE)
-        start = self._gap(head + values.nbytes)
+        self._forget_what_was_read()
+        start = FIRST  # the lowest place with room between spans that others may still read
+        for span in self._spans:
+            if span.start - start >= head + values.nbytes:
+                break
+            start = _up(span.stop, LINE)
         stop = start + head + values.nbytes
         if stop > self._size:
             self._grow(_up(max(stop, self._size + GROWTH), mmap.PAGESIZE))
@@ -122,16 +127,6 @@ class OwnMemory:
         self.written += values.nbytes * len(readers)
         self._spans.append(_Span(start, stop, ranks))
         self._spans.sort(key=lambda span: span.start)
-        return start
-
-    def _gap(self, size: int) -> int:
-        """Return the lowest place with so much room between spans that others may still read."""
-        self._forget_what_was_read()
-        start = FIRST
-        for span in self._spans:
-            if span.start - start >= size:
-                break
-            start = _up(span.stop, LINE)
         return start
 
     def _forget_what_was_read(self) -> None:
@@ -186,12 +181,12 @@ class PeerMemory:
             os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
 class SharedMemory:
     """The memory of this rank, and by world rank that of those with which it shares."""
 
-    def __init__(self, own: OwnMemory, peers: Mapping[int, PeerMemory]) -> None:
-        self.own = own
-        self.peers = dict(peers)
+    own: OwnMemory
+    peers: dict[int, PeerMemory]
 
     def close(self) -> None:
         for peer in self.peers.values():
@@ -207,7 +202,13 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     """
     own = OwnMemory()
     mine = own.address()
-    addresses = [Address(*words.tolist()) for words in _from_all(torch.tensor(mine), ranks, group)]
+
+    def from_all(values: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.zeros_like(values) for _ in range(ranks)]
+        dist.all_gather(gathered, values, group=group)
+        return gathered
+
+    addresses = [Address(*words.tolist()) for words in from_all(torch.tensor(mine))]
     found = {
         other: memory
         for other, address in enumerate(addresses)
@@ -215,7 +216,7 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
     }
     seen = torch.zeros(ranks, dtype=torch.uint8)
     seen[list(found)] = 1
-    seen_by = [bool(sees[rank]) for sees in _from_all(seen, ranks, group)]
+    seen_by = [bool(sees[rank]) for sees in from_all(seen)]
     peers = {other: memory for other, memory in found.items() if seen_by[other]}
     for other in found.keys() - peers.keys():
         found[other].close()
@@ -232,12 +233,6 @@ def share(group: dist.ProcessGroup, rank: int, ranks: int) -> SharedMemory | Non
         own.close()
         return None
     return SharedMemory(own, peers)
-
-
-def _from_all(values: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.zeros_like(values) for _ in range(ranks)]
-    dist.all_gather(gathered, values, group=group)
-    return gathered
 
 
 def reach(address: Address) -> PeerMemory | None:

@@ -34,23 +34,21 @@ def raise_on_all_ranks(comm: Collectives, axis: AxisName = "world") -> Iterator[
         raise  # a rank is gone, and would not take part
     except BaseException as error:
         failed = error
-    mine = failed if failed is None or isinstance(failed, ZerodriftError) else _relayed(failed)
+    mine = failed if isinstance(failed, ZerodriftError) else None
+    is_foreign = failed is not None and mine is None
+    if is_foreign:
+        mine = RankError.relayed(f"{type(failed).__name__}: {failed}")
     by_text: dict[str, ZerodriftError] = {}
     for rank, theirs in enumerate(comm.all_gather_object(mine, axis)):
         if isinstance(theirs, RankError):
             theirs = RankError.relayed(f"rank {rank} of axis `{axis}`: {theirs}")
         if theirs is not None:
             by_text.setdefault(str(theirs), theirs)
-    if failed is not None and not isinstance(failed, ZerodriftError):
+    if failed is not None and is_foreign:
         raise failed
     if by_text:
         errors = list(by_text.values())
         raise type(errors[0]).joined(errors) from failed
-
-
-def _relayed(error: BaseException) -> RankError:
-    """Return an error that is not one of ours as the other ranks raise it."""
-    return RankError.relayed(f"{type(error).__name__}: {error}")
 
 
 class Alarm:

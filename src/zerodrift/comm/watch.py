@@ -118,11 +118,9 @@ class WaitReport:
     group: str
     """The group of the collective; "" for a call that is not of this mesh."""
     number: int
-    needs: tuple[int, ...]
+    needs: Sequence[int]
     """The ranks that must come to the same place."""
-    sure: bool
-    """True if only their coming is waited for, and not what they send."""
-    trails: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    trails: Mapping[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
     """Per group of the mesh: how many collectives it has started, and the words of the last."""
 
     def started(self, group: str, number: int) -> str | None:
@@ -135,9 +133,7 @@ class WaitReport:
 
     @classmethod
     def read(cls, text: bytes) -> WaitReport:
-        values = json.loads(text)
-        trails = {group: (count, tuple(words)) for group, (count, words) in values.pop("trails").items()}
-        return cls(needs=tuple(values.pop("needs")), trails=trails, **values)
+        return cls(**json.loads(text))
 
     def write(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
@@ -209,7 +205,10 @@ class DeadlockWatch:
         """Raise the known cause of a collective's error; if there is none, tell the others of the error."""
         if not isinstance(error, (RuntimeError, RankError)):
             return
-        cause = self.read_error() or self._ranks_that_left(turn)
+        cause = self.read_error()
+        if not cause and self._store is not None:
+            left = [rank for rank in turn.trail.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
+            cause = deadlock_text({}, left, f"{ranks_text([self._rank])} in {turn.what}") if left else ""
         if cause and cause != str(error):
             raise RankError.relayed(cause) from error
         if isinstance(error, RankError) and not cause:
@@ -250,13 +249,6 @@ class DeadlockWatch:
         if self._is_cut.acquire(blocking=False):  # once, by one thread
             cut(self._groups, self._device)
 
-    def _ranks_that_left(self, turn: StartedCollective) -> str:
-        """Return the error for ranks of a collective that have left; "" if none has."""
-        if self._store is None:
-            return ""
-        left = [rank for rank in turn.trail.ranks if read_key(self._store, f"{self._key}/left/{rank}")]
-        return deadlock_text({}, left, f"{_ranks([self._rank])} in {turn.what}") if left else ""
-
     # --- the thread -------------------------------------------------------------------------------------
 
     def _run(self, judge: _DeadlockDetector) -> None:
@@ -273,7 +265,9 @@ class DeadlockWatch:
                 seen = None
                 if now - wait.since < PATIENCE:
                     continue
-                report = self._report_of_wait(beat, wait)
+                turn, at = wait.turn, user_line(sys._current_frames().get(wait.thread))
+                place = (f"turn {wait.serial}", turn.what, at, str(turn.trail.ranks), turn.number)
+                ranks: Sequence[int] = turn.trail.ranks
             else:
                 call = foreign_call()
                 if call is None or seen is None or call.key != seen[0].key:
@@ -281,7 +275,11 @@ class DeadlockWatch:
                     continue
                 if now - seen[1] < (PATIENCE if call.is_barrier else LONG):
                     continue
-                report = self._report_of_call(beat, seen[0])
+                place = (f"call {call.key}", call.name, call.at, "", 0)
+                ranks = call.ranks or range(self._world)
+            needs = [rank for rank in ranks if rank != self._rank]
+            trails = {group: (trail.count, trail.last()) for group, trail in self._trails.items()}
+            report = WaitReport(beat, *place, needs, trails)
             try:
                 error = judge.judge(report)
             except RuntimeError:
@@ -290,21 +288,6 @@ class DeadlockWatch:
                 self.error = error
                 self._cut()
                 return
-
-    def _report_of_wait(self, beat: int, wait: _Wait) -> WaitReport:
-        turn = wait.turn
-        needs = tuple(rank for rank in turn.trail.ranks if rank != self._rank)
-        at = user_line(sys._current_frames().get(wait.thread))
-        serial, group = f"turn {wait.serial}", str(turn.trail.ranks)
-        return WaitReport(beat, serial, turn.what, at, group, turn.number, needs, True, self._trail_table())
-
-    def _report_of_call(self, beat: int, call: ForeignCall) -> WaitReport:
-        needs = tuple(rank for rank in call.ranks or range(self._world) if rank != self._rank)
-        serial, trails = f"call {call.key}", self._trail_table()
-        return WaitReport(beat, serial, call.name, call.at, "", 0, needs, call.is_barrier, trails)
-
-    def _trail_table(self) -> dict[str, tuple[int, tuple[str, ...]]]:
-        return {group: (trail.count, tuple(trail.last())) for group, trail in self._trails.items()}
 
 
 class _DeadlockDetector:
@@ -397,19 +380,20 @@ def deadlock_text(places: Mapping[int, WaitReport], left: Sequence[int], here: s
         ranks_at.setdefault((place.what, place.at), []).append(rank)
     where = [here] if here else []
     where += [
-        f"{_ranks(ranks)} in {what}" + (f" ({at})" if at else "")
+        f"{ranks_text(ranks)} in {what}" + (f" ({at})" if at else "")
         for (what, at), ranks in itertools.islice(ranks_at.items(), 8)
     ]
     if len(ranks_at) > 8:
         where.append(f"{len(ranks_at) - 8} more places")
     if left:
-        where.append(f"{_ranks(left)} gone: ended, or its engine destroyed")
+        where.append(f"{ranks_text(left)} gone: ended, or its engine destroyed")
     must = "must come to the same collectives in the same order"
     do = f"They would wait for ever. {EVERYWHERE}"
     return str(Problem("ranks", must, got=", ".join(where), do=do))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks in a message: `ranks 1, 2`."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 

@@ -17,7 +17,7 @@ from typing import Any
 from zerodrift.config.load import load
 from zerodrift.config.plain_tree import Tree, join, override, shown
 from zerodrift.config.tree import tree_of
-from zerodrift.errors import ConfigError, Problem, Problems, ZerodriftError
+from zerodrift.errors import ConfigError, Problems, ZerodriftError
 
 RULES = "precision.rules"
 
@@ -53,18 +53,16 @@ class Additions:
             flags[join(RULES, len(rules))] = f"--pin {pattern}"
             rules.append({"match": pattern, "pin": "fp32"})
         additions = cls(tree, flags)
-        additions._refuse_ignored_keys()
-        return additions
-
-    def _refuse_ignored_keys(self) -> None:
+        ignored = Problems()
         try:
-            keys = load(self.config).keys
+            for key in load(tree).keys:
+                if key.status == "ignored":
+                    must = "must be a key that decides something here"
+                    ignored.add(key.path, must, got=key.because, do="Leave it out.")
+            ignored.raise_as(ConfigError)
         except ZerodriftError as error:
-            raise self.name_flags(error) from None
-        must, do = "must be a key that decides something here", "Leave it out."
-        ignored = [Problem(key.path, must, got=key.because, do=do) for key in keys if key.status == "ignored"]
-        if ignored:
-            raise self.name_flags(ConfigError.of(ignored))
+            raise additions.name_flags(error) from None
+        return additions
 
     def merge_into(self, config: Tree) -> Tree:
         """Return a copy of a config with the added keys; raise if the config contradicts one of them."""
@@ -109,7 +107,6 @@ class Additions:
 
 
 def _paths(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    """Return the path of every key that holds no block."""
     paths: list[str] = []
     for key, value in tree.items():
         here = join(path, key)

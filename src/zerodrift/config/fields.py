@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_functi
 
 from zerodrift import dtypes as table
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, listed
 
 SANITY_BOUND = 1000
 """Upper bounds from here on only catch mistakes: messages name such a bound, pages leave it out."""
@@ -46,13 +47,11 @@ class ColumnDType:
         return table.ADMITTED[self.column] if self.only is None else (self.only,)
 
     def read(self, value: Any) -> DType:
-        found: DType | None = None
-        if isinstance(value, DType):
-            found = value
-        elif isinstance(value, str):
+        found = value if isinstance(value, DType) else None
+        if isinstance(value, str):
             with contextlib.suppress(ConfigError):
                 found = table.parse(value)
-        if found is None or found not in self.admitted:
+        if found not in self.admitted:
             raise ValueError(f"must be one of {', '.join(table.spellings(self.admitted))}")
         return found
 
@@ -62,14 +61,11 @@ class ColumnDType:
 
 @dataclass(frozen=True, slots=True)
 class _AsTuple:
-    """Annotation of a key that takes a tuple or a list, and keeps a tuple."""
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler(typing.get_args(source)[0])
 
 
 Items = Annotated[tuple[Item, ...] | list[Item], _AsTuple()]
-"""A tuple or list of items, kept as a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,7 @@ class Key:
     path: str
     """Dotted; the items of a list are written `rules[]`."""
     kind: Any
-    """Annotation of the field."""
     doc: str
-    """Docstring of the field, on one line."""
 
 
 @functools.cache
@@ -111,18 +105,14 @@ def every_key(block: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 def block_of(kind: Any) -> type[BaseModel] | None:
     """Return the block that a key may hold, or None."""
-    for option, _ in _options(kind):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+    blocks = (o for o, _ in _options(kind) if isinstance(o, type) and issubclass(o, BaseModel))
+    return next(blocks, None)
 
 
 def item_of(kind: Any) -> Any | None:
     """Return the annotation of the items, for a key that may hold a list; None for any other key."""
-    for option, _ in _options(kind):
-        if typing.get_origin(option) is tuple:
-            return typing.get_args(option)[0]
-    return None
+    items = (typing.get_args(o)[0] for o, _ in _options(kind) if typing.get_origin(o) is tuple)
+    return next(items, None)
 
 
 def is_free(kind: Any) -> bool:
@@ -149,41 +139,22 @@ def kind_at(path: Sequence[str | int], root: type[BaseModel]) -> Any | None:
 def admits(kind: Any) -> str:
     """Describe the values that a key admits, in words that follow "must be"."""
     words = [text for option, extras in _options(kind) for text in _words(option, extras)]
-    return either(words)
+    return listed(words, "or")
 
 
 def must(kind: Any, value: object) -> str:
-    """Return the requirement that a value violates, as a clause: the values that the key admits, or the upper
-    bound of a number that is too large."""
-    most = [
-        bound.le
-        for option, extras in _options(kind)
-        for extra in extras
-        for bound in _bounds(extra)
-        if isinstance(bound, Le) and option in (int, float)
-    ]
+    """Return the requirement that a value violates: the values that the key admits, or its upper bound."""
+    numbers = (extras for option, extras in _options(kind) if option in (int, float))
+    most: list[Any] = [bound.le for extras in numbers for bound in _bounds(extras) if isinstance(bound, Le)]
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if numeric and most and value > min(most) >= SANITY_BOUND:  # type: ignore[operator, type-var]
-        return f"must be at most {min(most):,}"  # type: ignore[type-var]
+    if numeric and most and value > min(most) >= SANITY_BOUND:
+        return f"must be at most {min(most):,}"
     return f"must be {admits(kind)}"
 
 
 def choices(kind: Any) -> list[str]:
-    """Return the literal strings that a key admits."""
-    return [
-        value
-        for option, _ in _options(kind)
-        if typing.get_origin(option) is Literal
-        for value in typing.get_args(option)
-        if isinstance(value, str)
-    ]
-
-
-def either(words: Sequence[str]) -> str:
-    """Join words as `a, b or c`."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+    literals = (option for option, _ in _options(kind) if typing.get_origin(option) is Literal)
+    return [v for literal in literals for v in typing.get_args(literal) if isinstance(v, str)]
 
 
 def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -206,9 +177,10 @@ def _options(kind: Any, extras: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tup
 def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
     origin = typing.get_origin(option)
     if origin is Literal:
-        return [_literal(value) for value in typing.get_args(option)]
+        # The text of a flag as JSON spells it, and of a dtype without quotes.
+        return [str(v) if isinstance(v, DType) else json.dumps(v) for v in typing.get_args(option)]
     if origin is tuple:
-        return [f"a list of {_plural(typing.get_args(option)[0])}"]
+        return [f"a list of {_PLURALS[admits(typing.get_args(option)[0])]}"]
     if origin is dict:
         return ["a block of arguments"]
     if isinstance(option, type):
@@ -225,8 +197,15 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
     raise AssertionError(f"no words for {option!r}")
 
 
+_PLURALS = {
+    "a block of keys": "blocks of keys",
+    "a string or a block of keys": "strings or blocks of keys",
+    "a string": "strings",
+    "a whole number above 0": "whole numbers above 0",
+}
+
+
 def dtypes(kind: Any) -> tuple[DType, ...]:
-    """Return the dtypes that a key admits."""
     return tuple(dtype for _, extras in _options(kind) for dtype in _admitted(extras))
 
 
@@ -234,25 +213,9 @@ def _admitted(extras: tuple[Any, ...]) -> tuple[DType, ...]:
     return tuple(dtype for extra in extras if isinstance(extra, ColumnDType) for dtype in extra.admitted)
 
 
-def _plural(item: Any) -> str:
-    if block_of(item) is not None:
-        return "blocks of keys" if admits(item) == "a block of keys" else "strings or blocks of keys"
-    if item is str:
-        return "strings"
-    if admits(item) == "a whole number above 0":
-        return "whole numbers above 0"
-    raise AssertionError(f"no words for a list of {item!r}")
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, DType) else f'"{value}"'
-
-
 def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     noun = "a whole number" if option is int else "a number"
-    bounds = [bound for extra in extras for bound in _bounds(extra)]
+    bounds = _bounds(extras)
     above = next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)
     least: Any = next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)
     upper: list[Any] = [bound.le for bound in bounds if isinstance(bound, Le)]
@@ -266,5 +229,5 @@ def _number(option: type, extras: tuple[Any, ...]) -> list[str]:
     return [f"{noun} of at least {least}" if least is not None else noun]
 
 
-def _bounds(extra: Any) -> Sequence[Any]:
-    return extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+def _bounds(extras: tuple[Any, ...]) -> list[Any]:
+    return [b for extra in extras for b in (extra.metadata if isinstance(extra, FieldInfo) else (extra,))]

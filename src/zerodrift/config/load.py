@@ -8,17 +8,19 @@ Invariant: one ConfigError lists every mistake, and no key of the file is missin
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config import deepspeed, suggestions
-from zerodrift.config.plain_tree import Tree, collect_written, override
+from zerodrift.config import deepspeed, fields
+from zerodrift.config.plain_tree import collect_written, join, override
 from zerodrift.config.schema import Config, check_rule
 from zerodrift.config.tree import Keys, TreeReader, tree_of
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import ConfigError, nearest
 
 _REMEDIES = {
     "zero_optimization": 'Write `{"stage": 1}` for true, `{"stage": 0}` for false.',
@@ -29,12 +31,52 @@ _REMEDIES = {
 }
 
 
-def _suggestion(key: str, block: type[BaseModel] | None, name: str) -> str:
-    return suggestions.suggest_key(key, block, name) or "docs/config.md and docs/deepspeed.md list every key."
+MAX_WORDS = 3
+
+
+def _suggest_key(key: str, block: type[BaseModel] | None, name: str) -> str:
+    """Return a sentence about a key that is unknown in the block called `name`."""
+    if not name and is_path(key) and "." in key:
+        return f"Nest it: `{key.replace('.', '` > `')}`."
+    here = {*(fields.fields(block) if block is not None else ()), *deepspeed.names_in(name)}
+    lower = {word.lower(): word for word in sorted(here)}
+    word = key.lower()
+    paths = [lower[word]] if word in lower else []
+    paths += [path for path in _elsewhere().get(word, ()) if path != join(name, key)]
+    close = difflib.get_close_matches(word, lower, MAX_WORDS, cutoff=0.7)
+    paths += [lower[near] for near in close or (() if paths else nearest(word, lower))]
+    if not paths:
+        paths = [path for near in nearest(word, _elsewhere()) for path in _elsewhere()[near]]
+    if not paths:
+        return "docs/config.md and docs/deepspeed.md list every key."
+    shown = [f"`{p}`{'' if '.' in p or p in here else ' at top level'}" for p in dict.fromkeys(paths)]
+    return f"Did you mean {' or '.join(shown[:MAX_WORDS])}?"
+
+
+def is_path(key: str) -> bool:
+    """Return True if the text is the full path of a known key."""
+    return deepspeed.find(key) is not None or key in _paths()
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    ignored = (key for key, entry in deepspeed.ENTRIES.items() if entry.fate == "ignored")
+    paths = [key.path for key in fields.every_key(Config)]
+    return (*paths, *(key for key in ignored if not key.endswith(".*")))
+
+
+@functools.cache
+def _elsewhere() -> dict[str, tuple[str, ...]]:
+    """Map the last part of a path, in lower case, to the paths that end in it."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for path in _paths():
+        last = path.rpartition(".")[2].lower()
+        paths[last] = (*paths.get(last, ()), path)
+    return paths
 
 
 _OWNER = "zerodrift or DeepSpeed"
-KEYS = Keys("config", Config, _OWNER, _suggestion, deepspeed.ENTRIES, _REMEDIES, empty_is_absent=True)
+KEYS = Keys("config", Config, _OWNER, _suggest_key, deepspeed.ENTRIES, _REMEDIES, empty_is_absent=True)
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 """A config as it may be passed: the path of a YAML or JSON file, a dict, or a `Config`."""
@@ -48,36 +90,24 @@ def load(source: ConfigSource | None, overrides: Sequence[str] = ()) -> Config:
     """
     if isinstance(source, Config) and source.was_loaded:
         if overrides:
-            raise ConfigError(
-                "overrides",
-                "must come with the file or dict",
-                got="a Config that was loaded already",
-                do="Pass them to `load`.",
-            )
+            must, got = "must come with the file or dict", "a Config that was loaded already"
+            raise ConfigError("overrides", must, got=got, do="Pass them to `load`.")
         return source
     if source is None:
         do = "Pass the path of a YAML or JSON file, a dict, or a `zerodrift.Config`."
         raise ConfigError("config", "must be given", got="none", do=do)
-    heading, tree, problems = tree_of(
-        collect_written(source) if isinstance(source, Config) else source, "config"
-    )
-    if isinstance(overrides, str):
-        overrides = [overrides]
-    override(tree, overrides, problems)
+    written = collect_written(source) if isinstance(source, Config) else source
+    heading, tree, problems = tree_of(written, "config")
+    override(tree, [overrides] if isinstance(overrides, str) else overrides, problems)
     walk = TreeReader(KEYS, problems)
     used = walk.select_used(tree)
-    _check_rules(used, walk.doubtful, problems)
-    config = walk.validate(used)
-    problems.raise_as(ConfigError, heading)
-    assert config is not None, "a config that is not valid has a problem"
-    return config.with_keys(walk.uses)
-
-
-def _check_rules(used: Tree, doubtful: Collection[str], problems: Problems) -> None:
-    """Check every rule whose keys are all known."""
     precision = used.get("precision")
     rules = precision.get("rules") if isinstance(precision, dict) else None
     for number, rule in enumerate(rules if isinstance(rules, list) else ()):
         where = f"precision.rules[{number}]"
-        if isinstance(rule, dict) and where not in doubtful:
+        if isinstance(rule, dict) and where not in walk.doubtful:
             check_rule(rule, where, problems)
+    config = walk.validate(used)
+    problems.raise_as(ConfigError, heading)
+    assert config is not None, "a config that is not valid has a problem"
+    return config.with_keys(walk.uses)

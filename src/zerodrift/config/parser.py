@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +36,6 @@ class SourceBlock(dict[Any, Any]):
     """A dict that remembers how its source spelled it."""
 
     repeated: tuple[Any, ...] = ()
-    """Keys that occur more than once in the source."""
     kind: type | None = None
     """Class of a typed block; None for a dict or a file."""
 
@@ -61,10 +61,13 @@ def parse_yaml(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        _refuse(name, "must be valid YAML", what + _position(mark), _yaml_hint(text, mark))
+        line = "" if mark is None else "".join(text.splitlines()[mark.line : mark.line + 1])
+        do = "Indent with spaces." if re.match(r" *\t", line) else ""
+        _refuse(name, "must be valid YAML", what + _position(mark), do)
     except yaml.reader.ReaderError as error:
-        line, column = _line_and_column(text, error.position)
-        _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {line}, column {column}")
+        before = text[: error.position]
+        row, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        _refuse(name, "must be valid YAML", f"a character that YAML forbids at line {row}, column {column}")
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
     except (ValueError, OverflowError) as error:
@@ -80,7 +83,6 @@ def _refuse(where: str, must: str, got: str = "", todo: str = "") -> NoReturn:
 
 
 def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the name of a file, for messages, and its text."""
     name = os.fsdecode(path)
     if name.lstrip().startswith("{"):
         _refuse("config", "must be a path or a dict", "a text that looks like JSON", "Parse it first.")
@@ -106,7 +108,6 @@ def _text(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _neighbour(name: str) -> str:
-    """Ask about a file with nearly that name in the same folder."""
     folder = Path(name).parent
     try:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -116,37 +117,29 @@ def _neighbour(name: str) -> str:
 
 
 def _json(text: str, name: str) -> Any:
+    def block(pairs: list[tuple[str, Any]]) -> SourceBlock:
+        made = SourceBlock(pairs)
+        made.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return made
+
     try:
-        return json.loads(text, object_pairs_hook=_pairs, parse_int=_bounded_integer)
+        return json.loads(text, object_pairs_hook=block, parse_int=lambda digits: int(digits[:MAX_DIGITS]))
     except json.JSONDecodeError as error:
         what = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
-        _refuse(name, "must be valid JSON", what, _json_hint(text, error.pos))
+        _refuse(name, "must be valid JSON", what, _json_hint(text[: error.pos], text[error.pos :]))
     except RecursionError:
         _refuse(name, "must not be nested so deeply", "hundreds of levels")
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> SourceBlock:
-    block = SourceBlock(pairs)
-    block.repeated = tuple(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-    return block
-
-
-def _bounded_integer(digits: str) -> int:
-    return int(digits[:MAX_DIGITS])
-
-
-def _json_hint(text: str, position: int) -> str:
-    """Return advice about a usual slip, or an empty string."""
-    rest, before = text[position:].lstrip(), text[:position].rstrip()
+def _json_hint(before: str, rest: str) -> str:
+    rest = rest.lstrip()
     if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments: remove it, or write YAML, where # starts one."
-    if (rest[:1] in ("}", "]") and before.endswith(",")) or rest.startswith((",}", ",]")):
+    if rest.startswith((",}", ",]")) or (rest.startswith(("}", "]")) and before.rstrip().endswith(",")):
         return "JSON has no comma before a closing bracket: remove it."
     if rest.startswith("'"):
         return "JSON strings take double quotes."
-    if re.match(r"(True|False|None)\b", rest):
-        return "JSON spells these true, false and null."
-    return ""
+    return "JSON spells these true, false and null." if re.match(r"(True|False|None)\b", rest) else ""
 
 
 class _Core(yaml.SafeLoader):
@@ -198,26 +191,16 @@ class _Builder:
 
     def _build(self, node: yaml.Node) -> Any:
         kind = node.tag.removeprefix(_TAG)
-        if isinstance(node, yaml.ScalarNode) and kind in ("null", "bool", "int", "float", "str"):
-            return self._scalar(node, kind)
+        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+            try:
+                return _SCALARS[kind](node.value)
+            except (KeyError, ValueError):
+                self._refuse(f"must hold a value of its tag {kind}", ascii(node.value)[:60], node)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.value(item) for item in node.value]
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node)
         self._refuse("must be plain values, lists and blocks", f"the tag {node.tag!r}", node)
-
-    def _scalar(self, node: yaml.ScalarNode, kind: str) -> Any:
-        text = node.value
-        if kind == "null":
-            return None
-        if kind == "str":
-            return text
-        try:
-            if kind == "bool":
-                return {"true": True, "false": False}[text.lower()]
-            return _integer(text) if kind == "int" else _float(text)
-        except (KeyError, ValueError):
-            self._refuse(f"must hold a value of its tag {kind}", ascii(text)[:60], node)
 
     def _mapping(self, node: yaml.MappingNode) -> SourceBlock:
         written: dict[Any, Any] = {}
@@ -259,20 +242,14 @@ def _integer(text: str) -> int:
     return int(text[2 : MAX_DIGITS + 2], base) if base != 10 else int(text[:MAX_DIGITS])
 
 
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "int": _integer,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    "str": str,
+}
 
 
 def _position(mark: yaml.Mark | None) -> str:
     return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _line_and_column(text: str, position: int) -> tuple[int, int]:
-    before = text[:position]
-    return before.count("\n") + 1, len(before) - before.rfind("\n")
-
-
-def _yaml_hint(text: str, mark: yaml.Mark | None) -> str:
-    lines = text.splitlines()
-    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    return "Indent with spaces." if re.match(r" *\t", line) else ""

@@ -26,7 +26,6 @@ MAX_DEPTH = 24
 """Most blocks and lists inside one another; configs have five."""
 
 MAX_VALUES = 10_000
-"""Most values in a config."""
 
 Tree = dict[str, Any]
 
@@ -69,7 +68,6 @@ def collect_written(block: BaseModel) -> Tree:
 
 
 def plain(value: object, problems: Problems) -> Tree:
-    """Return a plain copy of a block of keys."""
     copied = _Copier(problems).copy(value, "", 0)
     return copied if isinstance(copied, dict) else {}
 
@@ -95,17 +93,13 @@ class _Copier:
             made.kind = type(value)
             return made
         if isinstance(value, (list, tuple)):
-            return self._list(value, path, depth)
+            copies: list[Any] = []
+            for index, item in enumerate(value):
+                if self._left < 0:
+                    break
+                copies.append(self.copy(item, join(path, index), depth + 1))
+            return copies
         return self._scalar(value, path)
-
-    def _list(self, items: Sequence[Any], path: str, depth: int) -> list[Any]:
-        copies: list[Any] = []
-        for index, item in enumerate(items):
-            copied = self.copy(item, join(path, index), depth + 1)
-            if self._left < 0:
-                break
-            copies.append(copied)
-        return copies
 
     def _block(self, block: Mapping[Any, Any], path: str, depth: int) -> Tree:
         for key in block.repeated if isinstance(block, SourceBlock) else ():
@@ -158,8 +152,8 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
     """Apply `dotted.path=value` texts in order. The value is YAML, and an empty one is null."""
     for text in texts:
         path, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
-        steps = _steps(path.strip())
-        if not equals or not steps:
+        matches = [_STEP.fullmatch(part) for part in path.strip().split(".")]
+        if not equals or None in matches:
             problems.add(
                 "overrides",
                 "must be `dotted.path=value`",
@@ -172,21 +166,12 @@ def override(tree: Tree, texts: Sequence[str], problems: Problems) -> None:
         except ConfigError as error:
             problems.add("overrides", "must have a YAML value", got=shown(text), do=str(error))
             continue
+        steps: list[str | int] = []
+        for match in filter(None, matches):
+            steps += [match.group(1), *map(int, re.findall(r"\d+", match.group(2)))]
         mistakes = Problems()
         _set(tree, steps, _Copier(mistakes).copy(parsed, path.strip(), len(steps)), mistakes)
         problems.include(*mistakes)
-
-
-def _steps(path: str) -> list[str | int]:
-    """Split a path such as `a.b[0].c`; return an empty list for a text that is not a path."""
-    steps: list[str | int] = []
-    for part in path.split("."):
-        match = _STEP.fullmatch(part)
-        if match is None:
-            return []
-        steps.append(match.group(1))
-        steps += [int(number) for number in re.findall(r"\d+", match.group(2))]
-    return steps
 
 
 def _set(tree: Tree, steps: list[str | int], value: Any, problems: Problems) -> None:

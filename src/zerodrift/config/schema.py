@@ -2,10 +2,7 @@
 
 The blocks are public: `zerodrift.Config(precision=zerodrift.Precision(mode="bf16"))` is the same as the dict
 or file with those keys, and both forms mix. A constructor refuses what `load` refuses, in the same words.
-
-Our blocks are `precision`, `sharding`, `pipeline`, `experts` and `backend`. The other blocks are DeepSpeed's
-keys with DeepSpeed's spelling. A DeepSpeed key without a field here is in the table of `config/deepspeed.py`,
-as ignored or refused. `Config` holds the written keys, checked for types, and `policy` resolves them.
+A DeepSpeed key without a field here is in the table of `config/deepspeed.py`. `policy` resolves the values.
 
 Invariant: `None` means "not written" and "auto" means that the user wrote "auto". No other default
 appears here, so that `policy` can tell a written value from a default.

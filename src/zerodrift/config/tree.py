@@ -22,7 +22,7 @@ from zerodrift.config.parser import SourceBlock, read
 from zerodrift.config.plain_tree import Tree, join, plain, shown
 from zerodrift.config.schema import KeyUse
 from zerodrift.config.validation import Steps, add_errors, name_of
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import ConfigError, Problems, listed
 
 NULL = "null is the same as leaving it out"
 EMPTY = "an empty block says nothing"
@@ -35,7 +35,6 @@ class Keys:
     """The keys that a tree may have."""
 
     name: str
-    """Kind of tree, such as `config`."""
     root: type[BaseModel]
     owner: str
     """Owner of the keys, for the message about an unknown key."""
@@ -46,7 +45,6 @@ class Keys:
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Path of a key -> advice about a value that is not accepted."""
     empty_is_absent: bool = False
-    """True if an empty block is the same as no block."""
     free: str = "a block of arguments"
     """Words for a block of names that the schema does not know."""
 
@@ -84,8 +82,8 @@ class TreeReader:
         used = self._block(tree, self._keys.root, "", "")
         if self._unknown > MAX_UNKNOWN:
             rest = f"{self._unknown - MAX_UNKNOWN:,} more unknown keys"
-            name, do = self._keys.name, "Is it the file you meant?"
-            self._problems.add(name, "must hold known keys", got=rest, do=do)
+            do = "Is it the file you meant?"
+            self._problems.add(self._keys.name, "must hold known keys", got=rest, do=do)
         return used
 
     def _block(self, tree: Tree, block: type[BaseModel] | None, path: str, name: str) -> Tree:
@@ -94,7 +92,7 @@ class TreeReader:
         used: Tree = {}
         for key, value in tree.items():
             here, there, target = join(path, key), join(name, key), key
-            entry = self._entry(there)
+            entry = deepspeed.find(there, self._keys.table)
             if entry is not None and entry.fate == "alias":
                 there = target = entry.text
                 if target in tree:
@@ -107,19 +105,19 @@ class TreeReader:
                 self._table(entry, value, here, there)
             else:
                 self.doubtful.add(name)
-                self._unknown_key(key, block, path, name)
+                self._unknown += 1
+                if self._unknown <= MAX_UNKNOWN:
+                    must = f"must be a key of {f'`{path}`' if path else self._keys.owner}"
+                    self._problems.add(here, must, do=self._keys.suggestion(key, block, name))
         return used
 
     def _known(self, used: Tree, key: str, value: Any, kind: Any, path: str, name: str) -> None:
-        """Read a key of the schema into `used`."""
         inner, item = fields.block_of(kind), fields.item_of(kind)
         self._paths[name] = path
-        if value is None:
-            self._ignore(path, value, NULL)
+        if value is None or (value == {} and inner is not None and self._keys.empty_is_absent):
+            self._record(path, value, NULL if value is None else EMPTY)
         elif self._refuse_other_kind(value, kind, path):
             return
-        elif value == {} and inner is not None and self._keys.empty_is_absent:
-            self._ignore(path, value, EMPTY)
         elif isinstance(value, dict) and inner is not None:
             below = self._block(value, inner, path, name)
             if below or not self._keys.empty_is_absent:
@@ -130,15 +128,14 @@ class TreeReader:
             used[key] = [self._item(part, item, join(path, i), join(name, i)) for i, part in enumerate(value)]
         else:
             used[key] = value
-            self._use(path, value)
+            self._record(path, value)
 
     def _item(self, value: Any, kind: Any, path: str, name: str) -> Any:
         """Read an item of a list of blocks; an item of another type is left to pydantic."""
         self._paths[name] = path
-        inner = fields.block_of(kind)
         if self._refuse_other_kind(value, kind, path):
             self.doubtful.add(name)
-        return self._block(value, inner, path, name) if isinstance(value, dict) else value
+        return self._block(value, fields.block_of(kind), path, name) if isinstance(value, dict) else value
 
     def _refuse_other_kind(self, value: Any, kind: Any, path: str) -> bool:
         """Refuse a typed block in another's place, whose common fields could pass validation."""
@@ -153,83 +150,59 @@ class TreeReader:
     def _arguments(self, tree: Tree, path: str, name: str) -> Tree:
         """Read free names, such as an optimizer's arguments: all are used, unless the table refuses one."""
         if not tree:
-            self._ignore(path, tree, EMPTY)
+            self._record(path, tree, EMPTY)
         used: Tree = {}
         for key, value in tree.items():
-            here = join(path, key)
-            entry = self._entry(join(name, key))
+            entry = deepspeed.find(join(name, key), self._keys.table)
             if entry is None or entry.fate == "used":
                 used[key] = value
-                self._use(here, value)
+                self._record(join(path, key), value)
             else:
-                self._fate(entry, value, here)
+                self._fate(entry, value, join(path, key))
         return used
 
     def _table(self, entry: deepspeed.Entry | None, value: Any, path: str, name: str) -> None:
-        """Read a key that only the table has, or a block of such keys."""
-        own = entry is not None and entry.key == name
-        if isinstance(value, dict) and value and not own:
+        if isinstance(value, dict) and value and (entry is None or entry.key != name):
             self._block(value, None, path, name)
         elif entry is not None:
             self._fate(entry, value, path)
         elif value is None or value == {}:
-            self._ignore(path, value, NULL if value is None else EMPTY)
+            self._record(path, value, NULL if value is None else EMPTY)
         else:
             self._problems.add(path, "must be a block of keys", got=shown(value))
 
     def _fate(self, entry: deepspeed.Entry, value: Any, path: str) -> None:
+        # 1 and true are not the same value.
+        same = (off for off in entry.harmless if isinstance(value, bool) == isinstance(off, bool))
         if entry.fate == "ignored" or value in entry.without_effect:
-            self._ignore(path, value, entry.text)
-        elif is_harmless(entry, value):
-            self._ignore(path, value, f"off, as here: {entry.text}")
+            self._record(path, value, entry.text)
+        elif value in (None, "auto") or value in tuple(same):
+            self._record(path, value, f"off, as here: {entry.text}")
         else:
             must = f"must be {off_values(entry) or 'left out'}: {entry.text}"
             self._problems.add(path, must, got=shown(value), do=entry.instead)
 
-    def _entry(self, name: str) -> deepspeed.Entry | None:
-        return deepspeed.find(name, self._keys.table)
-
-    def _use(self, path: str, value: Any) -> None:
-        self.uses.append(KeyUse(path=path, value=value, status="used"))
-
-    def _ignore(self, path: str, value: Any, because: str) -> None:
-        self.uses.append(KeyUse(path=path, value=value, status="ignored", because=because))
-
-    def _unknown_key(self, key: str, block: type[BaseModel] | None, path: str, name: str) -> None:
-        self._unknown += 1
-        if self._unknown <= MAX_UNKNOWN:
-            owner = f"`{path}`" if path else self._keys.owner
-            todo = self._keys.suggestion(key, block, name)
-            self._problems.add(join(path, key), f"must be a key of {owner}", do=todo)
+    def _record(self, path: str, value: Any, because: str = "") -> None:
+        self.uses.append(KeyUse(path, value, "ignored" if because else "used", because))
 
     def validate(self, used: Tree) -> Any:
         """Return the used part as its block; None if that adds a problem."""
-        keys, problems = self._keys, self._problems
+        keys = self._keys
         try:
             return keys.root.model_validate(used)
         except ValidationError as error:
-            add_errors(
-                problems, error, used, keys.root, self._path_of, self.doubtful, keys.remedies, keys.free
-            )
+            path_of, doubtful, problems = self._path_of, self.doubtful, self._problems
+            add_errors(problems, error, used, keys.root, path_of, doubtful, keys.remedies, keys.free)
         return None
 
     def _path_of(self, steps: Steps) -> str:
-        """Return a path as it was written."""
         path = ""
         for index, step in enumerate(steps):
             path = self._paths.get(name_of(steps[: index + 1]), join(path, step))
         return path
 
 
-def is_harmless(entry: deepspeed.Entry, value: Any) -> bool:
-    """Return True if a refused key asks for nothing at this value. 1 and true are not the same."""
-    return value in (None, "auto") or any(
-        value == off and isinstance(value, bool) == isinstance(off, bool) for off in entry.harmless
-    )
-
-
 def off_values(entry: deepspeed.Entry) -> str:
     """List the values at which a refused key is accepted, in words, except blocks."""
     accepted = (*entry.harmless, *entry.without_effect)
-    values = [value for value in accepted if not isinstance(value, dict)]
-    return fields.either([json.dumps(value) for value in values])
+    return listed((json.dumps(value) for value in accepted if not isinstance(value, dict)), "or")

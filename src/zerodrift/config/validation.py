@@ -7,7 +7,7 @@ Invariant: every error of pydantic becomes a problem, and no message is in pydan
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -20,7 +20,6 @@ from zerodrift.config.plain_tree import join, shown
 from zerodrift.errors import Problems, did_you_mean
 
 Steps = tuple[str | int, ...]
-"""A path as its keys and list indices."""
 
 _MISSING = object()
 
@@ -42,13 +41,18 @@ def add_errors(
     not accepted. `free` describes a block of names that the schema does not know.
     """
     lines = error.errors(include_url=False, include_context=False, include_input=False)
-    for steps in _deepest([_located(given, line["loc"], line["type"]) for line in lines]):
+    wrong = list(dict.fromkeys(_located(given, line["loc"], line["type"]) for line in lines))
+    around = {steps[:length] for steps in wrong for length in range(len(steps))}
+    for steps in wrong:
+        if steps in around:  # a key says more than its block
+            continue
         value, path = _value_at(given, steps), (written or name_of)(steps)
         kind = fields.kind_at(steps, root)
         if value is _MISSING:
             # A value that could not be read at all has its problem already.
             if name_of(steps[:-1]) not in doubtful and all(problem.where != path for problem in problems):
-                do = _docs(root)[".".join(map(str, steps))]
+                docs = {key.path: key.doc for key in fields.every_key(root)}
+                do = docs[".".join(map(str, steps))]
                 problems.add(path, f"must be given: {fields.admits(kind)}", do=do)
         elif kind is None:
             block = fields.block_of(fields.kind_at(steps[:-1], root))
@@ -70,11 +74,6 @@ def name_of(steps: Steps) -> str:
     return name
 
 
-@functools.cache
-def _docs(root: type[BaseModel]) -> dict[str, str]:
-    return {key.path: key.doc for key in fields.every_key(root)}
-
-
 def _located(given: Mapping[str, Any], location: Iterable[str | int], error: str) -> Steps:
     """Return pydantic's location of an error without the names of the alternatives that pydantic tried."""
     *_, last = location = tuple(location)
@@ -89,13 +88,6 @@ def _located(given: Mapping[str, Any], location: Iterable[str | int], error: str
     return (*steps, last) if error == "missing" else tuple(steps)
 
 
-def _deepest(paths: list[Steps]) -> list[Steps]:
-    """Keep each path once, and of a key and its block only the key, which says more."""
-    unique = list(dict.fromkeys(paths))
-    around = {steps[:length] for steps in unique for length in range(len(steps))}
-    return [steps for steps in unique if steps not in around]
-
-
 def _value_at(given: Mapping[str, Any], steps: Steps) -> Any:
     value: Any = given
     for step in steps:
@@ -106,35 +98,25 @@ def _value_at(given: Mapping[str, Any], steps: Steps) -> Any:
 
 
 def _remedy(kind: Any, value: Any) -> str:
-    """Return advice about a value that is not accepted."""
-    if isinstance(value, str) and value == "auto":
+    admitted, block = fields.admits(kind), fields.block_of(kind)
+    if not isinstance(value, str):
+        if admitted.startswith("a list") and not isinstance(value, (list, dict)):
+            return "Write a list, even for one item."
+        is_other = block is not None and isinstance(value, BaseModel)
+        return f"Write `{block.__name__}(...)`, or a dict." if block is not None and is_other else ""
+    if value == "auto":
         return '"auto" has no meaning here: write the value, or leave the key out.'
-    if isinstance(value, str):
-        return _remedy_for_text(kind, value)
-    if fields.admits(kind).startswith("a list") and not isinstance(value, (list, dict)):
-        return "Write a list, even for one item."
-    block = fields.block_of(kind)
-    if block is not None and isinstance(value, BaseModel):
-        return f"Write `{block.__name__}(...)`, or a dict."
-    return ""
-
-
-def _remedy_for_text(kind: Any, text: str) -> str:
-    admitted = fields.admits(kind)
     if fields.item_of(kind) is not None:
-        return f"Write `[{json.dumps(text)}]`."
+        return f"Write `[{json.dumps(value)}]`."
     if "true" in admitted:
-        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text.lower(), "")
-        meant = meant or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(text.lower(), "")
-        return f"Write {meant} without quotes." if meant else ""
+        word = next((meant for meant, spellings in _FLAGS.items() if value.lower() in spellings), "")
+        return f"Write {word} without quotes." if word else ""
     if "number" in admitted or admitted[:1].isdigit():
-        return "Write it without quotes." if _is_number(text) else ""
-    return did_you_mean(text, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
+        with contextlib.suppress(ValueError):
+            float(value)
+            return "Write it without quotes."
+        return ""
+    return did_you_mean(value, [*fields.choices(kind), *dtypes.spellings(fields.dtypes(kind))])
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+_FLAGS = {"true": ("yes", "on", "1", "true"), "false": ("no", "off", "0", "false")}

@@ -5,7 +5,7 @@ name that is not here can be imported, and raises an error that says what to use
 
 DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `modules.py` from the tables in
 `names.py`. The code is in `initialization` (`initialize`), `engine`, `getters`, `optimizer`, `checkpoints`,
-`zero_init` and `gathered_parameters`, `parameter_values`, and small files named by their contents.
+`zero_contexts`, `parameters`, and small files named by their contents.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 
 from zerodrift.alias import activate
+from zerodrift.deepspeed.collectives import init_distributed
 from zerodrift.deepspeed.data import DeepSpeedDataLoader
 from zerodrift.deepspeed.device import get_accelerator
 from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.functions import log_dist, logger
 from zerodrift.deepspeed.initialization import initialize
-from zerodrift.deepspeed.launch import init_distributed
-from zerodrift.deepspeed.log import log_dist, logger
 from zerodrift.deepspeed.modules import DeepSpeedModules, lookup
 from zerodrift.deepspeed.names import ROOT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer

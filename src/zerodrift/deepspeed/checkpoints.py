@@ -1,12 +1,13 @@
-"""`save_checkpoint` and `load_checkpoint`: DeepSpeed's calls on zerodrift's checkpoints.
+"""`save_checkpoint`, `load_checkpoint` and state dicts: DeepSpeed's calls on zerodrift's checkpoints.
 
 A folder has one folder per tag and a file `latest`. A tag loads on any number of ranks, at any stage. The
 client state is rank 0's, made of plain values, because loading a checkpoint runs no code from it. A
 checkpoint that DeepSpeed itself saved is converted by rank 0 into a temporary folder beside it, and loaded
-from there.
+from there. `module_state_dict` and `save_16bit_model` gather a whole model, one unit at a time, in the
+`export` dtypes; `zerodrift.export` writes a sharded one.
 
-Invariant: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
-either.
+Invariants: the parts that `load` must leave alone do not change, and a checkpoint of DeepSpeed's does not
+either. A loaded value reaches the master weights at every stage.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import contextlib
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +26,24 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint.atomic import new_file
-from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded, Part
+from zerodrift.checkpoint.checkpoints import Checkpoints, Part
 from zerodrift.checkpoint.differences import Allowed
 from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
 from zerodrift.checkpoint.paths import kind_at
-from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.deepspeed.errors import MissingCheckpointError
-from zerodrift.deepspeed.log import logger
-from zerodrift.deepspeed.state_dicts import model_state, save_model
+from zerodrift.deepspeed.functions import logger
+from zerodrift.deepspeed.modules import MissingCheckpointError
 from zerodrift.engine.engine import Engine
+from zerodrift.engine.native import native
 from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.plan.table import Row
 from zerodrift.weights.convert import to_checkpoint
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.deepspeed.files import find_tag
+from zerodrift.weights.export import whole_values
 from zerodrift.weights.sources import TrainingState
+
+PathLike = str | os.PathLike[str]
 
 SCRIPT = """#!/usr/bin/env python
 # Makes one fp32 model of a checkpoint in this folder: python zero_to_fp32.py . output_folder
@@ -71,11 +76,9 @@ class CheckpointedEngine(nn.Module):
         if keep_vars:
             must = "must be false: what is returned is a copy"
             raise UnsupportedError("keep_vars", must, do="Use `named_parameters`.")
-        state = model_state(self._engine, prefix, exclude_frozen_parameters, everywhere=True)
-        if destination is None:
-            return state
-        destination.update(state)
-        return destination
+        state = {} if destination is None else destination
+        state.update(model_state(self._engine, prefix, exclude_frozen_parameters, everywhere=True))
+        return state
 
     def load_module_state_dict(
         self,
@@ -100,19 +103,24 @@ class CheckpointedEngine(nn.Module):
 
     def save_16bit_model(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: PathLike,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save the whole model in its `export` dtypes to one file, for `torch.load` or safetensors."""
-        return save_model(self._engine, save_dir, save_filename, exclude_frozen_parameters)
+        state = model_state(self._engine, "", exclude_frozen_parameters, everywhere=False)
+        path = Path(save_dir) / save_filename
+        with raise_on_all_ranks(self._engine.comm):
+            if self.global_rank == 0:
+                with new_file(path) as partial:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_state(state, partial, path.suffix == ".safetensors")
+        return True
 
-    def save_fp16_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
-    ) -> bool:
+    def save_fp16_model(self, save_dir: PathLike, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)
 
-    def checkpoints_in(self, folder: str | os.PathLike[str]) -> Checkpoints:
+    def checkpoints_in(self, folder: PathLike) -> Checkpoints:
         """Return the checkpoints in a folder. All folders of an engine belong to one run."""
         path = os.path.realpath(folder)
         if self._checkpoints is None or self._checkpoints[0] != path:
@@ -122,7 +130,7 @@ class CheckpointedEngine(nn.Module):
 
     def save_checkpoint(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: PathLike,
         tag: str | None = None,
         client_state: Mapping[str, Any] = {},
         save_latest: bool = True,
@@ -136,8 +144,7 @@ class CheckpointedEngine(nn.Module):
         client = engine.comm.broadcast_object(dict(client_state), 0)
         counts = {"micro_steps": self.micro_steps, "global_samples": self.global_samples}
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        state = {"client": client, "counts": counts}
-        frozen = not exclude_frozen_parameters
+        state, frozen = {"client": client, "counts": counts}, not exclude_frozen_parameters
         self.checkpoints_in(save_dir).save(tag, state, latest=save_latest, frozen=frozen, within=True)
         script = Path(save_dir) / "zero_to_fp32.py"
         with raise_on_all_ranks(engine.comm):
@@ -149,7 +156,7 @@ class CheckpointedEngine(nn.Module):
 
     def load_checkpoint(
         self,
-        load_dir: str | os.PathLike[str],
+        load_dir: PathLike,
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -160,53 +167,49 @@ class CheckpointedEngine(nn.Module):
         """Load a checkpoint of zerodrift or of DeepSpeed. Return its path and client state, or two Nones.
         Without `load_module_strict`, a name that only one side has is skipped."""
         if custom_load_fn is not None:
-            raise UnsupportedError(
-                "custom_load_fn",
-                "must be left out: masters and moments are loaded by name",
-                do=(
-                    "To load weights in a way of your own, do it inside "
-                    "`zero.GatheredParameters(parameters, modifier_rank=0)`."
-                ),
-            )
+            must = "must be left out: masters and moments are loaded by name"
+            gathered = "`zero.GatheredParameters(parameters, modifier_rank=0)`"
+            do = f"To load weights in a way of your own, do it inside {gathered}."
+            raise UnsupportedError("custom_load_fn", must, do=do)
+        engine, counts = self._engine, not load_module_only
         optimizer = load_optimizer_states and not load_module_only
-        counts = not load_module_only
         # DeepSpeed refuses another kind of schedule only if the optimizer is loaded too.
         allow: tuple[Allowed, ...] = () if optimizer else ("schedule",)
         if not load_module_strict:
             allow = (*allow, "model", "buffers")
-        has_schedule = self._engine.schedule is not None
-        schedule = load_lr_scheduler_states and not load_module_only and (has_schedule or optimizer)
+        schedule = load_lr_scheduler_states and not load_module_only
+        schedule = schedule and (engine.schedule is not None or optimizer)
         wanted: dict[Part, bool] = {"optimizer": optimizer, "schedule": schedule, "counts": counts}
         parts = frozenset(part for part, is_wanted in wanted.items() if is_wanted)
-        engine, found = self._engine, (False, "")
-        is_first = engine.mesh.rank() == 0
+        found = (False, "")
         with raise_on_all_ranks(engine.comm):
-            if is_first:
+            if engine.mesh.rank() == 0:
                 found = _find(Path(load_dir), tag)
         is_theirs, latest = engine.comm.broadcast_object(found, 0)
         if is_theirs:
-            with _converted(engine.comm, load_dir, tag, engine.schedule) as converted:
-                theirs = Checkpoints(engine, converted.folder, quiet=True)
-                self._load(theirs, LATEST, parts, (*allow, *converted.missing))
-                self._restore_counts(counts, {"global_samples": converted.samples})
-                return converted.original, converted.client
+            with _converted(engine, Path(load_dir), str(tag or "")) as (folder, source, missing):
+                theirs = Checkpoints(engine, folder, quiet=True)
+                self._load(theirs, LATEST, parts, (*allow, *missing))
+                path, samples, client = source
+                self._restore_counts(counts, {"global_samples": samples})
+                return path, client
         if tag is None and not latest:
             name = os.fspath(load_dir)
             logger.warning("no checkpoint in %s that `latest` names: nothing is loaded", name)
             return None, None
-        loaded = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
-        client = loaded.client or {}
+        path, client = self._load(self.checkpoints_in(load_dir), str(tag or latest), parts, allow)
         self._restore_counts(counts, client.get("counts", {}))
-        return str(loaded.path), dict(client.get("client", {}))
+        return path, dict(client.get("client", {}))
 
     def _load(
         self, folder: Checkpoints, tag: str, parts: frozenset[Part], allow: tuple[Allowed, ...]
-    ) -> Loaded:
+    ) -> tuple[str, dict[str, Any]]:
+        """Load the parts, and return the path and the client state."""
         loaded = folder.load_parts(tag, parts, allow)
         for difference in loaded.differences:
             if difference.what == "model":
                 logger.warning("%s: %s", loaded.path, difference)
-        return loaded
+        return str(loaded.path), loaded.client or {}
 
     def _restore_counts(self, wanted: bool, saved: Mapping[str, int]) -> None:
         if wanted:
@@ -240,35 +243,23 @@ def require(folder: CheckpointFolder, tag: str) -> Path:
 
 # --- DeepSpeed's own checkpoints --------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class ConvertedCheckpoint:
-    """A checkpoint of DeepSpeed's in zerodrift's format."""
-
-    folder: str
-    original: str
-    samples: int
-    client: dict[str, Any]
-    missing: tuple[Allowed, ...]
+Converted = tuple[str, tuple[str, int, dict[str, Any]], tuple[Allowed, ...]]
+"""A folder of ours; path, samples and client state of the original; what the original does not have."""
 
 
 @contextlib.contextmanager
-def _converted(
-    comm: Collectives, folder: str | os.PathLike[str], tag: str | None, schedule: Any
-) -> Iterator[ConvertedCheckpoint]:
-    """Convert a checkpoint of DeepSpeed's while the context is open. Collective. The state of a caller's own
-    schedule is taken as that of `schedule`, the run's."""
-    path = Path(folder)
-    is_first = comm.mesh.rank() == 0
+def _converted(engine: Engine, path: Path, tag: str) -> Iterator[Converted]:
+    """Convert a checkpoint of DeepSpeed's while the context is open. Collective."""
+    is_first = engine.mesh.rank() == 0
     rooms: list[Path] = []
-    written: list[ConvertedCheckpoint] = []
+    written: list[Converted] = []
     try:
-        with raise_on_all_ranks(comm):
+        with raise_on_all_ranks(engine.comm):
             if is_first:
                 rooms.append(_make_room(path))
-                written.append(_convert(path, str(tag or ""), rooms[0], schedule))
-        yield comm.broadcast_object(written[0] if is_first else None, 0)
-        comm.barrier()
+                written.append(_convert(path, tag, rooms[0], engine.schedule))
+        yield engine.comm.broadcast_object(written[0] if is_first else None, 0)
+        engine.comm.barrier()
     finally:
         for room in rooms:
             shutil.rmtree(room, ignore_errors=True)
@@ -279,15 +270,13 @@ def _make_room(path: Path) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=".zerodrift-", dir=path))
     except OSError as error:
-        raise CheckpointError(
-            path,
-            "must have room for the checkpoint in another form while it is loaded",
-            got=error.strerror or error,
-            do="Convert it to a place of your own once, with `zerodrift convert`.",
-        ) from error
+        must = "must have room for the checkpoint in another form while it is loaded"
+        do = "Convert it to a place of your own once, with `zerodrift convert`."
+        raise CheckpointError(path, must, got=error.strerror or error, do=do) from error
 
 
-def _convert(path: Path, tag: str, room: Path, schedule: Any) -> ConvertedCheckpoint:
+def _convert(path: Path, tag: str, room: Path, schedule: Any) -> Converted:
+    """Convert a checkpoint. The state of a caller's own schedule is taken for that of `schedule`."""
     source = open_deepspeed(find_tag(path, tag))
     trained = source.trained or TrainingState()
     if not trained.schedule and trained.schedule_state is not None and schedule is not None:
@@ -298,4 +287,93 @@ def _convert(path: Path, tag: str, room: Path, schedule: Any) -> ConvertedCheckp
         logger.warning("%s: %s", source.path, note)
     lacks: dict[Allowed, bool] = {"optimizer": not trained.optimizer, "schedule": not trained.schedule}
     missing = tuple(part for part, is_missing in lacks.items() if is_missing)
-    return ConvertedCheckpoint(str(room), str(source.path), trained.samples, dict(trained.client), missing)
+    return str(room), (str(source.path), trained.samples, dict(trained.client)), missing
+
+
+# --- state dicts of the model -----------------------------------------------------------------------------
+
+
+def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: bool) -> dict[str, Any]:
+    """Return the model's state dict, in its own order, on every rank, or on rank 0's CPU and an empty one
+    elsewhere."""
+    keep = everywhere or engine.mesh.rank() == 0
+    values: dict[str, torch.Tensor] = {}
+    for unit in engine.plan.units:
+        rows = [engine.plan.rows[index] for index in unit.rows]
+        rows = [row for row in rows if not (without_frozen and not row.trained)]
+        for row, value in zip(rows, whole_values(engine, rows, keep), strict=True):
+            if value is not None:
+                values |= dict.fromkeys(row.names, value if everywhere else value.cpu())
+    if not keep:
+        return {}
+    whole: dict[str, Any] = {}
+    with native(engine.executor).guard.names_only():
+        state = engine.module.state_dict()
+    for name, value in state.items():
+        if name in values:
+            whole[prefix + name] = values[name]
+        elif engine.plan.row(name) is None:  # a buffer
+            if isinstance(value, torch.Tensor):
+                value = value.detach().clone()
+                value = value if everywhere else value.cpu()
+            whole[prefix + name] = value
+    return whole
+
+
+def write_state(state: dict[str, Any], path: Path, safe: bool) -> None:
+    """Write a state dict as safetensors, or as torch saves it."""
+    if not safe:
+        # torch's own writer reports a full disk as a failed write only.
+        with path.open("wb") as stream:
+            torch.save(state, stream)
+        return
+    from safetensors.torch import save_file
+
+    save_file(without_ties(state), path, metadata={"format": "pt"})
+
+
+def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep the first name of each tensor, because safetensors holds no tensor twice."""
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value.contiguous() for name, value in state.items() if first[id(value)] == name}
+
+
+def attach_loading(engine: Engine) -> None:
+    """Make `load_state_dict` of the engine's module and its parts work at every stage.
+
+    The parameters of a module are gathered while it loads, and rank 0's values become those of all ranks. A
+    master takes the loaded value itself if that is wider than the compute dtype.
+    """
+    reference = weakref.ref(engine)
+    exact: dict[str, tuple[Row, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def loading(rows: Mapping[str, Row], state: Mapping[str, Any]) -> Iterator[None]:
+        engine = reference()
+        if engine is None:
+            raise AssertionError("hooks of an engine that is gone")
+        engine.require_open()
+        with engine.values.gathered(rows, write=True):
+            yield
+        exact.update(
+            {n: (row, state[n]) for n, row in rows.items() if row.trained and _is_wider(state[n], row)}
+        )
+        if not native(engine.executor).guard.opened:  # a module loads before its children
+            for row, value in exact.values():
+                master = value.detach().to(engine.mesh.device, torch.float32, copy=True).contiguous()
+                engine.comm.broadcast(master.view(-1), 0, "data")
+                engine.values.set_master(row, master)
+            exact.clear()
+
+    native(engine.executor).guard.loading = loading
+
+
+def _is_wider(value: Any, row: Row) -> bool:
+    compute = row.columns.compute.torch
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == row.whole_shape
+        and value.is_floating_point()
+        and torch.promote_types(value.dtype, compute) is not compute
+        and value.dtype is not torch.float64
+    )

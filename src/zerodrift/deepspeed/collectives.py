@@ -1,21 +1,102 @@
-"""`deepspeed.comm` and `deepspeed.utils.groups`: torch.distributed under DeepSpeed's names, for a script's
-own use.
+"""`deepspeed.comm` and `deepspeed.utils.groups`: join the ranks, and call torch.distributed by DeepSpeed's
+names.
 
-The engine does not call these functions. DeepSpeed's extra arguments `prof`, `log_name` and `debug` are
-accepted and ignored.
+`deepspeed`, `torchrun` and `accelerate launch` set the same variables. Those of MPI launchers are copied to
+the usual ones, as DeepSpeed does. A process without a launcher gets a process group of one rank, because
+scripts ask torch.distributed for their rank. The engine does not call the collectives. DeepSpeed's extra
+arguments `prof`, `log_name` and `debug` are accepted and ignored.
 
-Invariant: each collective leaves the same values as torch.distributed's of the same name.
+Invariant: a process that a launcher started with others never trains alone, and each collective leaves the
+same values as torch.distributed's of the same name.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from zerodrift.deepspeed.log import logger
+from zerodrift.comm.mesh import leave_slowly
+from zerodrift.deepspeed.functions import logger
+from zerodrift.errors import MeshError, RankError, first_line
+
+PORT = 29500
+TIMEOUT = timedelta(minutes=10)
+
+USUAL = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""The variables of MPI launchers, in the same order."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed unless it runs. `verbose` and `config` change nothing."""
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        must = "must not be false where torch.distributed does not run yet"
+        do = "Leave it out, or call `torch.distributed.init_process_group` first."
+        raise MeshError("dist_init_required", must, do=do)
+    if auto_mpi_discovery and init_method is None:
+        _translate(distributed_port)
+    leave_slowly()
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        if init_method is not None or "RANK" in os.environ or rank >= 0:
+            dist.init_process_group(
+                backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+            )
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, timeout=timeout, rank=0, world_size=1)
+    except (RuntimeError, ValueError) as error:
+        must, got = f"all ranks must join within {timeout.total_seconds():g} s", repr(first_line(error))
+        variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        do = f"Start with `torchrun` or `deepspeed`, which set {variables}."
+        raise RankError("init_distributed", must, got=got, do=do) from error
+
+
+def _translate(port: int) -> None:
+    """Copy the variables of an MPI launcher to torch's, unless torch's are set."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    for names in LAUNCHERS:
+        values = [os.environ.get(name) for name in names]
+        if values[0] is None or values[1] is None or int(values[1]) == 1:
+            continue
+        if "MASTER_ADDR" not in os.environ:
+            must = f"must name the machine of rank 0 for {names[1]}={values[1]} ranks"
+            do = "Pass it through the launcher (`mpirun -x MASTER_ADDR=...`), or start with `torchrun`."
+            raise MeshError("MASTER_ADDR", must, got="nothing", do=do)
+        os.environ.update({usual: value for usual, value in zip(USUAL, values, strict=True) if value})
+        os.environ.setdefault("MASTER_PORT", str(port))
+        return
+
+
+def local_rank() -> int:
+    """Return this process's rank on its machine, 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
+
+
+# --- groups -----------------------------------------------------------------------------------------------
 
 
 def get_world_group() -> Any:
@@ -34,16 +115,15 @@ def get_model_parallel_world_size() -> int:
     return 1
 
 
-def _yes() -> bool:
+def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def _no() -> bool:
+def has_coalescing_manager() -> bool:
     return False
 
 
-has_reduce_scatter_tensor = has_all_gather_into_tensor = _yes
-has_all_reduce_coalesced = has_coalescing_manager = _no
+has_reduce_scatter_tensor, has_all_reduce_coalesced = has_all_gather_into_tensor, has_coalescing_manager
 
 
 # --- the log of collectives -------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ Invariant: the caller's object is not changed, and a key that is read otherwise 
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import copy
 import enum
@@ -23,13 +22,12 @@ from typing import Any
 
 from zerodrift.alias import run_settings
 from zerodrift.config.additions import Additions
+from zerodrift.config.load import is_path
 from zerodrift.config.parser import read
 from zerodrift.config.plain_tree import plain, shown
 from zerodrift.config.schema import Config
-from zerodrift.config.suggestions import is_path
-from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
-from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
 MANAGED = "managed_gradient_accumulation"
 """A key that `DeepSpeedEngine.step` obeys, and the plan does not know."""
@@ -39,10 +37,6 @@ OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload
 
 def written_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     """Return the one config that was passed, in the spellings that `zerodrift.config` knows."""
-    return _respelled(_nested(_passed(args, config, config_params)))
-
-
-def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     ways = {
         "config": config,
         "config_params": config_params,
@@ -56,6 +50,13 @@ def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     if len(given) > 1:
         raise ConfigError("config", "must be given once", got=" and ".join(given), do="Keep one.")
     (value,) = given.values()
+    written: dict[str, Any] = _without_enums(_nested(_as_dict(value)))
+    if isinstance(written.get("zero_optimization"), dict):
+        _respell_offload(written["zero_optimization"])
+    return written
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
     if isinstance(value, Config):
         return plain(value, Problems())
     if isinstance(value, Mapping):
@@ -63,11 +64,9 @@ def _passed(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     if not isinstance(value, (str, os.PathLike)):
         must = "must be a path, a dict or a `zerodrift.Config`"
         raise ConfigError("config", must, got=type(value).__name__)
-    if isinstance(value, str) and not os.path.exists(value):
-        decoded = _decode(value)
-        if decoded is not None:
-            return decoded
-    parsed = _read_file(value)
+    parsed = _decode(value) if isinstance(value, str) and not os.path.exists(value) else None
+    if parsed is None:
+        parsed = _read_file(value)
     if not isinstance(parsed, dict):
         raise ConfigError(os.fspath(value), "must hold a block of keys at its top")
     return parsed
@@ -95,7 +94,7 @@ def _decode(text: str) -> dict[str, Any] | None:
             config = json.loads(decoded, object_pairs_hook=_unique)
         except json.JSONDecodeError:
             config = _parse_hjson(decoded)
-    except (binascii.Error, ModuleNotFoundError, UnicodeDecodeError, ValueError):
+    except (ModuleNotFoundError, ValueError):
         return None
     return config if isinstance(config, dict) else None
 
@@ -141,34 +140,13 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _respelled(written: dict[str, Any]) -> dict[str, Any]:
-    """Replace enums, old spellings of offload, and warmup types that DeepSpeed does not know."""
-    config: dict[str, Any] = _without_enums(written)
-    zero = config.get("zero_optimization")
-    if isinstance(zero, dict):
-        _respell_offload(zero)
-    scheduler = config.get("scheduler")
-    if isinstance(scheduler, dict) and scheduler.get("type") in VALID_LR_SCHEDULES:
-        params = scheduler.get("params")
-        params = params if isinstance(params, dict) else {}
-        kind = params.get("warmup_type")
-        if isinstance(kind, str) and kind != "auto" and not is_warmup_type(kind):
-            where = "scheduler.params.warmup_type"
-            logger.warning("`%s` is %s, which is none: it is %r", where, shown(kind), WARMUP_LOG_RATE)
-            params["warmup_type"] = WARMUP_LOG_RATE
-    return config
-
-
 def _without_enums(value: Any) -> Any:
     """Replace members of enums by their values, in copies. A dict keeps its class and attributes."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
-        copied = type(value)(value)
-        if type(value) is not dict:
-            copied.__dict__.update(getattr(value, "__dict__", {}))
-        for key, item in value.items():
-            copied[key] = _without_enums(item)
+        copied = copy.copy(value)
+        copied.update({key: _without_enums(item) for key, item in value.items()})
         return copied
     if isinstance(value, (list, tuple)):
         return [_without_enums(item) for item in value]
@@ -180,9 +158,7 @@ def _respell_offload(zero: dict[str, Any]) -> None:
     pin_key = "cpu_offload_use_pin_memory"
     pinned = zero.pop(pin_key, None) if isinstance(zero.get(pin_key), bool) else None
     for old, new in OLD_OFFLOAD.items():
-        if not isinstance(zero.get(old), bool):
-            continue
-        if zero.pop(old) and zero.get(new) is None:
+        if isinstance(zero.get(old), bool) and zero.pop(old) and zero.get(new) is None:
             logger.warning('`zero_optimization.%s` is old: write `"%s": {"device": "cpu"}`', old, new)
             zero[new] = {"device": "cpu"} if pinned is None else {"device": "cpu", "pin_memory": pinned}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from zerodrift.config.schema import Block
-from zerodrift.deepspeed.log import logger
+from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, first_line, said
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
@@ -31,14 +30,11 @@ Event = Sequence[Any]
 
 
 class CSVConfig(Block):
-    """One CSV file per curve."""
+    """One CSV file per curve, in the folder `job_name` of `output_path`."""
 
     enabled: bool = False
-    """Write the curves."""
     output_path: str = ""
-    """The folder that gets a folder of the job."""
     job_name: str = "DeepSpeedJobName"
-    """The name of that folder."""
 
 
 class TensorBoardConfig(CSVConfig):
@@ -46,27 +42,20 @@ class TensorBoardConfig(CSVConfig):
 
 
 class WandbConfig(Block):
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases, which must be installed. `team` is the owner of the run."""
 
     enabled: bool = False
-    """Start a run; `wandb` must be installed."""
     group: str | None = None
-    """The group of the run."""
     team: str | None = None
-    """The owner of the run."""
     project: str = "deepspeed"
-    """The project of the run."""
 
 
 class DeepSpeedMonitorConfig(Block):
     """All monitors of a config."""
 
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
-    """Curves for TensorBoard."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
-    """A run of Weights & Biases."""
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
-    """CSV files."""
 
     @property
     def enabled(self) -> bool:
@@ -85,17 +74,17 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     return DeepSpeedMonitorConfig(**{key: dict(value) for key, value in written.items()})
 
 
-class Monitor(ABC):
+class Monitor:
     """Takes events. The settings of its block are attributes too."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
         vars(self).update(dict(monitor_config))
         self.enabled = monitor_config.enabled
-        self.writes = self.enabled and _is_rank_0()
+        self.writes = self.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
 
-    @abstractmethod
-    def write_events(self, event_list: Iterable[Event]) -> None: ...
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        raise NotImplementedError
 
 
 class csvMonitor(Monitor):  # noqa: N801
@@ -130,12 +119,11 @@ class TensorBoardMonitor(Monitor):
                 self.summary_writer = SummaryWriter(log_dir=str(folder))
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        if self.summary_writer is None:
-            return
-        for event in event_list:
-            self.summary_writer.add_scalar(*event)
-        if flush:
-            self.flush()
+        if self.summary_writer is not None:
+            for event in event_list:
+                self.summary_writer.add_scalar(*event)
+            if flush:
+                self.flush()
 
     def flush(self) -> None:
         if self.summary_writer is not None:
@@ -174,9 +162,8 @@ class MonitorMaster(Monitor):
         self.csv_monitor = self._make(csvMonitor, monitor_config.csv_monitor)
         self._failed: set[str] = set()
 
-    @staticmethod
-    def _make(kind: Any, block: Any) -> Any:
-        return kind(block) if block.enabled and _is_rank_0() else None
+    def _make(self, kind: Any, block: Any) -> Any:
+        return kind(block) if block.enabled and self.writes else None
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         events = list(event_list)
@@ -189,10 +176,6 @@ class MonitorMaster(Monitor):
             except Exception as error:
                 self._failed.add(kind)
                 logger.warning("%s: nothing more is written: %s", kind, first_line(error))
-
-
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextlib.contextmanager

@@ -46,9 +46,7 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.data_sampler = sampler
+        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, sampler
         self.post_process_func: Callable[..., Any] | None = None
         """Called with every batch and the sampler's state."""
         self._loader: DataLoader[Any] = DataLoader(
@@ -60,6 +58,26 @@ class DeepSpeedDataLoader:
             pin_memory=pin_memory and torch.cuda.is_available(),
         )
         self._batches: Iterator[Any] | None = None
+
+    @classmethod
+    def of_rank(
+        cls,
+        place: tuple[int, int, bool],
+        dataset: Any,
+        batch_size: int,
+        sampler: Any,
+        collate_fn: Callable[..., Any] | None,
+        drop_last: bool,
+    ) -> DeepSpeedDataLoader:
+        """Make a loader for `place`: the data-parallel rank, the number of ranks, and whether to shuffle."""
+        if batch_size < 1:
+            must, got = "must be known to make a loader of `training_data`", "no batch size in the config"
+            do = "Write it, or use a loader of your own."
+            raise ConfigError("train_micro_batch_size_per_gpu", must, got=got, do=do)
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            rank, ranks, shuffle = place
+            sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
+        return cls(dataset, batch_size, sampler, collate_fn, drop_last, pin_memory=True)
 
     def __iter__(self) -> DeepSpeedDataLoader:
         self._batches = iter(self._loader)
@@ -73,26 +91,3 @@ class DeepSpeedDataLoader:
             self._batches = iter(self._loader)
         batch = next(self._batches)
         return batch if self.post_process_func is None else self.post_process_func(batch, {})
-
-
-def make_loader(
-    dataset: Any,
-    batch_size: int,
-    place: tuple[int, int],
-    sampler: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
-    drop_last: bool = False,
-    shuffle: bool = True,
-) -> DeepSpeedDataLoader:
-    """Make a loader for `place`, the data-parallel rank and number of ranks."""
-    if batch_size < 1:
-        raise ConfigError(
-            "train_micro_batch_size_per_gpu",
-            "must be known to make a loader of `training_data`",
-            got="no batch size in the config",
-            do="Write it, or use a loader of your own.",
-        )
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        rank, ranks = place
-        sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
-    return DeepSpeedDataLoader(dataset, batch_size, sampler, collate_fn, drop_last, pin_memory=True)

@@ -7,49 +7,57 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from zerodrift.deepspeed.errors import NotHereError, absent
+from zerodrift.deepspeed.modules import absent
 
 ON_CPU: Mapping[str, Any] = {
     "device_count": 1,
     "current_device": "cpu",
-    "set_device": None,
-    "synchronize": None,
-    "empty_cache": None,
-    "reset_peak_memory_stats": None,
     "is_bf16_supported": True,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "get_rng_state": lambda *device: torch.get_rng_state(),
+    "set_rng_state": lambda state, *device: torch.set_rng_state(state),
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
     **dict.fromkeys(
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0
     ),
 }
-"""Functions of `torch.cuda` -> what they return on a CPU."""
+"""Functions of `torch.cuda` -> what they do or return on a CPU."""
+
+CONSTANT: Mapping[str, Any] = {
+    "is_available": True,
+    "is_fp16_supported": True,
+    "supported_dtypes": [torch.float, torch.half, torch.bfloat16],
+}
+"""Methods without arguments -> what they return."""
 
 
 class Accelerator:
     """CUDA if available, else the CPU."""
 
     def __init__(self) -> None:
-        self._name = "cuda" if torch.cuda.is_available() else "cpu"
-        self._module: ModuleType = torch.cuda if self._cuda else torch.cpu
+        self._cuda = torch.cuda.is_available()
+        self._name = "cuda" if self._cuda else "cpu"
 
     def __getattr__(self, name: str) -> Any:
+        if name in CONSTANT:
+            return lambda: CONSTANT[name]
         if name in ON_CPU:
-            return functools.partial(self._call, name)
-        if not name.startswith("__") and hasattr(self._module, name):
-            return getattr(self._module, name)
+            return functools.partial(self._call, getattr(torch.cuda, name) if self._cuda else ON_CPU[name])
+        module = getattr(torch, self._name)
+        if not name.startswith("__") and hasattr(module, name):
+            return getattr(module, name)
         raise absent(f"get_accelerator().{name}", f"Use `torch.{self._name}`.")
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def _call(do: Any, *args: Any, **kwargs: Any) -> Any:
         # DeepSpeed's keyword is `device_index`, torch's is `device`.
-        return getattr(torch.cuda, name)(*args, *kwargs.values()) if self._cuda else ON_CPU[name]
-
-    @property
-    def _cuda(self) -> bool:
-        return self._name == "cuda"
+        given = (*args, *(value for value in kwargs.values() if value is not None))
+        return do(*given) if callable(do) else do
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
@@ -60,70 +68,11 @@ class Accelerator:
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_synchronized_device(self) -> bool:
-        return not self._cuda
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        if not self._cuda:
-            must = "must be asked of a GPU"
-            raise NotHereError("get_accelerator().total_memory", must, got="a CPU", do="Use `psutil`.")
-        return torch.cuda.get_device_properties(device_index or 0).total_memory
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return self.total_memory(device_index) - torch.cuda.memory_allocated(device_index)
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
-
-    def random(self) -> Any:
-        return torch.random
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        if not self._cuda:
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
-        else:
-            torch.set_rng_state(new_state)
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
-
     def communication_backend_name(self) -> str:
         return "nccl" if self._cuda else "gloo"
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor.pin_memory() if self._cuda else tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned()
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._name
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_push(msg) if self._cuda else None
-
-    def range_pop(self, domain: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_pop() if self._cuda else None
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
-
-    def get_compile_backend(self) -> str:
-        return "inductor"
 
 
 def get_accelerator() -> Accelerator:

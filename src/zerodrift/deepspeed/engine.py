@@ -19,23 +19,25 @@ from typing import Any
 import torch
 
 from zerodrift.alias import run_settings
-from zerodrift.deepspeed.checkpoints import CheckpointedEngine
-from zerodrift.deepspeed.collectives import get_world_group
+from zerodrift.deepspeed.checkpoints import CheckpointedEngine, attach_loading
+from zerodrift.deepspeed.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
-from zerodrift.deepspeed.data import DeepSpeedDataLoader, make_loader
-from zerodrift.deepspeed.errors import MisuseError, absent, unknown
-from zerodrift.deepspeed.first_step import FirstStep
+from zerodrift.deepspeed.data import DeepSpeedDataLoader
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.launch import local_rank
+from zerodrift.deepspeed.modules import MisuseError, absent, unknown
 from zerodrift.deepspeed.names import ENGINE_ABSENT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
-from zerodrift.deepspeed.state_dicts import attach_loading
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.native import native
-from zerodrift.errors import Problem, UnsupportedError
+from zerodrift.errors import PrecisionError, Problem, UnsupportedError
+from zerodrift.inspect.check import compare
+from zerodrift.inspect.trace.libraries.engine import observe_calls
+from zerodrift.inspect.trace.model import is_compiled
+from zerodrift.inspect.trace.operations import anything_compiled
+from zerodrift.inspect.trace.records import EngineRecord, merged
 
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
 """Attributes of zerodrift's engine that messages name and DeepSpeed has not."""
@@ -54,41 +56,32 @@ class DeepSpeedEngine(CheckpointedEngine):
         monitor: MonitorMaster | None = None,
     ) -> None:
         super().__init__()
-        self.module = engine.module
-        self._engine = engine
-        self._boundary: bool | None = None
-        """The value of `set_gradient_accumulation_boundary`; None if `micro_steps` decides."""
-        self._inside_no_sync = False
-        self._managed = bool(written.get(MANAGED, True))
+        mesh, policy = engine.mesh, engine.plan.policy
+        self.module, self._engine, self.config = engine.module, engine, written
+        self.device, self.gradient_average = mesh.device, policy.averaging.mean
+        self.global_rank, self.local_rank = mesh.rank(), local_rank()
+        self.world_size, self.dp_world_size, self.mp_world_size = mesh.size("world"), mesh.size("data"), 1
+        self.client_optimizer, self.collate_fn = client_optimizer, collate_fn
         self.monitor = MonitorMaster(DeepSpeedMonitorConfig()) if monitor is None else monitor
-        self._losses: list[torch.Tensor] = []
-        """The losses of this step, if a monitor writes them."""
-        self._in_step = False
-        self._backwards = 0
-        """Backwards since the last step."""
-        self._last_step_applied = False
-        self.config = written
-        self.device = engine.mesh.device
-        self.global_rank = engine.mesh.rank()
-        self.world_size = engine.mesh.size("world")
-        self.local_rank = local_rank()
-        self.dp_world_size = engine.mesh.size("data")
-        self.mp_world_size = 1
         self.micro_steps = 0
         """Calls of `step`."""
         self.global_samples = 0
-        self.gradient_average = engine.plan.policy.averaging.mean
-        self.client_optimizer = client_optimizer
-        self.collate_fn = collate_fn
-        stage = engine.plan.policy.sharding.stage
-        trains = engine.updater is not None
+        self._boundary: bool | None = None
+        """The value of `set_gradient_accumulation_boundary`; None if `micro_steps` decides."""
+        self._managed = bool(written.get(MANAGED, True))
+        self._inside_no_sync = self._in_step = self._last_step_applied = False
+        self._losses: list[torch.Tensor] = []
+        """The losses of this step, if a monitor writes them."""
+        self._backwards = 0
+        """Backwards since the last step."""
+        self._micro_batch = policy.batch.micro
+        stage, trains = policy.sharding.stage, engine.updater is not None
         self.optimizer: DeepSpeedOptimizer | ParameterOffload | None = None
         if trains:
             self.optimizer = DeepSpeedOptimizer(engine)
         elif stage == 3:
             self.optimizer = ParameterOffload(engine.module)
         self._first_step = FirstStep(engine) if run_settings() is not None and trains else None
-        self._micro_batch = engine.plan.policy.batch.micro
         forget_shards(self.module)
         mark_parameters(engine)
         if stage == 0:
@@ -104,10 +97,8 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     def __getattr__(self, name: str) -> Any:
         """Return the module's attribute, as DeepSpeed does."""
-        try:
+        with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        except AttributeError:
-            pass
         for instead, names in ENGINE_ABSENT.items():
             if name in names.split():
                 raise absent(f"engine.{name}", instead)
@@ -273,19 +264,17 @@ class DeepSpeedEngine(CheckpointedEngine):
     ) -> DeepSpeedDataLoader:
         """Make a loader of this rank's share of a dataset."""
         if num_local_io_workers:
-            raise UnsupportedError(
-                "num_local_io_workers",
-                "must be left out: batches are loaded in the process",
-                do="Use a `torch.utils.data.DataLoader` with workers.",
-            )
-        return make_loader(
+            must = "must be left out: batches are loaded in the process"
+            do = "Use a `torch.utils.data.DataLoader` with workers."
+            raise UnsupportedError("num_local_io_workers", must, do=do)
+        place = self._engine.mesh.rank("data"), self.dp_world_size, route == "train"
+        return DeepSpeedDataLoader.of_rank(
+            place,
             dataset,
             batch_size or self._micro_batch,
-            (self._engine.mesh.rank("data"), self.dp_world_size),
             data_sampler,
             collate_fn or self.collate_fn,
             self.dataloader_drop_last(),
-            shuffle=route == "train",
         )
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
@@ -360,18 +349,60 @@ class DeepSpeedEngine(CheckpointedEngine):
         attach_shards()
 
 
-def _require_loss(loss: Any) -> None:
-    """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None:
-        return
-    got, todo = f"a {type(loss).__name__}", "Pass the tensor that the forward's outputs gave."
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-        got = f"one of shape {list(loss.shape)}"
-        todo = "Call `backward` of the outputs with their gradients."
-    elif isinstance(loss, torch.Tensor):
-        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
-    raise MisuseError("backward", "must get a loss of one element, with a graph", got=got, do=todo)
-
-
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
+
+
+def _require_loss(loss: Any) -> None:
+    """Raise unless the loss is a scalar with a graph, as DeepSpeed asserts."""
+    must = "must get a loss of one element, with a graph"
+    if not isinstance(loss, torch.Tensor):
+        do = "Pass the tensor that the forward's outputs gave."
+        raise MisuseError("backward", must, got=f"a {type(loss).__name__}", do=do)
+    if loss.numel() != 1:
+        do = "Call `backward` of the outputs with their gradients."
+        raise MisuseError("backward", must, got=f"one of shape {list(loss.shape)}", do=do)
+    if loss.grad_fn is None:
+        got = "one without a graph: it was computed without gradients, or of nothing that is trained"
+        raise MisuseError("backward", must, got=got)
+
+
+class FirstStep:
+    """Under `zerodrift run`: records an engine's first step, and prints the precision that it used.
+
+    Operations are recorded inside calls of the engine only, from the first forward that trains to the end of
+    the step. A difference from the plan is printed and does not end the run, for the loop is the caller's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stack = contextlib.ExitStack()
+        self._observed: EngineRecord | None = None
+        self._calls: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def call(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for a forward or a backward."""
+        module = self._engine.module
+        if self._observed is None and module.training and torch.is_grad_enabled():
+            compiled = anything_compiled() or any(map(is_compiled, module.modules()))
+            observing = observe_calls(self._engine, operations=not compiled)
+            self._observed, self._calls = self._stack.enter_context(observing)
+        return self._calls()
+
+    def leave(self) -> None:
+        """Stop recording."""
+        self._stack.close()
+
+    def end(self) -> None:
+        """Print the result on rank 0. Collective."""
+        self.leave()
+        engine = self._engine
+        observed = merged(engine.comm.all_gather_object(self._observed or EngineRecord()))
+        if engine.mesh.rank() or self._observed is None:
+            return
+        lines = [compare.line(engine.plan, observed), *compare.widened(engine.plan, observed)]
+        try:
+            compare.require_declared(engine.plan, observed)
+        except PrecisionError as error:
+            lines.append(str(error))
+        print("\n".join(lines), flush=True)

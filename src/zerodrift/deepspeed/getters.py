@@ -63,20 +63,19 @@ def _optimizer_name(self: Any) -> str | None:
     """Return the class of the caller's optimizer, or the name in the config."""
     if self.client_optimizer is not None:
         return type(self.client_optimizer).__name__
-    name = _block(self, "optimizer").get("type")
+    name = _written(self, "optimizer", "type")
     return name.lower() if isinstance(name, str) and name.lower() in THEIRS else name
 
 
-def _block(self: Any, key: str) -> Mapping[str, Any]:
-    return self.config.get(key) or {}
+def _written(self: Any, block: str, key: str) -> Any:
+    return (self.config.get(block) or {}).get(key)
 
 
 def _of_groups(self: Any, key: str) -> list[Any]:
-    return [group.get(key, 0.0) for group in _groups(self)]
-
-
-def _groups(self: Any) -> list[dict[str, Any]]:
-    return self.optimizer.param_groups if isinstance(self.optimizer, torch.optim.Optimizer) else []
+    groups = self.optimizer.param_groups if isinstance(self.optimizer, torch.optim.Optimizer) else []
+    if key == "momentum" and any("betas" in group for group in groups):
+        key = "betas"
+    return [group.get(key, 0.0) for group in groups]
 
 
 def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -84,7 +83,7 @@ def _policy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stage(least: int) -> Callable[[Any], Any]:
-    return lambda self: self.running.plan.policy.sharding.stage >= least
+    return _policy(lambda policy: policy.sharding.stage >= least)
 
 
 _offload = _policy(lambda policy: policy.sharding.offload)
@@ -113,8 +112,8 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_gather_16bit_weights_on_model_save": lambda self: True,  # a saved model is always whole
     "zero_cpu_offload": _offload,
     "zero_use_cpu_optimizer": _offload,
-    "zero_offload_optimizer": lambda self: self.config.get("zero_optimization", {}).get("offload_optimizer"),
-    "zero_offload_param": lambda self: self.config.get("zero_optimization", {}).get("offload_param"),
+    "zero_offload_optimizer": lambda self: _written(self, "zero_optimization", "offload_optimizer"),
+    "zero_offload_param": lambda self: _written(self, "zero_optimization", "offload_param"),
     "zero_allow_untested_optimizer": lambda self: True,  # any elementwise optimizer runs on shards
     "mics_shard_size": lambda self: (
         self.running.plan.mesh.shard if self.running.plan.mesh.replicate > 1 else -1
@@ -135,19 +134,15 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     ),
     # optimizer and schedule
     "optimizer_name": _optimizer_name,
-    "optimizer_params": lambda self: _block(self, "optimizer").get("params"),
-    "scheduler_name": lambda self: _block(self, "scheduler").get("type"),
-    "scheduler_params": lambda self: _block(self, "scheduler").get("params"),
+    "optimizer_params": lambda self: _written(self, "optimizer", "params"),
+    "scheduler_name": lambda self: _written(self, "scheduler", "type"),
+    "scheduler_params": lambda self: _written(self, "scheduler", "params"),
     "get_lr": lambda self: _of_groups(self, "lr"),
     "get_type": lambda self: _of_groups(self, "type"),
-    "get_mom": lambda self: _of_groups(
-        self, "betas" if any("betas" in g for g in _groups(self)) else "momentum"
-    ),
+    "get_mom": lambda self: _of_groups(self, "momentum"),
     # ranks
     "get_data_parallel_rank": lambda self: self.running.mesh.rank("data"),
-    "get_model_parallel_rank": lambda self: 0,
-    "get_tensor_parallel_rank": lambda self: 0,
-    "autotp_size": lambda self: 0,
+    **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), lambda self: 0),
     **dict.fromkeys(FALSE.split(), lambda self: False),
 }
 """Method of the engine -> its answer."""

@@ -8,7 +8,6 @@ Invariant: all ranks refuse the same arguments, before anything is allocated.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +20,11 @@ from zerodrift.api import initialize as make_engine
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.config.load import load
 from zerodrift.config.schema import Config
+from zerodrift.deepspeed.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.errors import RefusedConfigError
-from zerodrift.deepspeed.launch import PORT, init_distributed, local_rank
+from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
@@ -75,13 +74,9 @@ def initialize(  # DeepSpeed's thirteen parameters
             loaded = load(_without_drop_in_keys(written))
             curves = get_monitor_config(written)
             has_optimizer = built is not None or loaded.optimizer is not None
-            engine = make_engine(
-                model,
-                built,
-                loaded,
-                schedule=schedule if has_optimizer else None,
-                quiet=run_settings() is None,
-            )
+            schedule = schedule if has_optimizer else None
+            quiet = run_settings() is None
+            engine = make_engine(model, built, loaded, schedule=schedule, quiet=quiet)
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)
     except ConfigError as error:
@@ -92,10 +87,8 @@ def initialize(  # DeepSpeed's thirteen parameters
 
 def _refuse_axes(mpu: Any, mesh_param: Any) -> None:
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        got, do = (
-            f"{mpu.get_model_parallel_world_size()} ranks",
-            "Shard with `zero_optimization.stage: 3` instead.",
-        )
+        got = f"{mpu.get_model_parallel_world_size()} ranks"
+        do = "Shard with `zero_optimization.stage: 3` instead."
         raise UnsupportedError("mpu", "must have no model parallelism", got=got, do=do)
     if mesh_param is not None and len(mesh_param) > 1 and mesh_param[1] > 1:
         must = "must have no sequence-parallel ranks"
@@ -136,15 +129,16 @@ def _torch_class(written: Mapping[str, Any], key: str) -> Callable[[Any], Any] |
     named = getattr(module, kind, None)
     if not (isinstance(named, type) and issubclass(named, base)) or {kind, kind.lower()} & own.keys():
         return None
-    return functools.partial(_make, named, f"{key}.params", dict(block.get("params") or {}))
+    build: Any = named
 
+    def make(over: Any) -> Any:
+        try:
+            return build(over, **(block.get("params") or {}))
+        except (TypeError, ValueError) as error:
+            must = f"must be arguments of `torch.optim`'s {kind}"
+            raise ConfigError(f"{key}.params", must, got=first_line(error)) from error
 
-def _make(kind: type, where: str, params: dict[str, Any], over: Any) -> Any:
-    try:
-        return kind(over, **params)
-    except (TypeError, ValueError) as error:
-        must = f"must be arguments of `torch.optim`'s {kind.__name__}"
-        raise ConfigError(where, must, got=first_line(error)) from error
+    return make
 
 
 def _without_drop_in_keys(written: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,13 +169,10 @@ def optimizer_over(kind: str, params: dict[str, Any], parameters: list[Any]) -> 
     algorithm = None if name is None else algorithm_for(name, params)
     make = None if algorithm is None else OVER_PARAMETERS.get(algorithm)
     if make is None:
-        raise UnsupportedError(
-            "optimizer.type",
-            f"must be {either(known.name for known in OVER_PARAMETERS)} where `model_parameters` "
-            "are groups or a part of the model",
-            got=repr(kind),
-            do="Leave `model_parameters` out, or pass an optimizer.",
-        )
+        known = either(algorithm.name for algorithm in OVER_PARAMETERS)
+        must = f"must be {known} where `model_parameters` are groups or a part of the model"
+        do = "Leave `model_parameters` out, or pass an optimizer."
+        raise UnsupportedError("optimizer.type", must, got=repr(kind), do=do)
     params.pop("adam_w_mode", None)
     if params.pop("torch_adam", False) and algorithm is ADAMW:
         params.setdefault("weight_decay", TORCH_DECAY)

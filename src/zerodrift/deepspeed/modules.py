@@ -1,8 +1,9 @@
-"""Make DeepSpeed's modules from the tables in `names.py`.
+"""Make DeepSpeed's modules from the tables in `names.py`, and refuse the names that are not here.
 
-A finder behind Python's own makes `zerodrift.deepspeed.X` for every module `X` of the tables. Present names
-are bound when the module is made. Absent names become placeholders, and any other name raises an error with
-the nearest known one.
+A finder before Python's own makes `zerodrift.deepspeed.X` for every module `X` of the tables. Present names
+are bound when the module is made. Absent names become placeholders, which can be imported and derived from:
+scripts import more than they use, and ask `isinstance(model, PipelineModule)` of other models. Any other name
+raises an error with the nearest known one.
 
 Invariant: a name that DeepSpeed documents never raises a bare AttributeError or ModuleNotFoundError.
 """
@@ -15,34 +16,111 @@ import importlib.util
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.errors import Placeholder, unknown
-from zerodrift.deepspeed.names import ABSENT_MODULES, ABSENT_NAMES, LOWER_CASE, PRESENT, ROOT
+from zerodrift.deepspeed.names import ABSENT, PRESENT, ROOT
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
+
+HERE = "must be a name of the drop-in"
+
+
+class NotHereError(UnsupportedError, AttributeError):
+    """A name of DeepSpeed that is not here. `hasattr` returns False for it."""
+
+
+class MisuseError(UnsupportedError, AssertionError):
+    """A call that DeepSpeed refuses by an assertion, which scripts may catch."""
+
+
+class RefusedConfigError(ConfigError, AssertionError, ValueError):
+    """A config that `initialize` refuses. DeepSpeed asserts, and its schema raises ValueErrors."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError, AssertionError, ValueError):
+    """A checkpoint that does not exist. DeepSpeed's `load_checkpoint` asserts; its `zero_to_fp32` raises a
+    FileNotFoundError for a tag and a ValueError for a missing `latest`."""
+
+
+def absent(name: str, instead: str) -> NotHereError:
+    """Return the error for an attribute that DeepSpeed has."""
+    return NotHereError(name, HERE, got="one of DeepSpeed's alone", do=instead)
+
+
+def unknown(owner: str, name: str, known: Iterable[str]) -> NotHereError:
+    """Return the error for a name that neither DeepSpeed nor the drop-in has."""
+    return NotHereError(f"{owner}.{name}", HERE, do=did_you_mean(name, list(known)))
+
+
+class _PlaceholderBase:
+    """The base of classes that a script derives from a placeholder. Making an instance raises."""
+
+    placeholder: Placeholder
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls.placeholder()
+
+
+class Placeholder:
+    """Stands in for a function or class of DeepSpeed."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name = name
+        self._instead = instead
+        self.__module__, _, self.__name__ = name.rpartition(".")
+        self.__qualname__ = self.__name__
+        self._base = type(self.__name__, (_PlaceholderBase,), {"placeholder": self})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(self._name, HERE, got="one of DeepSpeed's alone", do=self._instead)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self._base,)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return False
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self._base)
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # noqa: UP007 (`|` would call this method again)
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
+
+    def __repr__(self) -> str:
+        return f"<`{self._name}` is not in zerodrift: {self._instead}>"
+
+
+# --- modules ----------------------------------------------------------------------------------------------
 
 HOME = "zerodrift.deepspeed"
 
 
-def read_table(table: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return for each module of a table its names, each with the text of the table."""
-    modules: dict[str, dict[str, str]] = defaultdict(dict)
+def read_table(table: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return for each module of a table its names, each with the text of the table; and the text of modules
+    that are listed without names."""
+    names: dict[str, dict[str, str]] = defaultdict(dict)
+    bare: dict[str, str] = {}
     for text, lines in table.items():
         for line in textwrap.dedent(lines).strip().replace("\n    ", " ").splitlines():
-            listed, _, names = line.partition(":")
+            listed, _, held = line.partition(":")
             for module in listed.split():
-                modules[module] |= dict.fromkeys(names.split(), text)
-    return modules
+                if held:
+                    names[module] |= dict.fromkeys(held.split(), text)
+                else:
+                    bare[module] = text
+    return names, bare
 
 
-NAMES_HERE = read_table(PRESENT)
-NAMES_ABSENT = read_table(ABSENT_NAMES)
-MODULES_ABSENT = {name: text for text, names in ABSENT_MODULES.items() for name in names.split()}
-MODULES = (NAMES_HERE.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
+NAMES_HERE, EMPTY = read_table(PRESENT)
+NAMES_ABSENT, MODULES_ABSENT = read_table(ABSENT)
+MODULES = (NAMES_HERE.keys() | EMPTY.keys() | NAMES_ABSENT.keys() | MODULES_ABSENT.keys()) - {ROOT}
 
 
 def children(module: str) -> list[str]:
@@ -113,7 +191,5 @@ class DeepSpeedModules(MetaPathFinder, Loader):
 
 def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
-    if home == LOWER_CASE:
-        return name.lower()
     module = importlib.import_module(home if "." in home else f"{HOME}.{home}")
     return getattr(module, other or name)

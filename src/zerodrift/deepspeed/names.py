@@ -12,15 +12,14 @@ from collections.abc import Mapping
 ROOT = "deepspeed"
 """The package itself in the left column."""
 
-LOWER_CASE = "(its own name in lower case)"
-
 PRESENT: Mapping[str, str] = {
     "collectives": """
         comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
-            broadcast configure gather get_global_rank get_world_group has_all_gather_into_tensor
-            has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor irecv isend log_summary
-            logger monitored_barrier recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor
-            reset_log scatter send
+            broadcast configure gather get_global_rank get_local_rank=local_rank get_world_group
+            has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
+            has_reduce_scatter_tensor init_distributed irecv isend log_summary logger monitored_barrier recv
+            reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send
+        constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
         utils utils.groups: get_data_parallel_group=get_world_group get_model_parallel_rank
             get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank
             get_tensor_model_parallel_world_size=get_model_parallel_world_size
@@ -44,28 +43,21 @@ PRESENT: Mapping[str, str] = {
         accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
     """,
     "engine": "runtime.engine: DeepSpeedEngine",
-    "estimates": """
-        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
-            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
-        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
-            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
-    """,
-    "gathered_parameters": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters",
-    "launch": """
-        comm comm.comm: get_local_rank=local_rank init_distributed
-        constants: TORCH_DISTRIBUTED_DEFAULT_PORT=PORT default_pg_timeout=TIMEOUT
-    """,
-    "log": """
-        utils utils.logging: log_dist logger warning_once
-        runtime.utils: see_memory_usage
-    """,
-    "marks": """
+    "functions": """
+        checkpoint.utils: clone_tensors_for_torch_save
         moe
         moe.utils: has_moe_layers is_moe_param is_moe_param_group
+        runtime.activation_checkpointing
+        runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
+            non_reentrant_checkpoint reset
+        runtime.utils: see_memory_usage
+        runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
         runtime.zero.utils runtime.zero.partition_parameters: is_zero_param
+        utils utils.logging: log_dist logger warning_once
+        utils utils.nvtx: instrument_w_nvtx
         utils utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
-            set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
-            z3_leaf_parameter
+            unset_z3_leaf_modules z3_leaf_module
+        utils.torch: required_torch_version
         zero runtime.zero runtime.zero.partition_parameters: register_external_parameter
             unregister_external_parameter
         zero runtime.zero: unwrap_model_for_generation
@@ -92,34 +84,19 @@ PRESENT: Mapping[str, str] = {
         git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED
     """,
     "parameters": """
-        runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_all_comm_dtypes get_comm_dtype
-            get_default_autocast_lower_precision_modules has_comm_dtype sort_dtypes
+        runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype
         runtime.zero.config: ZERO_OPTIMIZATION ZeroStageEnum
         runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
+        utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
+            safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+            safe_update_full_grad_vectorized
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
     "runner": """
         launcher
         launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main parse_args
     """,
-    "parameter_values": """
-        utils utils.tensor_fragment: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
-            safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
-            safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-            safe_update_full_grad_vectorized
-    """,
-    "torch_functions": """
-        checkpoint.utils: clone_tensors_for_torch_save
-        runtime.activation_checkpointing
-        runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
-            non_reentrant_checkpoint reset
-        runtime.utils: move_to_device
-        runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
-        utils utils.nvtx: instrument_w_nvtx
-        utils.torch: required_torch_version
-    """,
-    "zero_init": "zero runtime.zero runtime.zero.partition_parameters: Init",
+    "zero_contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
     "zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
@@ -141,71 +118,89 @@ PRESENT: Mapping[str, str] = {
             WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR LRRangeTest OneCycle WarmupCosineLR
             WarmupDecayLR WarmupLR
     """,
-    LOWER_CASE: """
-        runtime.lr_schedules: LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE
-            LR_RANGE_TEST_STAIRCASE EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT
-            CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR
-            DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR
-            WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS
-    """,
 }
 """Our file -> the modules and names that it provides."""
 
-ABSENT_MODULES: Mapping[str, str] = {
+ABSENT: Mapping[str, str] = {
     "`zerodrift plan` prints memory and traffic of a config without running it.": """
         autotuning autotuning.autotuner
     """,
     "`zerodrift plan` lists every collective of a step.": "utils.comms_logging",
     "Run `zerodrift doctor`.": "env_report",
-    "A checkpoint loads on any number of ranks; write the batch sizes.": "elasticity elasticity.elasticity",
-    "Start it with torchrun, and load a checkpoint on the ranks that there are.": "elasticity.elastic_agent",
-    "Start it with torchrun.": "launcher.launch",
-    "Bind ranks to cores with the launcher.": "utils.numa",
+    "Write the batch sizes; a checkpoint loads on any number of ranks.": "elasticity elasticity.elasticity",
+    "Start it with torchrun; a checkpoint loads on any number of ranks.": """
+        elasticity.elastic_agent launcher.launch
+    """,
+    "Bind ranks to cores with the launcher.": """
+        utils.numa
+        utils: get_numactl_cmd
+    """,
     "There is no inference engine; generate with the model itself.": """
         inference inference.config inference.engine runtime.hybrid_engine
+        deepspeed: default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine
+            init_inference
     """,
     "Weights are neither quantized nor pruned.": """
         compression compression.compress compression.basic_layer compression.helper compression.scheduler
-        runtime.weight_quantizer runtime.quantize ops.fp_quantizer
+            runtime.weight_quantizer runtime.quantize ops.fp_quantizer
     """,
     "The model runs as it is; there is no kernel injection.": """
         module_inject module_inject.auto_tp module_inject.layers module_inject.policy
-        module_inject.replace_module ops.transformer
+            module_inject.replace_module ops.transformer ops.sparse_attention
+        deepspeed: replace_transformer_layer revert_transformer_layer DeepSpeedTransformerLayer
+            DeepSpeedTransformerConfig
+        ops: DeepSpeedTransformerLayer DeepSpeedTransformerConfig
     """,
-    "Attention is the model's own.": "ops.sparse_attention",
     "A mixture of experts in plain modules is sharded like any other part of the model.": """
         moe.experts moe.layer moe.mappings moe.sharded_moe
+        moe.utils: split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups
+            split_params_into_shared_and_expert_params split_params_grads_into_shared_and_expert_params
     """,
     "Use a plain module with `zero_optimization.stage: 3`.": """
         pipe runtime.pipe runtime.pipe.engine runtime.pipe.module runtime.pipe.schedule runtime.pipe.topology
+        deepspeed: PipelineModule PipelineEngine
     """,
     "A sequence is not split over ranks. Shard with `zero_optimization.stage: 3`.": """
-        sequence sequence.cross_entropy sequence.fpdt_layer sequence.layer
-        runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp
+        sequence sequence.cross_entropy sequence.fpdt_layer sequence.layer runtime.sequence_parallel
+            runtime.sequence_parallel.ulysses_sp
     """,
     "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.": """
         runtime.tensor_parallel
+        deepspeed: tp_model_init set_autotp_mode domino
+        utils: get_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_src_rank
+            set_tensor_model_parallel_rank set_tensor_model_parallel_world_size
     """,
-    "Use PEFT's LoRA.": "linear",
-    "Linear layers are left as they are.": "runtime.zero.linear",
-    "Use `torch.nn.Linear`: stage 3 shards its weight like any other.": "runtime.zero.tiling",
-    "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.": "runtime.zero.mics",
-    "Use `with torch.device('meta'):`, or `zero.Init`.": "utils.init_on_device",
-    "Every layer runs in every step.": "runtime.progressive_layer_drop",
-    "Every layer sees every token; drop tokens in the model.": """
-        runtime.data_pipeline.data_routing runtime.data_pipeline.data_routing.basic_layer
-        runtime.data_pipeline.data_routing.helper runtime.data_pipeline.data_routing.scheduler
+    "Linear layers are left as they are; use PEFT's LoRA.": "linear runtime.zero.linear",
+    "Use `torch.nn.Linear`: stage 3 shards its weight like any other.": """
+        runtime.zero.tiling
+        zero runtime.zero: TiledLinear TiledLinearReturnBias
+    """,
+    "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.": """
+        runtime.zero.mics
+        zero runtime.zero: MiCS_Init
+    """,
+    "Use `with torch.device('meta'):`, or `zero.Init`.": """
+        utils.init_on_device
+        deepspeed utils: OnDevice
+    """,
+    "Every layer runs on every token in every step; drop them in the model.": """
+        runtime.progressive_layer_drop runtime.data_pipeline.data_routing
+            runtime.data_pipeline.data_routing.basic_layer runtime.data_pipeline.data_routing.helper
+            runtime.data_pipeline.data_routing.scheduler
     """,
     "Order the samples in the loader.": """
         runtime.data_pipeline runtime.data_pipeline.curriculum_scheduler runtime.data_pipeline.data_sampling
-        runtime.data_pipeline.data_sampling.data_analyzer runtime.data_pipeline.data_sampling.data_sampler
-        runtime.data_pipeline.data_sampling.indexed_dataset
+            runtime.data_pipeline.data_sampling.data_analyzer runtime.data_pipeline.data_sampling.data_sampler
+            runtime.data_pipeline.data_sampling.indexed_dataset
     """,
-    "Call `torch.compile` on the model's blocks.": "compile compile.config runtime.compiler",
-    "Use `torch.optim.Adagrad` without ZeRO, or AdamW.": "ops.adagrad ops.adagrad.cpu_adagrad",
-    "LAMB needs whole parameters. Use AdamW.": "ops.lamb ops.lamb.fused_lamb",
-    "Gradients are sent in `precision.reduce`: use AdamW.": """
-        runtime.fp16.onebit runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam
+    "Call `torch.compile` on the model's blocks.": """
+        compile compile.config runtime.compiler
+        deepspeed: is_compile_supported
+    """,
+    "Use AdamW, or without ZeRO an optimizer of `torch.optim`.": """
+        ops.adagrad ops.adagrad.cpu_adagrad ops.lamb ops.lamb.fused_lamb runtime.fp16.onebit
+            runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam
+        ops.adam: ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3
     """,
     "Gradients are dense: use `sparse=False`.": "runtime.sparse_tensor",
     "Nothing is scheduled by curvature here.": "runtime.eigenvalue",
@@ -216,129 +211,89 @@ ABSENT_MODULES: Mapping[str, str] = {
     "The scale is the engine's: read `optimizer.loss_scaler`, set it in the config's `fp16` block.": """
         runtime.fp16.loss_scaler
     """,
-    "Use `zerodrift.load(file)`, which checks every key.": "runtime.config_utils runtime.precision_config",
-    "Use `csv_monitor`, `tensorboard` or `wandb`.": "monitor.comet",
-    "Use `torch.profiler`.": "utils.timer",
-    "Use `torch.profiler`, with `with_flops=True`.": """
-        profiling profiling.config profiling.flops_profiler profiling.flops_profiler.profiler
-    """,
-    "There is no checkpoint service: call `save_checkpoint` as often as needed.": "nebula",
-    "Call `engine.save_checkpoint`, which writes and checks every file.": """
-        checkpoint.constants runtime.checkpoint_engine runtime.checkpoint_engine.checkpoint_engine
-        runtime.checkpoint_engine.torch_checkpoint_engine runtime.state_dict_factory
-    """,
-    "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.": """
-        checkpoint checkpoint.deepspeed_checkpoint checkpoint.ds_to_universal checkpoint.reshape_utils
-        checkpoint.universal_checkpoint
-    """,
-}
-"""Advice -> modules of which every name is absent."""
-
-ABSENT_NAMES: Mapping[str, str] = {
-    # top level
-    "There is no inference engine; generate with the model itself.": """
-        deepspeed: default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine
-    """,
-    "Generate with the model itself inside `engine.gathered()`, or export it.": "deepspeed: init_inference",
-    "The model runs as it is; there is no kernel injection.": """
-        deepspeed: replace_transformer_layer revert_transformer_layer
-        ops: DeepSpeedTransformerLayer DeepSpeedTransformerConfig
-    """,
-    "Use `torch.nn.TransformerEncoderLayer` or the model's own layer.": """
-        deepspeed: DeepSpeedTransformerLayer DeepSpeedTransformerConfig
-    """,
-    "Use a plain module with `zero_optimization.stage: 3`.": "deepspeed: PipelineModule PipelineEngine",
-    "Use `zerodrift.initialize` with `pipeline: {schedule: dualpipev}`.": """
-        deepspeed: DualPipeVModule DualPipeVEngine
-    """,
-    "Shard with `zero_optimization.stage: 3` instead of over a tensor-parallel axis.": """
-        deepspeed: tp_model_init set_autotp_mode
-    """,
-    "There is no tensor parallelism to overlap.": "deepspeed: domino",
-    "There is no tensor parallelism: the model's ranks are one.": """
-        utils: get_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_src_rank
-            set_tensor_model_parallel_rank set_tensor_model_parallel_world_size
-    """,
-    "Call `torch.compile` on the model's blocks.": "deepspeed: is_compile_supported",
     "Use `zerodrift.load(file)`, which checks every key.": """
+        runtime.config_utils runtime.precision_config
         deepspeed runtime.config: DeepSpeedConfig
         runtime.zero.config: DeepSpeedZeroConfig get_zero_config read_zero_config_deprecated
         runtime.zero.offload_config: DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig
+    """,
+    "Use `csv_monitor`, `tensorboard` or `wandb`.": """
+        monitor.comet
+        monitor.config: CometConfig
+    """,
+    "Use `torch.profiler`, with `with_flops=True` for a count.": """
+        utils.timer profiling profiling.config profiling.flops_profiler profiling.flops_profiler.profiler
+    """,
+    "Call `engine.save_checkpoint`, which writes and checks every file.": """
+        nebula checkpoint.constants runtime.checkpoint_engine runtime.checkpoint_engine.checkpoint_engine
+            runtime.checkpoint_engine.torch_checkpoint_engine runtime.state_dict_factory
+    """,
+    "Every checkpoint loads on any number of ranks, at any stage: there is nothing to convert.": """
+        checkpoint checkpoint.deepspeed_checkpoint checkpoint.ds_to_universal checkpoint.reshape_utils
+            checkpoint.universal_checkpoint
+    """,
+    "Use `zerodrift.initialize` with `pipeline: {schedule: dualpipev}`.": """
+        deepspeed: DualPipeVModule DualPipeVEngine
     """,
     "Write the schedule in the config's `scheduler` block.": """
         deepspeed runtime.lr_schedules: add_tuning_arguments
         runtime.lr_schedules: parse_arguments override_params get_config_from_args get_lr_from_config
     """,
-    "Annotate with `Callable[[Any], torch.optim.Optimizer]`.": "deepspeed: DeepSpeedOptimizerCallable",
-    "Annotate with `Callable[[torch.optim.Optimizer], Any]`.": "deepspeed: DeepSpeedSchedulerCallable",
-    "Use `with torch.device('meta'):`, or `zero.Init`.": "deepspeed utils: OnDevice",
-    # zero, optimizers, precision
-    "Use `zero.Init`, and `mics_shard_size` or `sharding.replicate` in the config.": """
-        zero runtime.zero: MiCS_Init
+    "Annotate with `Callable[..., Any]`.": "deepspeed: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+    "`zerodrift plan` prints the bytes of a config; the formulas are of DeepSpeed's own memory.": """
+        runtime.zero.stage3: estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
+            estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
     """,
-    "Use `torch.nn.Linear`: stage 3 shards its weight like any other.": """
-        zero runtime.zero: TiledLinear TiledLinearReturnBias
+    "Leave it out: a unit is gathered whole, and no module needs a mark.": """
+        utils utils.z3_leaf_module: set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
+            z3_leaf_parameter
     """,
     "Buffers and tensors stay what the model made them.": "zero runtime.zero: DeepSpeedTensorOverride",
-    "Every gradient is applied in the step that made it: use `FusedAdam`.": """
-        ops.adam: ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3
+    "Ask `get_comm_dtype` of each parameter.": "runtime.torch_autocast: get_all_comm_dtypes sort_dtypes",
+    "Ask `engine.torch_autocast_lower_precision_safe_modules()`.": """
+        runtime.torch_autocast: get_default_autocast_lower_precision_modules
     """,
-    "Ask `engine.torch_autocast_enabled()`.": "runtime.torch_autocast: is_autocast_initialized",
-    "Ask `engine.torch_autocast_dtype()`.": "runtime.torch_autocast: get_autocast_dtype",
+    "Call `to(device)` of each tensor.": "runtime.utils: move_to_device",
+    "Ask `engine.torch_autocast_enabled()` and `engine.torch_autocast_dtype()`.": """
+        runtime.torch_autocast: is_autocast_initialized get_autocast_dtype
+    """,
     "Write `torch_autocast` in the config.": "runtime.torch_autocast: init_autocast_params",
     "Call the engine, which enters autocast as its config says.": """
         runtime.torch_autocast: autocast_if_enabled
     """,
-    "A mixture of experts in plain modules is sharded like any other part of the model.": """
-        moe.utils: split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups
-            split_params_into_shared_and_expert_params split_params_grads_into_shared_and_expert_params
-    """,
-    "Use `csv_monitor`, `tensorboard` or `wandb`.": "monitor.config: CometConfig",
-    # runtime functions
-    "Use `torch.utils.checkpoint`.": """
+    "Use `torch.utils.checkpoint`, which restores torch's own random numbers.": """
         runtime.activation_checkpointing.checkpointing: CheckpointFunction gather_partitioned_activations
-            partition_activations_in_checkpoint
+            partition_activations_in_checkpoint CudaRNGStatesTracker get_cuda_rng_tracker
+            model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed set_num_layers
     """,
-    "Random numbers are torch's, and come back in a recomputation: call `torch.manual_seed`.": """
-        runtime.activation_checkpointing.checkpointing: CudaRNGStatesTracker get_cuda_rng_tracker
-            model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed
+    "Write `gradient_clipping` in the config, and read `engine.get_global_grad_norm()`.": """
+        runtime.utils: clip_grad_norm_ get_global_norm get_grad_norm
     """,
-    "Leave it out: nothing is kept in buffers whose size depends on it.": """
-        runtime.activation_checkpointing.checkpointing: set_num_layers
-    """,
-    "Write `gradient_clipping` in the config: the norm is global and exact.": """
-        runtime.utils: clip_grad_norm_
-    """,
-    "Use `engine.get_global_grad_norm()`.": "runtime.utils: get_global_norm get_grad_norm",
     "Units and segments are the plan's.": "runtime.utils: partition_uniform partition_balanced",
     "Use `get_fp32_state_dict_from_zero_checkpoint`, which reads checkpoints of both.": """
         utils.zero_to_fp32: get_optim_files get_model_state_file get_checkpoint_files parse_model_states
     """,
-    # utils
     "Use `zero_to_fp32`, and cast what it wrote.": "utils: zero_to_torch",
-    "Use `safe_get_full_fp32_param`.": "utils utils.tensor_fragment: get_full_hp_param link_hp_params",
-    "Use `safe_set_full_fp32_param`.": "utils utils.tensor_fragment: set_full_hp_param",
-    "Use `safe_get_full_grad`.": "utils: get_full_hp_grad",
-    "Use `safe_set_full_grad`.": "utils: set_full_hp_grad",
-    "Use `safe_get_full_optimizer_state`.": """
-        utils: lazy_init_hp_params_optimizer_state map_to_flat_opt_states
-    """,
     "Use `safe_get_full_fp32_param` and its kin.": """
-        utils utils.tensor_fragment: fragment_address get_hp_fragment_mapping
+        utils utils.tensor_fragment: safe_get_local_fp32_param safe_get_local_grad
+            safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad
+            safe_set_local_optimizer_state
+        utils utils.tensor_fragment: get_full_hp_param link_hp_params set_full_hp_param fragment_address
+            get_hp_fragment_mapping
+        utils: get_full_hp_grad set_full_hp_grad lazy_init_hp_params_optimizer_state map_to_flat_opt_states
         utils.tensor_fragment: tensor_fragment
     """,
-    "Bind ranks to cores with the launcher.": "utils: get_numactl_cmd",
     "Use `inspect.stack`.": "utils: get_caller_func",
-    # collectives
-    "Use `all_reduce`.": "comm comm.comm: inference_all_reduce",
-    "Call `all_reduce` per tensor.": "comm comm.comm: all_reduce_coalesced",
-    "Call `all_gather_into_tensor` per tensor.": "comm comm.comm: all_gather_coalesced",
-    "Use `torch.distributed.P2POp`.": "comm comm.comm: P2POp",
-    "Use `torch.distributed.batch_isend_irecv`.": "comm comm.comm: batch_isend_irecv",
-    "Use `torch.distributed._symmetric_memory` itself.": "comm comm.comm: enable_symm_mem_for_group",
-    "Use `torch.distributed.device_mesh.init_device_mesh`.": "comm comm.comm: initialize_mesh_device",
+    "Call `all_reduce` or `all_gather_into_tensor` per tensor.": """
+        comm comm.comm: inference_all_reduce all_reduce_coalesced all_gather_coalesced
+    """,
+    "Use `torch.distributed`'s own.": """
+        comm comm.comm: P2POp batch_isend_irecv enable_symm_mem_for_group initialize_mesh_device
+    """,
 }
-"""Advice -> absent names of modules that are here in part."""
+"""Advice -> names that are not here. A line without names is of modules of which every name is absent."""
 
 ENGINE_ABSENT: Mapping[str, str] = {
     "Call `torch.compile` on the model's blocks before `initialize`.": """

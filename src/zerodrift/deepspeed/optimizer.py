@@ -1,7 +1,8 @@
 """The optimizer that `initialize` returns: the engine's parameter groups, with DeepSpeed's additions.
 
 Groups and their numbers are live: schedules of torch and of DeepSpeed write them, and every step reads them.
-`engine.step()` does the update.
+`engine.step()` does the update. As in DeepSpeed, a state dict has this rank's shard, for a run with the same
+plan and ranks; `engine.save_checkpoint` saves a run.
 
 Invariant: nothing is stored here; every answer is the engine's.
 """
@@ -15,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.deepspeed import state_dicts
-from zerodrift.deepspeed.errors import absent
+from zerodrift.checkpoint.state import groups, put_groups, put_scale
+from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters import engine_gone
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import UnsupportedError
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a method of DeepSpeed that has nothing to do here."""
+from zerodrift.engine.shards import Shards
+from zerodrift.errors import CheckpointError, UnsupportedError
+from zerodrift.versions import DEEPSPEED
 
 
 class ParameterOffload:
@@ -33,8 +33,11 @@ class ParameterOffload:
     context ends. The lists of hooks are empty, and nothing done with them changes the engine.
     """
 
-    empty_partition_cache = setup_zero_stage3_hooks = staticmethod(_nothing)
-    _register_deepspeed_module = _register_hooks_recursively = staticmethod(_nothing)
+    def _nothing(*args: Any, **kwargs: Any) -> None:
+        """Stand in for a method of DeepSpeed that has nothing to do here."""
+
+    empty_partition_cache = setup_zero_stage3_hooks = _nothing
+    _register_deepspeed_module = _register_hooks_recursively = _nothing
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -45,8 +48,8 @@ class ParameterOffload:
             is_complete_trace=lambda: False,
             is_invalid_trace=lambda: True,
             is_record_trace=lambda: False,
-            _invalidate_trace=_nothing,
-            reset_step=_nothing,
+            _invalidate_trace=self._nothing,
+            reset_step=self._nothing,
         )
 
     def get_param_coordinator(self) -> SimpleNamespace:
@@ -61,11 +64,11 @@ class LossScaler:
         scale = engine.plan.policy.loss_scale
         self.use_grad_scaling = scale is not None
         self.scale_factor = 2.0
-        self.dynamic = self.dynamic_loss_scale = scale is not None and scale.dynamic
-        self.scale_window = None if scale is None else scale.window
-        self.min_scale = self.min_loss_scale = None if scale is None else scale.minimum
-        self.delayed_shift = None if scale is None else scale.hysteresis
-        self.consecutive_hysteresis = scale is not None and scale.consecutive
+        self.dynamic = self.dynamic_loss_scale = bool(scale and scale.dynamic)
+        self.scale_window = scale and scale.window
+        self.min_scale = self.min_loss_scale = scale and scale.minimum
+        self.delayed_shift = scale and scale.hysteresis
+        self.consecutive_hysteresis = bool(scale and scale.consecutive)
 
     @property
     def cur_scale(self) -> float:
@@ -91,7 +94,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         self.stage = engine.plan.policy.sharding.stage
         """The ZeRO stage."""
-        self._passes = state_dicts.is_plain(engine.plan)
+        mode = engine.plan.policy.mode
+        self._passes = self.stage == 0 and (mode.autocast or mode.dtype is DType.FP32)
+        """True if DeepSpeed would return the caller's own optimizer. The weights are their own masters then,
+        and belong to the model's state."""
         if self.stage == 3:
             self.parameter_offload = ParameterOffload(engine.module)
 
@@ -135,8 +141,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
-        instead = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
-        raise absent(f"optimizer.{name}", instead)
+        do = "Use the engine, or `deepspeed.utils.safe_get_full_optimizer_state`."
+        raise absent(f"optimizer.{name}", do)
 
     def __repr__(self) -> str:
         return f"DeepSpeedOptimizer({self.optimizer})"
@@ -177,12 +183,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         Lightning's Fabric calls this method."""
         engine = self._running()
         if closure is not None or not engine.micro_batches or not engine.progress.is_boundary:
-            raise UnsupportedError(
-                "optimizer.step",
-                "must be called without a closure after the last backward of a step",
-                got="a closure" if closure is not None else f"{engine.micro_batches} backwards",
-                do="Call `engine.step()` after every backward instead: it counts them.",
-            )
+            must = "must be called without a closure after the last backward of a step"
+            got = "a closure" if closure is not None else f"{engine.micro_batches} backwards"
+            do = "Call `engine.step()` after every backward instead: it counts them."
+            raise UnsupportedError("optimizer.step", must, got=got, do=do)
         schedule, engine.progress.schedule = engine.progress.schedule, None
         try:
             engine.step()
@@ -196,12 +200,45 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._running().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the optimizer state."""
-        return state_dicts.optimizer_state(self._running())
+        """Return this rank's master weights and moments in fp32, with groups, counters and loss scale."""
+        engine = self._running()
+        return {
+            "of": _identity(engine),
+            "zero_stage": self.stage,
+            "ds_version": DEEPSPEED,
+            "param_groups": groups(engine),
+            "loss_scaler": engine.scaler.state_dict() if engine.scaler.active else None,
+            "counters": {} if engine.updater is None else engine.updater.counters(),
+            "pieces": [
+                {"master": None if self._passes else piece.weights(), "moments": piece.moments()}
+                for piece in Shards(engine).pieces()
+                if piece.updated
+            ],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's shard of the optimizer state. All ranks must call it."""
-        state_dicts.load_optimizer_state(self._running(), state_dict)
+        """Load what `state_dict` returned on this rank. All ranks must call it. The weights follow the master
+        weights."""
+        engine, state, found = self._running(), state_dict, state_dict.get("of")
+        if found != _identity(engine) or engine.updater is None:
+            must = "must get what `optimizer.state_dict` returned on this rank, under this plan"
+            got = "another state" if found is None else f"that of rank {found['rank']} of {found['ranks']}"
+            do = "`engine.load_checkpoint` loads a checkpoint on any number of ranks."
+            raise CheckpointError("optimizer.load_state_dict", must, got=got, do=do)
+        engine.updater.set_counters(state["counters"])
+        pieces = [piece for piece in Shards(engine).pieces() if piece.updated]
+        for piece, held in zip(pieces, state["pieces"], strict=True):
+            if held["master"] is not None:
+                piece.set_weights(held["master"])
+            for key, values in held["moments"].items():
+                piece.set_moment(key, values)
+        put_groups(engine, state["param_groups"])
+        put_scale(engine, state["loss_scaler"])
+        Shards(engine).sync_storage()
+
+
+def _identity(engine: Engine) -> dict[str, Any]:
+    return {"plan": engine.plan.digest, "rank": engine.mesh.rank(), "ranks": engine.mesh.size("world")}
 
 
 class OptimizerOfStages(type):

@@ -155,32 +155,19 @@ class OpBuilder:
             raise UnsupportedError(self.NAME, must, got="one of DeepSpeed's alone", do=do)
 
 
-def _builders(names: str, needless: bool) -> dict[str, type[OpBuilder]]:
-    pairs = (pair.split("=") for pair in names.split())
-    return {
-        kind: type(kind, (OpBuilder,), {"NAME": name, "needless": needless, "__module__": __name__})
-        for name, kind in pairs
-    }
+NEEDLESS = "cpu_adam=CPUAdam fused_adam=FusedAdam cpu_lion=CPULion fused_lion=FusedLion utils=Utils"
+OTHERS = """
+cpu_adagrad=CPUAdagrad fused_lamb=FusedLamb async_io=AsyncIO gds=GDS quantizer=Quantizer
+fp_quantizer=FPQuantizer random_ltd=RandomLTD sparse_attn=SparseAttn spatial_inference=SpatialInference
+transformer=Transformer stochastic_transformer=StochasticTransformer transformer_inference=Inference
+inference_core_ops=InferenceCore ragged_device_ops=RaggedOps evoformer_attn=EvoformerAttn
+"""
+"""Operations, each with the name of its builder."""
 
-
-_BUILDERS = {
-    **_builders(
-        "cpu_adam=CPUAdamBuilder fused_adam=FusedAdamBuilder cpu_lion=CPULionBuilder "
-        "fused_lion=FusedLionBuilder utils=UtilsBuilder",
-        True,
-    ),
-    **_builders(
-        "cpu_adagrad=CPUAdagradBuilder fused_lamb=FusedLambBuilder async_io=AsyncIOBuilder gds=GDSBuilder "
-        "quantizer=QuantizerBuilder fp_quantizer=FPQuantizerBuilder random_ltd=RandomLTDBuilder "
-        "sparse_attn=SparseAttnBuilder spatial_inference=SpatialInferenceBuilder "
-        "transformer=TransformerBuilder stochastic_transformer=StochasticTransformerBuilder "
-        "transformer_inference=InferenceBuilder inference_core_ops=InferenceCoreBuilder "
-        "ragged_device_ops=RaggedOpsBuilder evoformer_attn=EvoformerAttnBuilder",
-        False,
-    ),
-}
-globals().update(_BUILDERS)
-
-ALL_OPS: Mapping[str, type[OpBuilder]] = {kind.NAME: kind for kind in _BUILDERS.values()}
+ALL_OPS: dict[str, type[OpBuilder]] = {}
+for _pair in f"{NEEDLESS} {OTHERS}".split():
+    _op, _, _kind = _pair.partition("=")
+    _members = {"NAME": _op, "needless": _pair in NEEDLESS.split(), "__module__": __name__}
+    ALL_OPS[_op] = globals()[f"{_kind}Builder"] = type(f"{_kind}Builder", (OpBuilder,), _members)
 COMPATIBLE = {name: kind.needless for name, kind in ALL_OPS.items()}
 INSTALLED = dict.fromkeys(ALL_OPS, False)

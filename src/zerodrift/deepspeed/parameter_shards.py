@@ -10,7 +10,6 @@ Invariant: the parts together are rank 0's values, bit for bit, until a `Gathere
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -37,14 +36,9 @@ from zerodrift.errors import ModelError
 SHARD = "_zerodrift_slice"
 """The attribute of a sharded parameter."""
 
-BEFORE_ENGINE = (
-    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or give the model to "
-    "`initialize` first."
-)
-AFTER_ENGINE = (
-    "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or call `initialize` "
-    "again, for its engine was destroyed."
-)
+_INSIDE = "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or "
+BEFORE_ENGINE = f"{_INSIDE}give the model to `initialize` first."
+AFTER_ENGINE = f"{_INSIDE}call `initialize` again, for its engine was destroyed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +117,9 @@ class ParameterShard:
         """Gather the values, unless another tensor was put in the parameter's place. Collective."""
         self.take_back()
         if self.placeholder is not None and not self.follow_cast(parameter):
-            raise ModelError(
-                self.absent.path,
-                "must be written inside `zero.GatheredParameters` while it is in pieces",
-                got="another tensor in its place",
-                do="Pass `modifier_rank=0`, and write into it there.",
-            )
+            must = "must be written inside `zero.GatheredParameters` while it is in pieces"
+            do = "Pass `modifier_rank=0`, and write into it there."
+            raise ModelError(self.absent.path, must, got="another tensor in its place", do=do)
         return self.whole()
 
     def gather(self, parameter: nn.Parameter) -> None:
@@ -190,20 +181,21 @@ def shard_of(parameter: torch.Tensor) -> ParameterShard | None:
 
 
 def _attach(parameter: nn.Parameter, shard: ParameterShard) -> None:
+    reference = weakref.ref(parameter)
+
+    def values_for_engine() -> torch.Tensor:
+        """Return the values for an engine that takes the parameter over."""
+        parameter = reference()
+        if parameter is None:
+            return shard.whole()
+        values = shard.values_of(parameter)
+        mark_gathered([parameter])
+        return values
+
     setattr(parameter, SHARD, shard)
-    setattr(parameter, ELSEWHERE, functools.partial(_values_for_engine, weakref.ref(parameter), shard))
+    setattr(parameter, ELSEWHERE, values_for_engine)
     mark(parameter, shard.number)
     shard.release(parameter)
-
-
-def _values_for_engine(reference: weakref.ref[nn.Parameter], shard: ParameterShard) -> torch.Tensor:
-    """Return the values for an engine that takes the parameter over."""
-    parameter = reference()
-    if parameter is None:
-        return shard.whole()
-    values = shard.values_of(parameter)
-    mark_gathered([parameter])
-    return values
 
 
 # --- before an engine -------------------------------------------------------------------------------------
@@ -242,13 +234,11 @@ def _require_gathered(module: nn.Module, args: object) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         shard = shard_of(parameter)
         if shard is not None and shard.follow_cast(parameter):
-            raise ModelError(
-                f"forward of {type(module).__name__}",
-                "must come after `deepspeed.initialize`, and on its engine, where a model was made in pieces "
-                "(`zero.Init`, or `from_pretrained` at stage 3)",
-                got=f"`{name}` of shape {list(shard.shape)}, whose values are on all ranks",
-                do="Give the model to `initialize`, or run it inside `zero.GatheredParameters`.",
-            )
+            made = "where a model was made in pieces (`zero.Init`, or `from_pretrained` at stage 3)"
+            must = f"must come after `deepspeed.initialize`, and on its engine, {made}"
+            got = f"`{name}` of shape {list(shard.shape)}, whose values are on all ranks"
+            do = "Give the model to `initialize`, or run it inside `zero.GatheredParameters`."
+            raise ModelError(f"forward of {type(module).__name__}", must, got=got, do=do)
 
 
 def forget_shards(model: nn.Module) -> None:

@@ -1,17 +1,21 @@
-"""The attributes of a parameter that DeepSpeed's functions and others read: its engine, `ds_id` and its kin,
-the dtype on the wire.
+"""A parameter of an engine by itself: its attributes `ds_id` and kin, `safe_get_*` and `safe_set_*`, and the
+dtype of its gradient on the wire.
 
 DeepSpeed's functions get a parameter and nothing else. So the place of a parameter in an engine is an
 attribute of it, and so are the attributes that PEFT, TRL and transformers read.
 
-Invariant: a parameter has `ENGINE_PARAMETER` exactly while an engine runs it, and keeps no engine alive.
+The functions are collective: all ranks must call them in the same order. They work at every stage, and the
+gradient is the accumulated, averaged and unscaled one in fp32.
+
+Invariants: a parameter has `ENGINE_PARAMETER` exactly while an engine runs it, and keeps no engine alive. A
+value that was set is the value that is read, and the one that the next update starts from.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import ItemsView, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +24,8 @@ from torch import nn
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.absent_parameter import STAYS, AbsentParameter
 from zerodrift.engine.native import native
+from zerodrift.engine.values import ParameterHandle
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.policy.resolve import SAFE_MODULES
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
@@ -91,12 +95,11 @@ def require_engine_parameter(parameter: torch.Tensor) -> tuple[Engine, str]:
     """Return the engine that runs a parameter, and the parameter's name in it."""
     owner = engine_parameter(parameter)
     if owner is None:
-        raise ModelError(
-            "parameter",
+        must, got = (
             "must be one of a model that `initialize` was given",
-            got=f"another, of shape {list(parameter.shape)}",
-            do="Pass parameters of `engine.module`.",
+            f"another, of shape {list(parameter.shape)}",
         )
+        raise ModelError("parameter", must, got=got, do="Pass parameters of `engine.module`.")
     return owner.running(), owner.name
 
 
@@ -122,19 +125,15 @@ def mark_parameters(engine: Engine) -> None:
     native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
-            module.ds_external_parameters = _external_parameters  # type: ignore[assignment]
-
-
-def _external_parameters() -> ItemsView[str, nn.Parameter]:
-    """Return no parameters: those of other modules are gathered with their units."""
-    return {}.items()
+            # Parameters of other modules are gathered with their units.
+            module.ds_external_parameters = {}.items  # type: ignore[assignment]
 
 
 def mark(parameter: nn.Parameter, number: int) -> None:
     """Set the attributes that DeepSpeed sets at stage 3, on parameters that are whole here too. The status is
     AVAILABLE only inside `GatheredParameters`."""
     status, kind, modules = ZeroParamStatus.NOT_AVAILABLE, ZeroParamType.PARTITIONED, set[nn.Module]()
-    values = (number, parameter.shape, parameter.numel(), status, kind, modules)
+    values = number, parameter.shape, parameter.numel(), status, kind, modules
     for name, value in zip(DS_ATTRIBUTES, values, strict=True):
         setattr(parameter, name, value)
 
@@ -146,13 +145,58 @@ def unmark(parameter: nn.Parameter) -> None:
             delattr(parameter, name)
 
 
+# --- whole values -----------------------------------------------------------------------------------------
+
+
+def _values(param: nn.Parameter) -> ParameterHandle:
+    engine, name = require_engine_parameter(param)
+    return engine.parameter(name)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the master weights in fp32, or None if no engine runs the parameter."""
+    return None if engine_parameter(param) is None else _values(param).master
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the master weights. The visible weight follows."""
+    _values(param).master = value.float()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient of this step so far. Return None outside a step, and for a parameter that is not
+    trained."""
+    owner = engine_parameter(param)
+    if owner is None or not param.requires_grad or not owner.running().micro_batches:
+        return None
+    return _values(param).gradient
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient. `value` is averaged and unscaled, like the result of `safe_get_full_grad`."""
+    _values(param).gradient = value.float()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return a moment in fp32, by torch's name for it. Return None before the first step."""
+    return None if engine_parameter(param) is None else _values(param).state.get(optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    _values(param).set_moment(optim_state_key, value.float())
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradients of several parameters by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
 # --- `deepspeed.runtime.torch_autocast`: the dtype of a gradient on the wire ------------------------------
-
-
-def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Return the classes whose gradients are sent in the autocast dtype, unless the config names others."""
-    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in SAFE_MODULES]
-    return [f"{kind.__module__}.{kind.__name__}" for kind in classes]
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
@@ -169,11 +213,3 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
         if row is not None and row.columns.update is not None:
             return row.columns.update.reduce.wire.torch
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
-
-
-def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    return {get_comm_dtype(parameter) for parameter in params}
-
-
-def sort_dtypes(dtypes: list[torch.dtype]) -> list[torch.dtype]:
-    return sorted(dtypes, key=str)

@@ -1,7 +1,7 @@
 """The command `deepspeed SCRIPT`, on this machine.
 
 torchrun starts the processes, ends all of them when one fails, and passes signals on. This file adds
-DeepSpeed's choice of GPUs, and `rank.py` adds `--local_rank`. Several machines need one call of torchrun on
+DeepSpeed's choice of GPUs, and in each process `--local_rank`. Several machines need one call of torchrun on
 each; options that would reach them by ssh are refused.
 
 Invariant: an option that is not obeyed changes nothing in training, or is refused.
@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import torch
 
-from zerodrift.deepspeed.launch import PORT
+from zerodrift.deepspeed.collectives import PORT, local_rank
 from zerodrift.errors import Problems, UnsupportedError
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file with variables for other machines. accelerate writes it."""
 
+START_RANK = "--start-rank"
+"""The first argument of a process that torchrun started."""
 _ELSEWHERE = "Start `zerodrift run -- torchrun --nnodes ...` on each machine."
 
 
@@ -32,13 +35,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         prog="deepspeed", description="Start a script on the GPUs of this machine, with zerodrift."
     )
     add = parser.add_argument
-    add(
-        "--num_gpus",
-        "--num_accelerators",
-        type=int,
-        default=-1,
-        help="number of processes; default: all GPUs",
-    )
+    count = "number of processes; default: all GPUs"
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help=count)
     add("-i", "--include", default="", help="GPUs to use: localhost:0,2")
     add("-e", "--exclude", default="", help="GPUs not to use: localhost:1")
     add("--master_port", type=int, default=PORT, help="the port of rank 0")
@@ -88,7 +86,7 @@ def command(given: argparse.Namespace, count: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
     torchrun += [f"--master-addr={given.master_addr}", f"--master-port={given.master_port}"]
     kind = ["--no-python"] if given.no_python else ["-m"] if given.module else []
-    start = kind if given.no_local_rank else ["-m", "zerodrift.deepspeed.rank", *kind]
+    start = kind if given.no_local_rank else ["-m", "zerodrift.deepspeed.runner", START_RANK, *kind]
     return [*torchrun, *start, given.user_script, *given.user_args]
 
 
@@ -129,5 +127,23 @@ def _slots(option: str, text: str) -> list[int]:
     return numbers
 
 
+def start_rank() -> None:
+    """Run the script of `sys.argv` with `--local_rank` before its own arguments."""
+    kind = sys.argv.pop(2) if sys.argv[2] in ("-m", "--no-python") else ""
+    del sys.argv[:2]
+    script = sys.argv[0]
+    sys.argv.insert(1, f"--local_rank={local_rank()}")
+    if kind == "--no-python":
+        os.execvp(script, sys.argv)
+    elif kind == "-m":
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [START_RANK]:
+        start_rank()
+    else:
+        main()

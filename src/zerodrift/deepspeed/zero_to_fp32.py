@@ -22,9 +22,8 @@ from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
 from zerodrift.checkpoint.manifest import SHARED, read_entries, verified
 from zerodrift.checkpoint.paths import writing
 from zerodrift.checkpoint.tensors import CheckpointReader
-from zerodrift.deepspeed.checkpoints import require
+from zerodrift.deepspeed.checkpoints import require, without_ties, write_state
 from zerodrift.deepspeed.parameters import engine_parameter
-from zerodrift.deepspeed.state_dicts import without_ties, write_state
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.writer import size_in_bytes
 

@@ -1,11 +1,9 @@
 """Digest a run's whole state: one number that is equal where every bit is, on whatever ranks the slices are.
 
-An element adds its bits times an odd weight that depends on its kind (weight, visible weight, a moment or a
-gradient), its parameter's name and its place; everything is added modulo 2^64. So the digest of a model is
-the sum of its slices', on any number of ranks, at any stage and on any backend. A change of one element
-always changes it; changes that happened without knowing of the weights cancel about once in 2^32.
-
-State that several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
+An element adds its bits times an odd weight that depends on its kind, its parameter's name and its place;
+everything is added modulo 2^64. So the digest of a model is the sum of its slices', at any stage and on any
+backend. A change of one element always changes it; other changes cancel about once in 2^32. State that
+several ranks hold alike is counted once, and compared: a rank whose copy differs is named.
 
 Invariant: the digests of a state never change from one version to the next, because runs record them.
 """
@@ -41,7 +39,6 @@ class Digest:
     """The digest of what all ranks hold together."""
 
     cells: Mapping[tuple[str, str], int]
-    """(unit, kind) -> 64 bits."""
 
     def __str__(self) -> str:
         return _text(sum(self.cells.values()))
@@ -63,14 +60,19 @@ class Digest:
 def state_digest(plan: Plan, pieces: Iterable[SegmentShard], comm: Collectives) -> Digest:
     """Digest weights and moments. Every rank calls it; raises on all where copies differ."""
     sums = _Sums(plan, comm.mesh.device)
-    copies = [_Copy(), _Copy()]
+    spans: list[list[Any]] = [[], []]
+    digests = [0, 0]
+    """Digests of state that other ranks hold too, in parts of segments and in whole ones."""
     for piece in pieces:
         copied = piece.held if piece.share != piece.held else ()
-        copy = copies[sum(span.numel for span in copied) == sum(row.numel for row in piece.rows)]
-        copy.spans += [(span.row.name, span.start, span.numel) for span in copied]
+        whole = sum(span.numel for span in copied) == sum(row.numel for row in piece.rows)
+        spans[whole] += [(span.row.name, span.start, span.numel) for span in copied]
         for kind, what, flat in _state(piece) if piece.held else ():
             sums.add(kind, what, flat, piece.share)
-            copy.digest += sum(int(_digest_of(kind, what, flat, span)) for span in copied)
+            digests[whole] += sum(int(_digest_of(kind, what, flat, span)) for span in copied)
+    copies = [
+        (parameter_key(str(held)), one & _WORD) for held, one in zip(spans, digests, strict=True) if held
+    ]
     _compare(copies, comm)
     return sums.over_ranks(comm, (WEIGHTS, VISIBLE, MOMENTS))
 
@@ -96,8 +98,7 @@ def _state(piece: SegmentShard) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 class _Sums:
-    """The sums of this rank, by unit and kind. Rows outside of blocks are one unit, on all stages of a
-    pipeline."""
+    """The sums of this rank, by unit and kind."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._units = list(dict.fromkeys(unit.name for unit in plan.units))
@@ -152,21 +153,10 @@ def computed_by(device: torch.device) -> dict[str, Any]:
     return found
 
 
-# --- copies -----------------------------------------------------------------------------------------------
-
-
-class _Copy:
-    """A part of the state that other ranks hold too."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, int, int]] = []
-        self.digest = 0
-
-
-def _compare(copies: Sequence[_Copy], comm: Collectives) -> None:
-    mine = [(parameter_key(str(copy.spans)), copy.digest & _WORD) for copy in copies if copy.spans]
+def _compare(copies: list[tuple[int, int]], comm: Collectives) -> None:
+    """Require one digest of each part of the state that several ranks hold; `copies` are (key, digest)."""
     ranks: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for rank, theirs in enumerate(comm.all_gather_object(mine)):
+    for rank, theirs in enumerate(comm.all_gather_object(copies)):
         for spans, digest in theirs:
             ranks[spans][digest].append(rank)
     for by_digest in ranks.values():

@@ -12,6 +12,7 @@ forward that failed costs nothing else; a backward that failed costs the micro-b
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import Mesh
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
-from zerodrift.engine.executor import BatchResult, BatchRunner, Executor, LossOf, SequentialRunner
+from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
 from zerodrift.engine.habits.microbatch_state import (
     MicrobatchState,
     need_determinism,
@@ -38,6 +39,7 @@ from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.step.recipe import run_step
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
+from zerodrift.optim.schedules import make_schedule
 from zerodrift.optim.updater import OptimizerState
 from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Plan
@@ -70,10 +72,15 @@ class Engine:
         """Called in every `step` that is complete, when gradients are reduced and nothing is updated yet."""
         self.seed: int = self.comm.broadcast_object(torch.initial_seed(), 0)
         """Start of `seed_micro_batch`: torch's seed on rank 0 when the engine was made; may be set."""
-        self.group_of = self._groups_of_all()
+        mine = {} if self.updater is None else dict(self.updater.group_of)
+        stages = self.comm.all_gather_object(mine, "pipeline")
+        self.group_of = {name: group for stage in stages for name, group in stage.items()}
         """Row name -> parameter group, for the rows that the optimizer was given, on every stage."""
-        made = _make_schedule(plan, self.optimizer, schedule)
-        self.progress = TrainingProgress(plan, self.updater, made, shows=mesh.rank() == 0)
+        if schedule is None and self.optimizer is not None and plan.policy.schedule is not None:
+            schedule = make_schedule(plan.policy.schedule, self.optimizer)
+        elif callable(schedule) and not hasattr(schedule, "step"):
+            schedule = schedule(self.optimizer)
+        self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
         user = object()
@@ -82,11 +89,6 @@ class Engine:
         if plan.policy.tree:
             need_determinism(user, mesh.device)
             self._state = MicrobatchState(self.module, mesh.device)
-
-    def _groups_of_all(self) -> Mapping[str, int]:
-        mine = {} if self.updater is None else dict(self.updater.group_of)
-        stages = self.comm.all_gather_object(mine, "pipeline")
-        return {name: group for stage in stages for name, group in stage.items()}
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Engine:
         `number`. The seed depends on `seed`, the step and that number, and not on the rank."""
         seed_generators(self._seed_of(number), self.mesh.device)
         if self._state is not None:
-            self._state.mark_seeded()
+            self._state.is_seeded = True
 
     def _seed_of(self, number: int) -> int:
         return seed_of(self.seed, self.global_steps + self.skipped_steps, number)
@@ -155,7 +157,7 @@ class Engine:
 
     def _backward_ended(self) -> None:
         if self._state is not None:
-            self._state.end_micro_batch()
+            self._state.is_seeded = False
         if not self.progress.end_backward():
             self._backward_failed()
             raise refusal("loss not scaled", mode=self.plan.policy.mode)
@@ -166,9 +168,8 @@ class Engine:
         self.zero_grad()
 
     def _recover(self) -> None:
-        """End what is under way after an exception."""
         self.executor.recover()
-        self.progress.unwind()
+        self.progress.is_scaled = False
 
     def require_open(self) -> None:
         """Raise if the engine was destroyed, or ended by another rank."""
@@ -220,27 +221,22 @@ class Engine:
     def _accumulate(self, batches: list[Any], weights: tuple[float, ...]) -> tuple[float, ...]:
         numbers = self.micro_batches_of_this_rank() if self.plan.policy.tree else ()
         seeds = tuple(map(self._seed_of, numbers))
+        # Of a pipeline's pieces buffers are compared here; elsewhere every forward is watched.
+        state = self._state if self.executor.runner is not None else None
+        before = None if state is None else state.copy_buffers()
         try:
-            with self._keeping_buffers():
-                losses = self._runner.train(batches, weights, seeds)
+            losses = self._runner.train(batches, weights, seeds)
+            if state is not None and before is not None:
+                with raise_on_all_ranks(self.comm):
+                    state.require_unchanged(before)
         except BaseException:
             self._backward_failed()
             raise
-        self.progress.end_backwards(len(batches))
+        self.progress.micro_batches, self.progress.is_scaled = len(batches), False
         return losses
 
-    @contextlib.contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """Refuse writes to the buffers of a pipeline's pieces; elsewhere every forward is watched."""
-        state = self._state if self.executor.runner is not None else None
-        before = None if state is None else state.copy_buffers()
-        yield
-        if state is not None and before is not None:
-            with raise_on_all_ranks(self.comm):
-                state.require_unchanged(before)
-
     @property
-    def _runner(self) -> BatchRunner:
+    def _runner(self) -> Any:
         # Made anew: a kept one and the engine would hold each other, and their memory, until Python looks for
         # cycles.
         return self.executor.runner or SequentialRunner(self, self.comm, self._loss_of)
@@ -268,7 +264,7 @@ class Engine:
         """Forget the gradients of this step."""
         self.executor.forget()
         self.comm.release()
-        self.progress.restart()
+        self.progress.micro_batches = 0
 
     # --- where it is ------------------------------------------------------------------------------------
 
@@ -409,7 +405,11 @@ class Engine:
         if self.progress.closed:
             return
         try:
-            self.progress.finish_background()
+            if self.progress.background is not None:
+                if sys.exc_info()[0] is None:
+                    self.progress.background.finish()
+                else:
+                    self.progress.background.abandon()
         finally:
             with contextlib.suppress(RankError):  # was raised where it was waited for
                 self._recover()
@@ -420,17 +420,7 @@ class Engine:
             self.mesh.stop()
 
 
-def _make_schedule(plan: Plan, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
-    """Return the caller's schedule, or make it if it is a function of an optimizer; else the config's."""
-    from zerodrift.optim.schedules import make_schedule
-
-    if given is not None or optimizer is None or plan.policy.schedule is None:
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
-    return make_schedule(plan.policy.schedule, optimizer)
-
-
 def _describe(plan: Plan) -> list[str]:
-    """Return one line per row, for ranks that disagree about the plan."""
     lines = [f"mesh {plan.mesh}, mode {plan.policy.mode}, stage {plan.policy.sharding.stage}"]
     lines += [f"{decision.key} = {decision.value}" for decision in plan.policy.decisions]
     for row in plan.rows:

@@ -1,8 +1,7 @@
 """The protocol of an executor of a plan, as `Engine` calls it, and the micro-batches of a step.
 
-Backends and pipelines differ behind `Executor`. A pipeline runs micro-batches in an order of its own
-(`pipeline/run.py`); `SequentialRunner` runs them one by one, so that a script for a pipeline trains without
-one.
+A pipeline runs micro-batches in an order of its own (`pipeline/run.py`); `SequentialRunner` runs them one by
+one, so that a script for a pipeline trains without one.
 
 Invariants: an executor counts nothing and decides nothing about a step. What is wrong with the micro-batches
 of one rank is an error on all, before any of them is run; and a micro-batch is never changed.
@@ -37,32 +36,12 @@ from zerodrift.plan.table import Plan
 from zerodrift.report.updates import UpdateReport
 
 
-class BatchRunner(Protocol):
-    """Runs all micro-batches of a step."""
-
-    def prepare(
-        self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
-    ) -> tuple[list[Any], tuple[float, ...]]:
-        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
-        number than `count`, is one error on every rank."""
-
-    def train(
-        self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
-    ) -> tuple[float, ...]:
-        """Run forwards and backwards; return the losses, without weights. Random numbers of a micro-batch
-        begin with its seed, where there are seeds."""
-
-    def losses(self, batches: list[Any]) -> tuple[float, ...]:
-        """Run forwards alone."""
-
-
 class Executor(Protocol):
     """Executes one rank's part of a plan over one model.
 
-    `part`, `module` and `forwards` are all of the plan, the model and its forward, except in a pipeline:
-    there they are this rank's part, the tree that was cut, and its pieces, and `whole` is the model without
-    values for what is on other ranks. `runner` runs micro-batches in an order of its own; it is None where a
-    caller runs each by itself. `updater` is None where nothing is trained, or no optimizer was given.
+    In a pipeline `part`, `module` and `forwards` are this rank's part of the plan, the tree that was cut and
+    its pieces; elsewhere all of the plan, the model and its forward. `runner` is None where a caller runs
+    each micro-batch by itself, `updater` where nothing is trained or no optimizer was given.
     """
 
     part: Plan
@@ -72,7 +51,9 @@ class Executor(Protocol):
     precision: ForwardPrecision
 
     @property
-    def runner(self) -> BatchRunner | None: ...
+    def runner(self) -> Any:
+        """Return what has the methods of `SequentialRunner`, or None."""
+
     @property
     def updater(self) -> OptimizerState | None: ...
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
@@ -82,7 +63,7 @@ class Executor(Protocol):
         """Raise if another rank is known to have ended all of them."""
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a forward. This, like `step`, raises where the model is not what it was."""
+        """Return a context for a forward."""
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Return a context for the backward of a loss, which counts as a micro-batch."""
@@ -120,7 +101,6 @@ class Executor(Protocol):
 # --- micro-batches one by one -----------------------------------------------------------------------------
 
 LossOf: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
-"""(model, micro-batch) -> its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +121,11 @@ class BatchResult:
         return sum(map(operator.mul, weights, self.losses)) / len(self.losses)
 
 
-class _MicroBatchEngine(Protocol):
-    @property
-    def module(self) -> nn.Module: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def backward(self, loss: torch.Tensor) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SequentialRunner:
-    """Runs the micro-batches of a step one after the other."""
+    """Runs the micro-batches of a step one after the other. A pipeline's executor has the same methods."""
 
-    engine: _MicroBatchEngine
+    engine: Any
     comm: Collectives
     loss_of: LossOf | None
     """None for a model that is called with a micro-batch's items and returns a loss."""
@@ -160,6 +133,8 @@ class SequentialRunner:
     def prepare(
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
+        """Return the micro-batches on this device and their weights. What is wrong with them, such as another
+        number than `count`, is one error on every rank."""
         with raise_on_all_ranks(self.comm):
             batches = list(micro_batches)
             numbers, wrong = numbers_of(weights, len(batches))
@@ -173,6 +148,8 @@ class SequentialRunner:
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
     ) -> tuple[float, ...]:
+        """Run forwards and backwards; return the losses, without weights. Random numbers of a micro-batch
+        begin with its seed, where there are seeds."""
         losses, device = [], self.comm.mesh.device
         with generators_kept(device) if seeds else contextlib.nullcontext():
             for place, batch in enumerate(batches):
@@ -192,21 +169,16 @@ class SequentialRunner:
     def _loss(self, batch: Any) -> torch.Tensor:
         if self.loss_of is None:
             return one_number(loss_in(self.engine(**batch)))
-        with _replaced_forward(self.engine.module, self.loss_of):
+        # The model's forward is replaced, with all hooks that are around its own.
+        model, loss_of = self.engine.module, self.loss_of
+        before = model.__dict__.get("forward")
+        model.forward = lambda given: loss_of(model, given)
+        try:
             return one_number(self.engine(batch))
-
-
-@contextlib.contextmanager
-def _replaced_forward(model: nn.Module, forward: LossOf) -> Iterator[None]:
-    """Replace the model's forward inside the context, with all hooks that are around its own."""
-    before = model.__dict__.get("forward")
-    model.forward = lambda batch: forward(model, batch)
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
+        finally:
+            del model.forward
+            if before is not None:
+                model.forward = before
 
 
 def _unnamed(batch: Any) -> Problem | None:
@@ -222,7 +194,7 @@ def _unnamed(batch: Any) -> Problem | None:
 
 def loss_in(output: Any) -> Any:
     """Find a model's loss in what it returned: `.loss`, an item of that name, the first of several, or all of
-    it. The caller checks whether that is a loss."""
+    it."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")

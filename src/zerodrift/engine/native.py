@@ -9,7 +9,7 @@ Invariant: between two calls nothing is under way, whatever was raised in the la
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from torch import nn
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine import shards
-from zerodrift.engine.executor import BatchRunner, Executor
+from zerodrift.engine.executor import Executor
 from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.habits.parameter_guard import ParameterGuard, mark_as_ours
 from zerodrift.engine.habits.pins import pin, unpin
 from zerodrift.engine.habits.storage_writes import (
-    checksum,
     compare_with_storage,
     mark_storage_changed,
     record_versions,
     refresh_views,
     rows_with_new_version,
+    storage_checksum,
     take_over_writes,
 )
 from zerodrift.engine.nested import in_transform
@@ -40,7 +40,6 @@ from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
 from zerodrift.engine.step.norm import (
     Norm,
     RankAgreement,
-    VisibleWeights,
     bad_parameters,
     global_norm,
     parts_of,
@@ -88,24 +87,24 @@ class NativeExecutor:
         originals = {id(parameter): name for name, parameter in model.named_parameters()}
         with torch.no_grad():
             self.segments, self.units, masters = place(self.part, model, comm, self._pools, sources)
-        alone = policy.pipeline is not None or not any(segment.gathers for segment in self.segments)
-        self._traversal = Traversal(
-            self.units, None if alone else comm.all_gather_object, prefetch_budget(self.part)
-        )
+        self._traversal = Traversal(self.units, prefetch_budget(self.part))
         for unit in self.units:
             unit.traversal = self._traversal
         self.gradients = Gradients(self.units, self._traversal, policy.averaging.before)
         self.precision = compute.ForwardPrecision(plan, mesh.device)
-        self._handles: list[Any] = self._attach()
-        self._handles.append(refuse_wrapper(model))
         self.turns = Turns(mesh.device, generators(mesh.device))
         """Alternates a forward and a backward while the other's exchange travels."""
-        self._handles += distribute_experts(self.part, model, comm, self.turns)
-        self.guard = ParameterGuard(model, self.segments, asynchronous=mesh.asynchronous)
-        self._handles += self.guard.attach()
+        self.guard = ParameterGuard(model, self.segments)
+        self._handles: list[Any] = [
+            *self._attach(),
+            refuse_wrapper(model),
+            *distribute_experts(self.part, model, comm, self.turns),
+            *self.guard.attach(),
+        ]
         if policy.mode is not Mode.FP32:
             pin(self.segments)
         self._trained = trained_of(self.segments)
+        self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
             record_versions(segment)
             segment.before_free = compare_with_storage
@@ -116,16 +115,14 @@ class NativeExecutor:
             self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
         mark_as_ours(self._handles)
         self._progress: TrainingProgress
-        """Set by `follow`."""
 
     def _attach(self) -> list[Any]:
-        """Put hooks around the model's forward that gather, cast and reduce; returns their handles."""
-        handles = [handle for unit in self.units for handle in unit.attach(self.gradients)]
+        handles = [handle for unit in self.units for handle in unit.attach()]
         handles += attach_parts(self.module, self.units)
         return handles + compute.attach(self.module, self.plan.boundaries)
 
     @property
-    def runner(self) -> BatchRunner | None:
+    def runner(self) -> Any:
         return None
 
     def follow(self, progress: TrainingProgress, callbacks: BackwardCallbacks) -> None:
@@ -142,20 +139,16 @@ class NativeExecutor:
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         self.guard.check()
-        self._require_masters()
+        if torch.is_grad_enabled() and not in_transform():
+            # Writes that a master cannot follow are refused where it costs little to know; the step looks
+            # too.
+            first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
+            for segment in self._trained:
+                if segment.has_separate_master and (first or rows_with_new_version(segment)):
+                    take_over_writes(segment, self.updater)
         for unit in self.units:
             unit.order_hooks()
         return contextlib.nullcontext()
-
-    def _require_masters(self) -> None:
-        """Refuse writes that a master cannot follow before a forward in training, where it costs little to
-        know of them; the step checks again."""
-        if not torch.is_grad_enabled() or in_transform():
-            return
-        first = self._progress.micro_batches == 0 and not self.comm.mesh.asynchronous
-        for segment in self._trained:
-            if segment.has_separate_master and (first or rows_with_new_version(segment)):
-                take_over_writes(segment, self.updater)
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return self.gradients.micro_batch(loss)
@@ -175,17 +168,14 @@ class NativeExecutor:
         if cleared:
             raise refusal("gradient cleared", name=cleared)
         if self._progress.micro_batches == 0:
-            self._end_untracked_backward()
+            # A backward that no hook has noticed ends on all ranks or on none.
+            loose = self.comm.all_gather_object(self.gradients.first_uncollected)
+            if any(loose) and not all(loose):
+                raise set_on_some(next(filter(None, loose)))
+            self.gradients.end_untracked_backward()
         yield
         if self._progress.micro_batches:
             self.gradients.show_again()
-
-    def _end_untracked_backward(self) -> None:
-        """End a backward that no hook has noticed, on all ranks or on none."""
-        loose = self.comm.all_gather_object(self.gradients.first_uncollected)
-        if any(loose) and not all(loose):
-            raise set_on_some(next(filter(None, loose)))
-        self.gradients.end_untracked_backward()
 
     def norm(self) -> Norm:
         """Reduce gradients and return their norm. Gradients that were set by hand are reduced when the ranks
@@ -196,7 +186,7 @@ class NativeExecutor:
         self.gradients.flush(without=by_hand)
         if replicas:
             self.gradients.sum_over_replicas()
-        self._sum_over_ends()
+        self.sum_over_ends()
         found = [(segment.number, segment.first_uncollected_gradient) for segment in by_hand]
         norm = self._norm_of_reduced(found)
         if found and self.plan.policy.tree:
@@ -213,30 +203,28 @@ class NativeExecutor:
                 segment.writes.overwritten = None
         return norm
 
-    def _sum_over_ends(self) -> None:
-        """Sum what is tied across a pipeline."""
-
     def _norm_of_reduced(self, unreduced: Sequence[tuple[int, str]] = ()) -> Norm:
-        weights = self._visible_weights()
+        written, checksum = self._visible_weights()
         counted = [segment for segment in self._trained if segment.spec.lead]
         gradients = [segment.reduced for segment in counted if segment.reduced is not None]
         order, self._traversal.checksum = self._traversal.checksum, 0
         still = tuple(row.name for segment in self._trained for row in segment.rows_without_update)
         agreement = RankAgreement(order, unreduced, self._progress.dropped, still)
-        return global_norm(gradients, self.comm, self._progress.unscale, agreement, weights)
+        return global_norm(gradients, self.comm, self._progress.unscale, agreement, written, checksum)
 
-    def _visible_weights(self) -> VisibleWeights:
+    def _visible_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return on the device (above 0 where user code wrote to visible weights, a checksum below 2^40 of
+        those that all ranks hold alike)."""
         mesh = self.comm.mesh
-        absent = self.guard.find_written_placeholders()
-        written = torch.zeros((), dtype=torch.int64, device=mesh.device) if absent is None else absent
+        written = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = torch.zeros_like(written)
         for segment in self.segments:
-            if segment.has_separate_master or segment.gathers or mesh.size("shard") > 1:
-                found = checksum(segment)
-                if found is not None:
-                    written += found[0]
-                    total = (total * 31 + found[1]) & 0xFFFFFFFF
-        return VisibleWeights(written, total)
+            compared = segment.has_separate_master or segment.gathers or mesh.size("shard") > 1
+            found = storage_checksum(segment) if compared else None
+            if found is not None:
+                written += found[0]
+                total = (total * 31 + found[1]) & 0xFFFFFFFF
+        return written, total
 
     def reduced(self) -> Iterator[tuple[Sequence[shards.Span], torch.Tensor]]:
         return shards.reduced_parts(self._trained, self.comm.mesh)

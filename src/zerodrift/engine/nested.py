@@ -29,7 +29,6 @@ _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type(None), type, nn.Module, enum.Enum),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
-"""Types that hold no tensors of a caller."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -66,7 +65,6 @@ class Replacement:
         self._seen: dict[int, tuple[Any, Any]] = {}
         """id -> (old, new), which are held so that no id comes again."""
         self._changed: list[Any] = []
-        """Containers with a replaced tensor."""
 
     def apply(self, value: Any) -> Any:
         """Return the value with every tensor changed: the same object unless it cannot be written to."""
@@ -117,7 +115,6 @@ class Replacement:
 
 
 def _is_plain(item: Any) -> bool:
-    """Return whether an item is an object with attributes and no container."""
     return not isinstance(item, (tuple, list, deque, set, frozenset, Mapping))
 
 
@@ -190,7 +187,7 @@ BEFORE_ALL = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """The inputs of a forward, before it runs. They are only read; a hook on one goes with its graph."""
+    """The inputs of a forward, before it runs."""
 
     inputs: tuple[tuple[torch.Tensor, int], ...]
     """Each tensor with its version: what a module changes in place, it returns."""
@@ -231,7 +228,7 @@ class ForwardInputs:
 
 
 def at_the_end(then: Callable[[], None]) -> None:
-    """Call `then` when the running backward has run all its nodes. FSDP2 and DDP use the same callback."""
+    """Call `then` when the running backward has run all its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 

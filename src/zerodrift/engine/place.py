@@ -2,12 +2,10 @@
 
 A parameter that has memory gives its values: rank 0's are everybody's, broadcast in the dtype that the model
 holds them in. One that has none is filled from a source (files, or what its module would have done to it):
-each rank asks for the elements of its own slice, and what rests whole is exchanged afterwards. Either way a
-master is made of the bits that were given, never of rounded ones, and no more than a window of values is
-held beside what stays.
+each rank asks for the elements of its own slice, and what rests whole is exchanged afterwards.
 
-Invariant: afterwards every parameter of the model is a view of its segment, in the compute dtype, and has
-the same values at every stage and on every number of ranks.
+Invariant: afterwards every parameter is a view of its segment, in the compute dtype, with the same values at
+every stage and on every number of ranks; masters are made of the bits that were given, never of rounded ones.
 
 [Note: filling] Reading may fail on one rank, so it is done between two moments at which all ranks meet, for
 all segments at once; exchanges come after the second. A rank fills an equal share of a segment: what it
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,7 +36,7 @@ from zerodrift.model.dtensors import is_dtensor
 from zerodrift.optim.rounding import split
 from zerodrift.plan.layout import round_up
 from zerodrift.plan.schedule import gathered_bytes
-from zerodrift.plan.table import Plan, Row, Segment
+from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master
 
 Masters = dict[int, torch.Tensor]
@@ -49,7 +47,6 @@ ELSEWHERE = "_zerodrift_values"
 rank calls it once, in the order of the plan."""
 
 WINDOW = 1 << 20
-"""Elements on their way at once."""
 
 
 class ValueSource(Protocol):
@@ -83,15 +80,20 @@ def place(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     check(plan, model, parameters, sources)
     tie(plan, model, parameters)
-    segments, fillers = [], []
+    segments: list[FlatSegment] = []
+    fillers = []
     for number, spec in enumerate(plan.segments):
         rows = [plan.rows[index] for index in spec.rows]
         held = [parameters[row.name] for row in rows]
-        segment = _make_segment(number, spec, rows, held, comm, pools, plan.units[spec.unit].name)
+        update, unit = spec.columns.update, plan.units[spec.unit].name
+        if update is None:
+            segment = FlatSegment(number, spec, rows, held, comm, unit)
+        else:
+            segment = TrainedSegment(update, number, spec, rows, held, comm, pools, unit)
         filler = SegmentFiller(segment)
-        pairs = list(zip(rows, held, strict=True))
-        _give_all([pair for pair in pairs if pair[0].name not in sources.rows], filler, comm)
-        for parameter in held:
+        for row, parameter in zip(rows, held, strict=True):
+            if row.name not in sources.rows:
+                give(row, parameter, filler, comm)
             free_parameter(parameter)
         segment.adopt()
         segments.append(segment)
@@ -111,23 +113,21 @@ def place(
         for filler in fillers
         if isinstance(filler.segment, TrainedSegment)
     }
-    return segments, _units(plan, model, segments), masters
-
-
-def _make_segment(
-    number: int,
-    spec: Segment,
-    rows: list[Row],
-    parameters: list[nn.Parameter],
-    comm: Collectives,
-    pools: GradientBuffers,
-    unit: str,
-) -> FlatSegment:
-    """Make a segment of the plan, trained or frozen."""
-    update = spec.columns.update
-    if update is None:
-        return FlatSegment(number, spec, rows, parameters, comm, unit)
-    return TrainedSegment(update, number, spec, rows, parameters, comm, pools, unit)
+    modules = dict(model.named_modules())
+    keep = plan.policy.sharding.keep_gathered
+    units = [
+        LiveUnit(
+            number,
+            spec,
+            modules[spec.name],
+            [segments[index] for index in spec.segments],
+            gathered_bytes=gathered_bytes(plan, spec),
+            keep_after_forward=keep != "never",
+            keep_after_backward=keep == "step",
+        )
+        for number, spec in enumerate(plan.units)
+    ]
+    return segments, units, masters
 
 
 def check(
@@ -247,7 +247,6 @@ class SegmentFiller:
         return self.segment.owned if self.master is None else self.master
 
     def _start(self, flat: torch.Tensor) -> int:
-        """Return the element of the segment at which a buffer begins."""
         return 0 if flat.numel() == self.segment.spec.padded else self.segment.rank * flat.numel()
 
     def _within(self, flat: torch.Tensor, offset: int, numel: int) -> slice:
@@ -294,15 +293,9 @@ def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> Non
         comm.broadcast(flat[share_of(segment, rank)], rank, segment.axis)
 
 
-class ValueReceiver(Protocol):
-    """Takes values of a parameter."""
-
-    def give(self, offset: int, values: torch.Tensor) -> None:
-        """Take values from an element of the segment on."""
-
-
-def give(row: Row, parameter: nn.Parameter, rest: ValueReceiver, comm: Collectives) -> None:
-    """Broadcast rank 0's values of a parameter, in its own dtype."""
+def give(row: Row, parameter: nn.Parameter, rest: Any, comm: Collectives) -> None:
+    """Broadcast rank 0's values of a parameter, in its own dtype, to a `SegmentFiller` or what has its
+    `give`."""
     elsewhere = getattr(parameter, ELSEWHERE, None)
     if elsewhere is not None:
         delattr(parameter, ELSEWHERE)
@@ -317,32 +310,6 @@ def give(row: Row, parameter: nn.Parameter, rest: ValueReceiver, comm: Collectiv
             rest.give(row.offset + low - own, values[low - first : high - first])
 
 
-def _give_all(pairs: list[tuple[Row, nn.Parameter]], rest: ValueReceiver, comm: Collectives) -> None:
-    """Broadcast rank 0's values of many parameters; small ones of one dtype travel together."""
-    batch: list[tuple[Row, nn.Parameter]] = []
-
-    def send() -> None:
-        if not batch:
-            return
-        flats = [parameter.detach().reshape(-1) for _, parameter in batch]
-        values = torch.cat(flats).to(comm.mesh.device)
-        comm.broadcast(values, 0, "data")
-        for (row, _), part in zip(batch, values.split([row.numel for row, _ in batch]), strict=True):
-            rest.give(row.offset, part)
-        batch.clear()
-
-    for row, parameter in pairs:
-        alone = row.numel >= WINDOW or row.parts > 1 or hasattr(parameter, ELSEWHERE)
-        waiting = sum(other.numel for other, _ in batch)
-        if alone or waiting + row.numel > WINDOW or (batch and batch[0][1].dtype is not parameter.dtype):
-            send()
-        if alone:
-            give(row, parameter, rest, comm)
-        else:
-            batch.append((row, parameter))
-    send()
-
-
 def free_parameter(parameter: nn.Parameter) -> None:
     """Free a parameter's memory; one on the meta device comes to this one, as the same object. torch refuses
     `.data` between devices, and an optimizer knows the object."""
@@ -353,9 +320,6 @@ def free_parameter(parameter: nn.Parameter) -> None:
     real = torch.empty(0, dtype=parameter.dtype)
     torch.utils.swap_tensors(parameter, nn.Parameter(real, parameter.requires_grad))
     parameter.__dict__.update(attributes)
-
-
-# --- buffers and units ----------------------------------------------------------------------------------
 
 
 def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[str, torch.Tensor]:
@@ -372,40 +336,18 @@ def read_buffers(plan: Plan, comm: Collectives, sources: ValueSources) -> dict[s
 def place_buffers(plan: Plan, model: nn.Module, comm: Collectives, read: Mapping[str, torch.Tensor]) -> None:
     """Put buffers on the device, in the dtype of their row, with rank 0's values."""
     rows = {row.name: row for row in plan.buffers}
-    for path, module, name, buffer in _buffers(model):
-        row = rows.get(path)
-        if row is None:
-            continue
-        if path in read:
-            buffer = read[path].view(row.shape)
-        elif buffer.is_meta:
-            buffer = torch.empty_like(buffer, device="cpu")
-        moved = buffer.to(comm.mesh.device, row.storage.torch)
-        if moved.numel() and not moved.is_contiguous():
-            moved = moved.contiguous()
-        comm.broadcast(moved, 0, "data")
-        setattr(module, name, moved)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield (full name, module, name there, buffer)."""
-    for path, module in model.named_modules():
+    for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            yield f"{path}.{name}" if path else name, module, name, buffer
-
-
-def _units(plan: Plan, model: nn.Module, segments: list[FlatSegment]) -> list[LiveUnit]:
-    modules = dict(model.named_modules())
-    keep = plan.policy.sharding.keep_gathered
-    return [
-        LiveUnit(
-            number,
-            spec,
-            modules[spec.name],
-            [segments[index] for index in spec.segments],
-            gathered_bytes=gathered_bytes(plan, spec),
-            keep_after_forward=keep != "never",
-            keep_after_backward=keep == "step",
-        )
-        for number, spec in enumerate(plan.units)
-    ]
+            path = f"{prefix}.{name}".lstrip(".")
+            row = rows.get(path)
+            if row is None:
+                continue
+            if path in read:
+                buffer = read[path].view(row.shape)
+            elif buffer.is_meta:
+                buffer = torch.empty_like(buffer, device="cpu")
+            moved = buffer.to(comm.mesh.device, row.storage.torch)
+            if moved.numel() and not moved.is_contiguous():
+                moved = moved.contiguous()
+            comm.broadcast(moved, 0, "data")
+            setattr(module, name, moved)

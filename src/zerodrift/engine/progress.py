@@ -10,10 +10,9 @@ Invariant: nothing here reads the data of one rank, so ranks that report the sam
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch import nn
 from zerodrift.engine.nested import in_backward, tensors_in
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError, UnsupportedError
+from zerodrift.optim.updater import OptimizerState
 from zerodrift.plan.schedule import sums_by_tree
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import LossScale
@@ -99,29 +99,9 @@ class Scaler:
         self._left, self._good = int(state["left"]), int(state["good"])
 
 
-class BackgroundWork(Protocol):
-    """Work beside training on every rank alike, such as a checkpoint being written."""
-
-    def check(self) -> None:
-        """Look after it at the beginning of every step. May call collectives, and raise on all ranks."""
-
-    def finish(self) -> None:
-        """End it before the ranks part, or raise."""
-
-    def abandon(self) -> None:
-        """Drop it without a collective: an exception is ending this rank."""
-
-
-class LearningRates(Protocol):
-    def learning_rates(self) -> tuple[float, ...]:
-        """Return the current rate of each parameter group."""
-
-
 class TrainingProgress:
-    """The counters of one engine's training."""
-
-    def __init__(self, plan: Plan, rates: LearningRates | None, schedule: Any, *, shows: bool) -> None:
-        """`rates` is None where nothing is trained. `shows` says whether this rank prints."""
+    def __init__(self, plan: Plan, rates: OptimizerState | None, schedule: Any, *, shows: bool) -> None:
+        """`rates` is None where nothing is trained."""
         self._plan = plan
         self._rates = rates
         self._shows = shows
@@ -140,45 +120,36 @@ class TrainingProgress:
         """Forwards in training since the last step that no backward has come back to."""
         self.answered = False
         """Whether the backward of the current micro-batch has come back to a forward."""
-        self._sync = True
-        self._scaled = False
+        self.syncs = True
+        """Whether a backward may be the last of its step."""
+        self.is_scaled = False
         """Whether the loss of the current backward has been through `scale`."""
         self.closed = False
-        self.background: BackgroundWork | None = None
+        self.background: Any = None
+        """Work beside training on every rank alike, such as a checkpoint being written, or None. Its `check`
+        is called in every step and may raise on all ranks. Before the ranks part `finish` ends it, or
+        `abandon` where an exception is ending this rank."""
 
     # --- a micro-batch ----------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call `backward` on: multiplied by the loss scale where there is one."""
-        self._scaled = True
+        self.is_scaled = True
         return loss.float() * self.scaler.scale if self.scaler.active else loss
 
     def is_last(self) -> bool:
         """Return whether the coming backward is the last micro-batch of its step."""
         counted = (self.micro_batches + 1) % self.accumulation == 0
-        return (counted if self.boundary is None else self.boundary) and self._sync
+        return (counted if self.boundary is None else self.boundary) and self.syncs
 
     def end_backward(self) -> bool:
-        """Count a micro-batch. Returns whether its loss had the scale that the plan asks for."""
+        """Count a micro-batch."""
         self.micro_batches += 1
         if not self.answered:  # the loss of a batch may be a constant, on one rank only
             self.dropped = max(0, self.dropped - 1)
         self.answered = False
-        scaled, self._scaled = self._scaled, False
+        scaled, self.is_scaled = self.is_scaled, False
         return scaled or not self.scaler.active
-
-    def end_backwards(self, count: int) -> None:
-        """Count all micro-batches of a step, which a schedule has run."""
-        self.micro_batches = count
-        self._scaled = False
-
-    def unwind(self) -> None:
-        """Recover from an exception in a forward or a backward."""
-        self._scaled = False
-
-    def restart(self) -> None:
-        """Begin the step anew: there are no gradients."""
-        self.micro_batches = 0
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Count the forwards that no backward comes back to, for `norm.global_norm`; returns hook handles."""
@@ -205,12 +176,11 @@ class TrainingProgress:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat backwards inside as not the last of their step."""
-        before, self._sync = self._sync, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._sync = before
+            self.syncs = before
 
     # --- the step ---------------------------------------------------------------------------------------
 
@@ -246,10 +216,9 @@ class TrainingProgress:
 
     def unscale_of(self, complete: bool) -> float:
         """Return that factor for a sum over all ranks (`complete`), or for the sum of one rank."""
-        averaging = self._plan.policy.averaging
-        return (
-            self.unscale if complete or not averaging.mean else 1.0 / (self.scaler.scale * self.accumulation)
-        )
+        if complete or not self._plan.policy.averaging.mean:
+            return self.unscale
+        return 1.0 / (self.scaler.scale * self.accumulation)
 
     def require_whole_sum(self, name: str) -> None:
         """Refuse to show a gradient in the middle of a step under the tree, which has no sum then."""
@@ -268,8 +237,7 @@ class TrainingProgress:
         schedule_arguments: Mapping[str, Any] | None,
         error_if_nonfinite: bool,
     ) -> StepResult:
-        """Count a step that has updated or was skipped. `before` is what `now` returned when it began, `bad`
-        names the parameters that are not finite. Raises where a skipped step is an error."""
+        """Count a step that has updated or was skipped. Raises where a skipped step is an error."""
         self.dropped = 0
         skipped = not norm.finite
         self.grad_norm = norm.value
@@ -277,7 +245,16 @@ class TrainingProgress:
         if skipped:
             self.skipped_steps += 1
         else:
-            self._count_step(schedule_arguments or {})
+            self.global_steps += 1
+            if self.schedule is not None:
+                self.schedule.step(**(schedule_arguments or {}))
+            every = self._plan.policy.print_every
+            if self._shows and self._rates is not None and every and self.global_steps % every == 0:
+                shown = ", ".join(f"{rate:.6g}" for rate in self._rates.learning_rates()) or "-"
+                text = f"step {self.global_steps}  grad norm {self.grad_norm:.6g}  lr {shown}"
+                if self.scaler.active:
+                    text += f"  loss scale {self.scaler.scale:g}"
+                print(text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else ""), flush=True)
         may_skip = self._plan.policy.skip_nonfinite or self.scaler.active
         if skipped and (error_if_nonfinite or not may_skip):
             raise NonFiniteError(
@@ -295,36 +272,11 @@ class TrainingProgress:
             bad=tuple(bad),
         )
 
-    def _count_step(self, schedule_arguments: Mapping[str, Any]) -> None:
-        self.global_steps += 1
-        if self.schedule is not None:
-            self.schedule.step(**schedule_arguments)
-        every = self._plan.policy.print_every
-        if self._shows and self._rates is not None and every and self.global_steps % every == 0:
-            print(self._line(self._rates.learning_rates()), flush=True)
-
-    def _line(self, rates: Sequence[float]) -> str:
-        """Return what `steps_per_print` shows."""
-        shown = ", ".join(f"{rate:.6g}" for rate in rates) if rates else "-"
-        text = f"step {self.global_steps}  grad norm {self.grad_norm:.6g}  lr {shown}"
-        if self.scaler.active:
-            text += f"  loss scale {self.scaler.scale:g}"
-        return text + (f"  skipped {self.skipped_steps}" if self.skipped_steps else "")
-
     # --- the end ----------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
         if self.closed:
             raise refusal("closed")
-
-    def finish_background(self) -> None:
-        """Wait for background work before the ranks part, unless an exception is ending this rank."""
-        if self.background is None:
-            return
-        if sys.exc_info()[0] is None:
-            self.background.finish()
-        else:
-            self.background.abandon()
 
 
 def refusal(kind: str, **values: object) -> UnsupportedError:

@@ -11,9 +11,9 @@ Invariant: over all ranks the parts that are read are every element of the model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,9 +65,9 @@ class SegmentShard(Protocol):
     """The flat piece of one segment that this rank holds: what its optimizer owns, or frozen storage.
 
     Flat tensors in and out have `numel` elements, weights in `dtype`: fp32 where there is a master, else that
-    of storage. `rows` are all with a part in the piece, on whatever rank. `held` is what this rank holds,
-    `share` the part that no other rank reads, `filled` the part that this rank fills from files. `updated`
-    says that an optimizer owns it: there is a master, and there may be moments.
+    of storage. `rows` are all with a part in the piece, on whatever rank. Of them this rank holds `held`,
+    reads `share`, which no other rank does, and fills `filled` from files. An optimizer owns it where
+    `updated`.
     """
 
     @property
@@ -95,7 +95,7 @@ class SegmentShard(Protocol):
         """Return moments in fp32 by torch's names; none before the first step."""
 
     def set_weights(self, values: torch.Tensor) -> None:
-        """Write master and owned storage. Others see it after `Shards.sync_storage`."""
+        """Write master and owned storage."""
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         """Write a tensor like that of `weights`, in which every rank has filled `filled`."""
@@ -104,8 +104,7 @@ class SegmentShard(Protocol):
 
 
 class FlatShard:
-    """A `SegmentShard` of a native segment. At stage 0, and on every replica, several ranks hold the same
-    piece. All of them fill it; when it is read, each takes its share."""
+    """A `SegmentShard` of a native segment."""
 
     def __init__(self, segment: FlatSegment, updater: Updater | None, copy: tuple[int, int]) -> None:
         self.segment = segment
@@ -158,22 +157,16 @@ class FlatShard:
         self._updater.set_state(self.segment.number, key, values)
 
 
-class ShardedEngine(Protocol):
-    """An engine of any backend."""
-
-    def pieces(self) -> Iterator[SegmentShard]: ...
-    def sync_storage(self) -> None: ...
-
-
 class Shards:
     """The pieces of one engine on this rank."""
 
-    def __init__(self, engine: ShardedEngine) -> None:
-        self._engine = engine
-
-    def pieces(self) -> Iterator[SegmentShard]:
-        """Yield one piece per segment, in the order of the plan."""
-        return self._engine.pieces()
+    def __init__(self, engine: Any) -> None:
+        """`engine` is of any backend."""
+        self.pieces: Callable[[], Iterator[SegmentShard]] = engine.pieces
+        """Yields one piece per segment, in the order of the plan."""
+        self.sync_storage: Callable[[], None] = engine.sync_storage
+        """Gathers other ranks' slices into storage that is whole, after filling, on every rank alike, and
+        frees what was gathered from older values."""
 
     def weights(self) -> Iterator[Part]:
         """Yield this rank's share of the weights: fp32 masters, frozen rows in their storage dtype."""
@@ -183,7 +176,6 @@ class Shards:
                 yield from (span.part(flat) for span in piece.share)
 
     def stored(self) -> Iterator[Part]:
-        """Yield this rank's share of the bits that the model sees."""
         for piece in self.pieces():
             flat = piece.stored()
             yield from (span.part(flat) for span in piece.share)
@@ -195,11 +187,6 @@ class Shards:
             if piece.updated and piece.share:
                 for key, flat in piece.moments().items():
                     yield from ((key, span.part(flat)) for span in piece.share)
-
-    def sync_storage(self) -> None:
-        """Gather other ranks' slices into storage that is whole, after filling, on every rank alike. What was
-        gathered from older values is freed."""
-        self._engine.sync_storage()
 
 
 def pieces(segments: Iterable[FlatSegment], updater: Updater | None, mesh: Mesh) -> Iterator[FlatShard]:

@@ -55,7 +55,7 @@ class WholeValues(Protocol):
         """Return whether anything was accumulated in this step; what waits to be reduced is reduced."""
 
     def gradient(self, row: Row, unscale: float) -> torch.Tensor:
-        """Return the sum, in fp32, times `unscale`. Only where there is one, like `set_gradient`."""
+        """Return the sum, in fp32, times `unscale`."""
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None: ...
     def moment_names(self, row: Row) -> tuple[str, ...]: ...
@@ -219,9 +219,7 @@ class SegmentValues:
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Show whole values; with `write`, an exception of any rank inside leaves all as they were. A stack
-        of experts that is spread over ranks shows a rank's own, and the first rank's with the same ones are
-        kept."""
+        """Show whole values; with `write`, an exception of any rank inside leaves all as they were."""
         segments = {row.segment: self._of(row) for row in rows.values()}
         self._take_over_writes(segments.values(), accept_all=write)
         kept = {number for number, segment in segments.items() if segment.is_full}
@@ -306,7 +304,7 @@ class SegmentValues:
         self._set_whole_master(segment, whole)
 
     def _take_over_writes(self, segments: Iterable[FlatSegment], *, accept_all: bool = False) -> None:
-        """Make writes of user code the masters', or raise; a call of all ranks. See `take_over_writes`."""
+        """Make writes of user code the masters', or raise; a call of all ranks."""
         separate = [segment for segment in segments if segment.has_separate_master]
         if separate:
             with raise_on_all_ranks(self.comm, "data"):

@@ -1,16 +1,14 @@
 """Tokens to the ranks that have their experts, and back: a layer of experts run on several ranks.
 
 A module that holds a stack of experts, and is called with tokens, the experts that each token goes to, and
-their weights, keeps its own forward. Around it, on every rank of the expert axis: each token goes to the
-ranks of its experts, the module runs what arrives on its own experts, results return, and are added up with
-the weights where the token came from. Which rows are experts, and over how many ranks, is in the plan.
+their weights, keeps its own forward. Around it each token goes to the ranks of its experts, the module runs
+what arrives on its own experts, and results are added up with the weights where the token came from.
 
 Invariant: all ranks exchange as often and in the same order, forward and backward, whatever the data does;
 and the order of every sum is the order of experts, on whatever rank they are.
 
 [Note: no token] Where no token comes to a rank, its module runs one row of zeros, which is dropped. So the
-result has the module's dtype and its graph on every rank, and the exchange of gradients takes place; what
-the row gives to the parameters' gradients is zero.
+result has the module's dtype and its graph on every rank, and the exchange of gradients takes place.
 """
 
 from __future__ import annotations
@@ -35,22 +33,24 @@ COUNT = "num_experts"
 """Attribute in which a module may count its experts; becomes the count of this rank's own."""
 
 
-def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[ExchangeHandle]:
+def distribute_experts(plan: Plan, model: nn.Module, comm: Collectives, turns: Turns) -> list[Exchange]:
     """Run every module that the plan divides over ranks through an exchange; returns the handles."""
     counts: dict[str, int] = {}
     for row in plan.rows:
         if row.parts > 1:
             counts.setdefault(row.name.rpartition(".")[0], row.whole_shape[0])
-    return [
-        ExchangeHandle(path, model.get_submodule(path), count, comm, turns) for path, count in counts.items()
-    ]
+    return [Exchange(path, model.get_submodule(path), count, comm, turns) for path, count in counts.items()]
 
 
-class ExchangeHandle:
-    """The exchange around one module, until `remove`."""
+class Exchange:
+    """Replaces a module's forward until `remove`."""
 
     def __init__(self, path: str, module: nn.Module, experts: int, comm: Collectives, turns: Turns) -> None:
-        self._module = module
+        self._path, self._module, self._experts = path, module, experts
+        self._comm, self._turns = comm, turns
+        self._forward = module.forward
+        self._ranks = comm.mesh.size("expert")
+        self.own = experts // self._ranks
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.shape[:1] == (experts,):
                 raise ModelError(
@@ -59,32 +59,7 @@ class ExchangeHandle:
                     got=f"a buffer {list(buffer.shape)}",
                     do=f"Make it one, or leave `{path}` out of `experts.parameters`.",
                 )
-        self._counted = getattr(module, COUNT, None) == experts
-        exchange = Exchange(path, module.forward, experts, comm, turns)
-        if self._counted:
-            setattr(module, COUNT, exchange.own)
-        self._experts = experts
-        object.__setattr__(module, "forward", exchange)
-
-    def remove(self) -> None:
-        if isinstance(self._module.__dict__.get("forward"), Exchange):
-            object.__delattr__(self._module, "forward")
-            if self._counted:
-                setattr(self._module, COUNT, self._experts)
-
-
-class Exchange:
-    """Replaces a module's forward."""
-
-    def __init__(
-        self, path: str, forward: Callable[..., torch.Tensor], experts: int, comm: Collectives, turns: Turns
-    ) -> None:
-        self._path, self._forward, self._experts = path, forward, experts
-        self._comm, self._turns = comm, turns
-        self._ranks = comm.mesh.size("expert")
-        self.own = experts // self._ranks
-        """Experts of this rank."""
-        names = list(inspect.signature(forward).parameters.values())
+        names = list(inspect.signature(self._forward).parameters.values())
         if len(names) < 3 or any(
             parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in names[:3]
         ):
@@ -92,15 +67,26 @@ class Exchange:
                 path,
                 "must have a forward of tokens `[tokens, width]`, their experts `[tokens, k]` and "
                 f"the weights of these `[tokens, k]`, to run its experts on {self._ranks} ranks",
-                got=inspect.signature(forward),
+                got=inspect.signature(self._forward),
                 do="Write it so, or leave it out of `experts.parameters`.",
             )
         self._names = [parameter.name for parameter in names[:3]]
+        self._counted = getattr(module, COUNT, None) == experts
+        if self._counted:
+            setattr(module, COUNT, self.own)
+        object.__setattr__(module, "forward", self)
+
+    def remove(self) -> None:
+        if isinstance(self._module.__dict__.get("forward"), Exchange):
+            object.__delattr__(self._module, "forward")
+            if self._counted:
+                setattr(self._module, COUNT, self._experts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         # A copy of the module has the same experts and talks to the same ranks.
-        forward = copy.deepcopy(self._forward, memo)
-        return Exchange(self._path, forward, self._experts, self._comm, self._turns)
+        copied = copy.copy(self)
+        copied._forward = copy.deepcopy(self._forward, memo)
+        return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = dict(zip(self._names, args, strict=False))
@@ -199,7 +185,7 @@ class TokenRouting:
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`[tokens, width]`: each token's rows, as they were sent, added up with their weights, the expert of
-        the lowest number first. In fp32, or in what rows and weights are in where that is wider."""
+        the lowest number first."""
         wide = torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
         weighted = rows.to(wide) * weights.reshape(-1)[self._pair].to(wide).unsqueeze(1)
         slots = weighted.new_zeros(self._tokens * self._k, rows.shape[1]).index_copy(0, self._slot, weighted)

@@ -2,18 +2,15 @@
 runs.
 
 A computation that has begun an exchange hands the turn over, and has it back when the other has begun one
-too, or has ended. So one of them computes at any time, and the turns follow from the exchanges that they come
-to and from no clock.
+too, or has ended. So one of them computes at any time, and no clock decides the turns.
 
 Invariant: ranks whose two computations come to the same exchanges begin all of them in the same order.
 
 [Note: two threads] A forward and a backward stop in the middle of a user's module and of autograd, which only
-a thread can. The first runs on the caller's own. What belongs to a thread goes with the second: Python's
-context variables, torch's modes, autocast, the device and its stream. What belongs to the process and is a
-computation's own changes with the turn: the states of random generators. Of autocast's casts of weights there
-is one store, which is not emptied before both have ended. On CUDA autograd would run a backward on the one
-thread of the device, and hold it up there for whatever the first asks of autograd; so it runs where it is
-called, as on a CPU.
+a thread can. The first runs on the caller's own. Python's context variables, torch's modes, autocast, the
+device and its stream go with the second; the states of random generators change with the turn. Autocast's one
+store of casts of weights is not emptied before both have ended. On CUDA autograd would hold a backward up on
+the one thread of the device, so it runs where it is called, as on a CPU.
 
 [Note: one error] What one raises ends the other where it waits for its turn, and is what the caller gets.
 """
@@ -34,7 +31,7 @@ Computation = Callable[[], None]
 
 
 class PairAborted(BaseException):
-    """Ends a computation because of the error of the other. Nothing that a model catches."""
+    """Ends a computation because of the error of the other."""
 
 
 class Turns:
@@ -66,7 +63,6 @@ class _Pair:
         self._computations = (first, second)
         self._generators = generators
         self._thread = threading.get_ident()
-        """Thread of the first computation."""
         self._turn = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [False, False]
         self._random = self._states()
@@ -74,7 +70,13 @@ class _Pair:
         self._raised: BaseException | None = None
 
     def run(self, device: torch.device) -> None:
-        begun, second = self._random, _as_here(self._second, device)
+        def computed() -> None:
+            try:
+                self._computations[1]()
+            finally:
+                self._random = self._states()
+
+        begun, second = self._random, _as_here(computed, device)
 
         def beside() -> None:
             self._turn[1].acquire()
@@ -107,14 +109,7 @@ class _Pair:
         self._ended[number] = True
         self._turn[1 - number].release()
 
-    def _second(self) -> None:
-        try:
-            self._computations[1]()
-        finally:
-            self._random = self._states()
-
     def _wait(self) -> None:
-        """For the second. Not by `join`, which an interrupt makes believe that its thread has ended."""
         while not self._ended[1]:
             self._turn[0].acquire()
 

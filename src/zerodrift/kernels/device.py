@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import said
 from zerodrift.kernels import native
-from zerodrift.kernels.probe import Contraction
 
 TILE = 4
 """Blocks per program: 1024 elements, eight for each of its 128 threads."""
@@ -36,29 +34,6 @@ STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
 flushing of subnormals in roots and quotients. A Triton without the second option flushes them."""
 
 _log = logging.getLogger("zerodrift")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTensors:
-    """The arguments of one update: `struct Update` of native.cpp with tensors instead of addresses."""
-
-    numel: int
-    stochastic: int
-    grad: Tensor
-    storage: Tensor
-    master: Tensor | None
-    moments: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    codes: Tensor | None
-    groups: Tensor | None
-    keys: Tensor | None
-    table: Tensor
-    wanted: Tensor | None
-    """fp32: receives the intended change of each weight; None if no caller needs it."""
-    master_kind: int
-    state_kind: int
-    algorithm: int
-    contraction: Contraction
 
 
 def works(device: torch.device) -> bool:
@@ -88,72 +63,36 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
-def update(call: UpdateTensors) -> None:
-    """Run one optimizer step of a slice in one pass."""
-    from zerodrift.kernels import programs
-
-    moment1, moment2 = [*call.moments, None, None][:2]
-    scale1, scale2 = [*call.scales, None, None][:2]
-    with torch.cuda.device_of(call.storage):
-        programs.update[(_programs(call.numel),)](
-            as_bits(call.grad),
-            as_bits(call.storage),
-            call.master,
-            None if moment1 is None else as_bits(moment1),
-            None if moment2 is None else as_bits(moment2),
-            scale1,
-            scale2,
-            call.codes,
-            call.groups,
-            call.keys,
-            call.table,
-            call.wanted,
-            call.numel,
-            call.stochastic,
-            master_kind=call.master_kind,
-            state=call.state_kind,
-            algorithm=call.algorithm,
-            fma_add=call.contraction.add,
-            fma_addcmul=call.contraction.addcmul,
-            fma_lerp=call.contraction.lerp,
-            tile=TILE,
-            **_options(call.storage.device),
-        )
+def update(storage: Tensor, others: Sequence[Tensor | None], stochastic: int, **choices: int) -> None:
+    """Run one optimizer step of a slice in one pass. The arguments are those of `programs.update`."""
+    bits = [None if tensor is None else as_bits(tensor) for tensor in (storage, *others)]
+    _launch("update", storage, TILE * BLOCK, *bits, storage.numel(), stochastic, tile=TILE, **choices)
 
 
 def squares(flat: Tensor, out: Tensor) -> Tensor:
     """Write the sum of squares of each block of a flat contiguous tensor to fp64 `out`."""
-    from zerodrift.kernels import programs
-
-    with torch.cuda.device_of(flat):
-        grid = (_programs(flat.numel()),)
-        programs.squares[grid](as_bits(flat), out, flat.numel(), tile=TILE, **_options(flat.device))
+    _launch("squares", flat, TILE * BLOCK, as_bits(flat), out, flat.numel(), tile=TILE)
     return out
 
 
 def sums(parts: Tensor, out: Tensor) -> None:
     """Add the rows of contiguous `parts` in their order, and write the sum to flat `out`."""
+    counts, narrow = (out.numel(), len(parts)), native.TYPES[out.dtype]
+    _launch("sums", out, _SPAN, as_bits(parts), as_bits(out), *counts, narrow=narrow, tile=_SPAN)
+
+
+def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:
+    """Launch a program for every so many elements of a flat tensor, on its device."""
     from zerodrift.kernels import programs
 
-    with torch.cuda.device_of(out):
-        programs.sums[(-(-out.numel() // _SPAN),)](
-            as_bits(parts),
-            as_bits(out),
-            out.numel(),
-            len(parts),
-            narrow=native.TYPES[out.dtype],
-            tile=_SPAN,
-            **_options(out.device),
-        )
+    grid = (-(-flat.numel() // elements),)
+    with torch.cuda.device_of(flat):
+        getattr(programs, name)[grid](*arguments, **choices, **_options(flat.device))
 
 
 def as_bits(tensor: Tensor) -> Tensor:
     """View bf16 as int16, as the programs take it; return any other tensor unchanged."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-
-
-def _programs(numel: int) -> int:
-    return -(-numel // (BLOCK * TILE))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,51 +40,28 @@ class Library:
 
     def __init__(self, path: Path, origin: str) -> None:
         loaded = ctypes.CDLL(str(path))
+        int32, int64, address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+        def bind(name: str, *types: type) -> Any:
+            function = getattr(loaded, f"zerodrift_{name}")
+            function.argtypes, function.restype = types, None
+            return function
+
         self.path = path
         self.origin = origin
         """The sentence of `zerodrift doctor` on where the library comes from."""
-        self.update = loaded.zerodrift_update
+        self.update = bind("update", address)
         """(address of an Update struct); see `optim/fused.py`."""
-        self.squares = loaded.zerodrift_squares
+        self.squares = bind("squares", int64, address, int32, address, int32)
         """(numel, data, type, out, threads)"""
-        self.digits = loaded.zerodrift_digits
+        self.digits = bind("digits", int64, address, address)
         """(count, sums, out)"""
-        self.prints = loaded.zerodrift_prints
+        self.prints = bind("prints", int64, address, address, int32)
         """(blocks, words, out, threads)"""
-        self.digests = loaded.zerodrift_digests
+        self.digests = bind("digests", int64, address, int32, int32, address, address, int32)
         """(numel, data, bytes of an element, first place, weights, out, threads)"""
-        self.sums = loaded.zerodrift_sums
+        self.sums = bind("sums", int64, int64, address, int32, address, int32, int32, int32)
         """(numel, count of parts, their addresses, type, out, type, whether by the tree, threads)"""
-        self.update.argtypes = [ctypes.c_void_p]
-        self.squares.argtypes = [
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-        ]
-        self.digits.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-        self.prints.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
-        self.digests.argtypes = [
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-        ]
-        self.sums.argtypes = [
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            *[ctypes.c_int32] * 3,
-        ]
-        functions = (self.update, self.squares, self.digits, self.prints, self.digests, self.sums)
-        for function in functions:
-            function.restype = None
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -1,4 +1,4 @@
-// A fingerprint of each block of words. The definition is `kernels/prints.py`.
+// A fingerprint of each block of words. The definition is `kernels/digests.py`.
 //
 // Invariant: a block in which one word changed has another print, whatever the words are.
 

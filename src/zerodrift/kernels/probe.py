@@ -59,25 +59,24 @@ def exact_sqrt(values: Tensor) -> Tensor:
     return values.double().sqrt_().float()
 
 
-@dataclass(frozen=True, slots=True)
-class VectorRoot:
-    """The square root of compiled code that has the bits of `torch.sqrt`."""
-
-    address: int
-    """Address of a function with the interface of MKL's vmsSqrt; 0 if torch itself is correctly rounded."""
-
-
 ROOT_MODE = 0x140102
 """High accuracy, subnormals kept, no error callbacks: the mode in which torch calls the library."""
 
 
 @functools.cache
-def vector_root() -> VectorRoot | None:
-    """Return the root with the bits of `torch.sqrt` for compiled code; None if no such root is known."""
-    values = _roots_to_try()
+def vector_root() -> int | None:
+    """Return the address of a root with the bits of `torch.sqrt` for compiled code; None if none is known.
+
+    It has the interface of MKL's vmsSqrt; 0 if torch itself is correctly rounded.
+    """
+    # Every exponent of a second moment, with many mantissas, and the special values.
+    mantissas = torch.arange(0, 1 << 23, 33_333, dtype=torch.int32)
+    exponents = torch.arange(0, 255, dtype=torch.int32) << 23
+    values = (exponents[:, None] + mantissas[None, :]).flatten().view(torch.float32)
+    values = torch.cat([values, torch.tensor([0.0, torch.inf])])
     wanted = values.sqrt()
     if torch.equal(wanted, exact_sqrt(values)):
-        return VectorRoot(0)
+        return 0
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).vmsSqrt
@@ -88,12 +87,4 @@ def vector_root() -> VectorRoot | None:
     roots = torch.empty_like(values)
     function(values.numel(), values.data_ptr(), roots.data_ptr(), ROOT_MODE)
     address = ctypes.cast(function, ctypes.c_void_p).value
-    return VectorRoot(address) if address and torch.equal(roots, wanted) else None
-
-
-def _roots_to_try() -> Tensor:
-    """Return every exponent of a second moment, with many mantissas, and the special values."""
-    mantissas = torch.arange(0, 1 << 23, 33_333, dtype=torch.int32)
-    exponents = torch.arange(0, 255, dtype=torch.int32) << 23
-    values = (exponents[:, None] + mantissas[None, :]).flatten().view(torch.float32)
-    return torch.cat([values, torch.tensor([0.0, torch.inf])])
+    return address if address and torch.equal(roots, wanted) else None

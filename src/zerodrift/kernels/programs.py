@@ -258,8 +258,8 @@ def _store_master(p, storage, master, at, mask, kind: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stochastic"])
 def update(
-    grad,  # fp32, fp16, or the bits of bf16
-    storage,  # likewise
+    storage,  # fp32, fp16, or the bits of bf16
+    grad,  # likewise
     master,  # fp32, int16, or None
     moment1,  # or None, as everything below but `table`
     moment2,
@@ -280,7 +280,7 @@ def update(
     fma_lerp: tl.constexpr,
     tile: tl.constexpr,  # blocks per program
 ):
-    """Run `zerodrift_update` of native.cpp on `tile` blocks. The arguments are those of `struct Update`."""
+    """Run the update of native.cpp on `tile` blocks. The arguments are those of `struct Update`."""
     block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     there = block * BLOCK < numel
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -319,7 +319,7 @@ def update(
 
 @triton.jit
 def squares(data, out, numel, tile: tl.constexpr):
-    """Run `zerodrift_squares` of native.cpp on `tile` blocks: 16 lanes, added up by halves."""
+    """Run the sums of squares of native.cpp on `tile` blocks: 16 lanes, added up by halves."""
     block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     lane = block[:, None] * BLOCK + tl.arange(0, LANES)[None, :]
     sums = tl.zeros((tile, LANES), tl.float64)

@@ -39,18 +39,17 @@ def parse(data: bytes, where: str, problems: Problems) -> dict[str, Any] | None:
             repeated.extend(key for key, count in counts.items() if count > 1)
         return built
 
+    must, got = "must be JSON", ""
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         got = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
-        problems.add(where, "must be JSON", got=got)
-        return None
     except UnicodeDecodeError as error:
-        got = f"the byte {data[error.start]:#04x} at {error.start}"
-        problems.add(where, "must be JSON in UTF-8", got=got)
-        return None
+        must, got = "must be JSON in UTF-8", f"the byte {data[error.start]:#04x} at {error.start}"
     except (ValueError, RecursionError) as error:
-        problems.add(where, "must be JSON of ordinary depth and numbers", got=str(error))
+        must, got = "must be JSON of ordinary depth and numbers", str(error)
+    if got:
+        problems.add(where, must, got=got)
         return None
     if not isinstance(document, dict):
         problems.add(where, "must be a JSON object", got=type(document).__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zerodrift.errors import ModelError, Problem, Problems
+from zerodrift.errors import ModelError, Problems
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ LAYOUT = (
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return True if the object is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
@@ -38,40 +37,29 @@ def local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def ranks(module: nn.Module) -> int:
     """Return the number of ranks that share each DTensor of a model; 1 for a model without DTensors."""
     problems = Problems()
-    sizes: dict[int, str] = {}
+    first: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         tensor: Any = parameter
         if not is_dtensor(tensor):
             continue
-        problem = _problem(name, tensor)
-        if problem is None:
-            sizes.setdefault(tensor.device_mesh.size(), name)
+        mesh = tensor.device_mesh
+        must = got = ""
+        if mesh.ndim != 1 or not mesh.mesh_dim_names:
+            must, got = "must be a DTensor over a mesh of one named dimension", f"one over {mesh}"
+            do = LAYOUT
+        elif type(placement := tensor.placements[0]).__name__ not in ("Replicate", "Shard"):
+            must, got = "must be divided or whole on each rank", f"a DTensor that is {placement}"
+            do = "Call `parallelize_module` before `initialize`, and leave `fully_shard` to it."
+        elif not placement.is_replicate() and tensor.shape[placement.dim] % mesh.size():
+            must = f"must be divided evenly over {mesh.size()} ranks"
+            got = f"{tensor.shape[placement.dim]} along dimension {placement.dim}"
+            do = "Pad it, or leave it whole."
+        if must:
+            problems.add(name, must, got=got, do=do)
         else:
-            problems.include(problem)
-    if len(sizes) > 1:
-        listed = " and ".join(f"{size} ranks for `{name}`" for size, name in sizes.items())
+            first.setdefault(mesh.size(), name)
+    if len(first) > 1:
+        listed = " and ".join(f"{size} ranks for `{name}`" for size, name in first.items())
         problems.add("model", "must have all its DTensors on one mesh", got=listed, do=LAYOUT)
     problems.raise_as(ModelError)
-    return next(iter(sizes), 1)
-
-
-def _problem(name: str, tensor: Any) -> Problem | None:
-    """Return the reason why a DTensor cannot be trained, or None."""
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or not mesh.mesh_dim_names:
-        must = "must be a DTensor over a mesh of one named dimension"
-        return Problem(name, must, got=f"one over {mesh}", do=LAYOUT)
-    (placement,) = placements
-    if placement.is_replicate():
-        return None
-    if type(placement).__name__ != "Shard":
-        must = "must be divided or whole on each rank"
-        return Problem(name, must, got=f"a DTensor that is {placement}", do=_BEFORE)
-    if tensor.shape[placement.dim] % mesh.size():
-        must = f"must be divided evenly over {mesh.size()} ranks"
-        got = f"{tensor.shape[placement.dim]} along dimension {placement.dim}"
-        return Problem(name, must, got=got, do="Pad it, or leave it whole.")
-    return None
-
-
-_BEFORE = "Call `parallelize_module` before `initialize`, and leave `fully_shard` to it."
+    return next(iter(first), 1)

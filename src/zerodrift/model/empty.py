@@ -1,19 +1,18 @@
 """A context in which models are built without memory for their parameters.
 
-Modules run their own constructors. Buffers are computed as usual, since they could not be computed later. A
-parameter moves to the meta device when it is registered. The operations by which constructors and reset
-functions write parameters are recorded (see `model/recipe.py`), so that a parameter outside of the checkpoint
-can get its initial values once it has memory.
+Modules run their own constructors, and buffers are computed as usual. A parameter moves to the meta device
+when it is registered. The operations that write parameters are recorded (see `model/recipe.py`), so that a
+parameter outside of the checkpoint can get its initial values once it has memory.
 
 Invariant: nothing changes outside of the context. Inside the context, parameters keep their shapes, dtypes,
 strides, ties and attributes.
 
 [Note: recording] A torch function mode receives every call on tensors. An in-place write is recorded with the
 views of its target, which are identified by their storage. Functions of `torch.nn.init` skip meta tensors, so
-the recorder notices their question for `is_meta` and records the function with its arguments. A tensor that
-was computed and not written in place (`torch.randn(3) * 0.1`) has no record: a small tensor keeps its memory
-and values, a large one has no values unless a checkpoint has them. For a tensor computed on the meta device,
-the computation is recorded, and runs when the parameter that it was written to is filled.
+the recorder notices their question for `is_meta` and records the function with its arguments. A small tensor
+that was computed and not written in place (`torch.randn(3) * 0.1`) keeps its memory and values, a large one
+has no values unless a checkpoint has them. For a tensor computed on the meta device, the computation is
+recorded, and runs when the parameter that it was written to is filled.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def empty(widen: torch.dtype | None = None) -> Iterator[None]:
 
 
 LARGE = 1 << 30
-"""Elements of a tensor that `NoLargeMemory` puts on the meta device: a system may refuse to allocate a stack
-of experts."""
+"""Elements of a tensor that `NoLargeMemory` allocates no memory for."""
 
 
 class NoLargeMemory(TorchFunctionMode):
@@ -101,7 +99,6 @@ class _Recorder(TorchFunctionMode):
         self._recipes: dict[int, tuple[StorageWeakRef, InitRecipe]] = {}
         """Recipes by storage. The weak reference keeps the address from being reused, and no memory alive."""
         self._parameters: dict[int, tuple[nn.Parameter, InitRecipe]] = {}
-        """Parameters without memory, by id."""
         self._computed: dict[int, tuple[torch.Tensor, int, ComputedTensor]] = {}
         """Other tensors without memory, by id: (tensor, kept so that its id is not reused; version; call)."""
         self._random_owners: dict[ComputedTensor, InitRecipe] = {}
@@ -125,14 +122,21 @@ class _Recorder(TorchFunctionMode):
         elif name == "clone" and type(out) is torch.Tensor:
             source = self._find(args[0])
             if source is not None:
-                self._set_recipe(
-                    out, replace(source, operations=list(source.operations), window=_window(out))
-                )
+                copy = replace(source, operations=list(source.operations), window=_window(out))
+                self._set_recipe(out, copy)
         else:
             self._write(func, _write_target(name, args, kwargs), args, kwargs)
         if type(out) is torch.Tensor and out.device.type == "meta":
             self._compute(func, out, args, kwargs)
         return out
+
+    @contextlib.contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self._is_internal = True
+        try:
+            yield
+        finally:
+            self._is_internal = False
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Return the parameter without memory that is registered for one with memory."""
@@ -144,11 +148,8 @@ class _Recorder(TorchFunctionMode):
         recipe = self._find(parameter)
         if (recipe is None or recipe.obstacle) and parameter.numel() <= SMALL:
             return None
-        self._is_internal = True
-        try:
+        with self._unrecorded():
             replacement = self._without_memory(parameter)
-        finally:
-            self._is_internal = False
         window = _window(parameter)
         if recipe is None:
             recipe = InitRecipe(0, parameter.dtype, window, obstacle=_NOT_WRITTEN)
@@ -160,19 +161,16 @@ class _Recorder(TorchFunctionMode):
     def _assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Assign `parameter.data = value`, which torch refuses between devices."""
         recipe = self._find(value)
-        self._is_internal = True
-        try:
-            if recipe is None and value.numel() <= SMALL and not value.is_meta:
+        with self._unrecorded():
+            if recipe is None and value.is_meta:
+                recipe = self._parameters[id(parameter)][1]
+            elif recipe is None and value.numel() <= SMALL:
                 values = value.detach().clone().contiguous()
                 recipe = InitRecipe(value.numel(), value.dtype, _window(values))
                 recipe.operations.append(Operation(torch.Tensor.copy_, (recipe.window, values), {}))
-            if value.is_meta:
-                recipe = self._parameters[id(parameter)][1] if recipe is None else recipe
             elif recipe is None:
                 recipe = InitRecipe(0, value.dtype, _window(value), obstacle=_NOT_WRITTEN)
             parameter.data = value if value.is_meta else torch.empty_like(value, device="meta")
-        finally:
-            self._is_internal = False
         self._set_recipe(parameter, recipe)
         self._parameters[id(parameter)] = (parameter, recipe)
 
@@ -187,28 +185,23 @@ class _Recorder(TorchFunctionMode):
         return replacement
 
     def add_parameter(self, parameter: nn.Parameter) -> None:
-        """Add a parameter without memory."""
         recipe = self._find(parameter)
         if recipe is not None:
             self._parameters[id(parameter)] = (parameter, recipe)
 
     def end(self) -> None:
-        """Give every parameter its recipe."""
         for parameter, recipe in self._parameters.values():
             recipe.version = parameter._version
             setattr(parameter, ATTRIBUTE, recipe)
 
     def _compute(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Record the call that computed a tensor without memory, if the call can be repeated."""
-        self._is_internal = True
-        try:
-            call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
-        except _NotReplayableError:
-            self._computed.pop(id(out), None)
-        else:
-            self._computed[id(out)] = (out, out._version, call)
-        finally:
-            self._is_internal = False
+        with self._unrecorded():
+            try:
+                call = ComputedTensor(func, *replace_items((tuple(args), dict(kwargs)), self._keep_argument))
+                self._computed[id(out)] = (out, out._version, call)
+            except _NotReplayableError:
+                self._computed.pop(id(out), None)
 
     def _keep_argument(self, value: Any) -> Any:
         """Return an argument for the record: its computation, or a copy of its values."""
@@ -248,22 +241,16 @@ class _Recorder(TorchFunctionMode):
         self._set_recipe(out, recipe)
 
     def _write(self, func: Any, target: Any, args: Any, kwargs: Any) -> None:
-        """Record a call that wrote to memory with a recipe."""
         recipe = self._find(target)
         if recipe is None:
             return
-        self._is_internal = True
-        try:
-            call = Operation(
-                func,
-                tuple(self._record_argument(value, recipe) for value in args),
-                {key: self._record_argument(value, recipe) for key, value in kwargs.items()},
-            )
-            recipe.operations.append(call)
-        except _NotReplayableError as error:
-            recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
-        finally:
-            self._is_internal = False
+        with self._unrecorded():
+            try:
+                values = tuple(self._record_argument(value, recipe) for value in args)
+                named = {key: self._record_argument(value, recipe) for key, value in kwargs.items()}
+                recipe.operations.append(Operation(func, values, named))
+            except _NotReplayableError as error:
+                recipe.obstacle = f"`{getattr(func, '__name__', func)}` with {error}"
 
     def _record_argument(self, value: Any, recipe: InitRecipe) -> Any:
         """Return an argument for the record: a view of the recipe's memory as a window, others as values."""
@@ -297,11 +284,8 @@ class _Recorder(TorchFunctionMode):
                 names = inspect.signature(function).parameters
                 values = {name: asker.f_locals[name] for name in names if name in asker.f_locals}
                 self._write(function, tensor, (), values)
-        self._is_internal = True
-        try:
+        with self._unrecorded():
             return tensor.is_meta
-        finally:
-            self._is_internal = False
 
 
 class _NotReplayableError(Exception):
@@ -340,7 +324,6 @@ def _skip_normal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 
 def _write_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a call of this name writes to, or None."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     writes = name in _OPERATORS or (name.endswith("_") and not name.endswith("__"))

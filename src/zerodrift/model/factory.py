@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CAUSE_SHOWN = 600
-"""Most characters of a cause in a message."""
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -62,7 +61,6 @@ def cause(error: BaseException) -> str:
 
 
 def is_factory(text: str) -> bool:
-    """Return True if `text` has the form `package.module:callable`."""
     return _FORM.fullmatch(text) is not None
 
 
@@ -96,7 +94,6 @@ def _made(text: str, run: Callable[..., Any]) -> nn.Module:
 
 
 def _find(text: str) -> Callable[[], Any]:
-    """Import the callable that `text` names."""
     module_name, _, path = text.partition(":")
     todo = "A name is looked up in the working folder and among installed packages."
     importlib.invalidate_caches()

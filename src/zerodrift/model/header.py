@@ -37,7 +37,6 @@ class StoredTensor:
     start: int
     """Offset of the first byte in the file."""
     stop: int
-    """One past the last byte."""
 
 
 def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[StoredTensor]] | None:
@@ -68,28 +67,25 @@ def read_header(path: Path, problems: Problems) -> tuple[frozenset[str], list[St
 def _read(path: Path, problems: Problems) -> tuple[dict[str, Any], int, int] | None:
     """Return the header as a dict, the offset of the data, and the size of the file."""
     where = str(path)
+    must, got, do = "", "", _AGAIN
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES:
-                must = "must open with a header length of 8 bytes"
-                problems.add(where, must, got=f"{size} bytes", do=_AGAIN)
-                return None
-            if length > HEADER_LIMIT:
+                must, got = "must open with a header length of 8 bytes", f"{size} bytes"
+            elif length > HEADER_LIMIT:
                 must = f"must be a safetensors file, with a header of at most {HEADER_LIMIT:,} bytes"
-                problems.add(where, must, got=f"a header length of {length:,}")
-                return None
-            if length > size - LENGTH_BYTES:
-                must = f"must hold its header of {length:,} bytes"
-                problems.add(where, must, got=f"{size:,} bytes", do=_AGAIN)
-                return None
-            data = file.read(length)
+                got, do = f"a header length of {length:,}", ""
+            elif length > size - LENGTH_BYTES:
+                must, got = f"must hold its header of {length:,} bytes", f"{size:,} bytes"
+            else:
+                header = parse(file.read(length), f"{where}, header", problems)
+                return None if header is None else (header, LENGTH_BYTES + length, size)
     except OSError as error:
-        problems.add(where, "must be a file that can be read", got=error.strerror or str(error))
-        return None
-    header = parse(data, f"{where}, header", problems)
-    return None if header is None else (header, LENGTH_BYTES + length, size)
+        must, got, do = "must be a file that can be read", error.strerror or str(error), ""
+    problems.add(where, must, got=got, do=do)
+    return None
 
 
 _AGAIN = "It was cut short: copy or download it again."
@@ -99,32 +95,25 @@ def _tensor(
     name: str, entry: Any, path: Path, data_start: int, problems: Problems, unknown: dict[str, list[str]]
 ) -> StoredTensor | None:
     """Check one entry of a header; add a dtype that zerodrift does not have to `unknown`."""
-    where = f"{path}, {name}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        problems.add(where, "must have `dtype`, `shape` and `data_offsets`", got=shown(entry))
-        return None
-    text, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(text, str):
-        problems.add(where, "`dtype` must be a string", got=shown(text))
-        return None
-    if not _counts(shape):
-        problems.add(where, "`shape` must be a list of whole numbers, 0 or more", got=shown(shape))
-        return None
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        must = "`data_offsets` must be a begin and an end that is not before it"
-        problems.add(where, must, got=shown(offsets))
-        return None
-    dtype = from_safetensors(text)
-    if dtype is None:
+        must, got = "must have `dtype`, `shape` and `data_offsets`", shown(entry)
+    elif not isinstance(text := entry["dtype"], str):
+        must, got = "`dtype` must be a string", shown(text)
+    elif not _counts(shape := entry["shape"]):
+        must, got = "`shape` must be a list of whole numbers, 0 or more", shown(shape)
+    elif not _counts(offsets := entry["data_offsets"]) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        must, got = "`data_offsets` must be a begin and an end that is not before it", shown(offsets)
+    elif (dtype := from_safetensors(text)) is None:
         unknown.setdefault(text, []).append(name)
         return None
-    begin, end = offsets
-    needed = math.prod(shape) * dtype.size
-    if end - begin != needed:
+    elif (held := offsets[1] - offsets[0]) != math.prod(shape) * dtype.size:
         must = f"`data_offsets` must span {dtype.size} bytes for each element of {text} {shown(shape)}"
-        problems.add(where, must, got=f"{end - begin:,} bytes, {offsets}")
-        return None
-    return StoredTensor(name, tuple(shape), dtype, path, data_start + begin, data_start + end)
+        got = f"{held:,} bytes, {offsets}"
+    else:
+        start, stop = (data_start + offset for offset in offsets)
+        return StoredTensor(name, tuple(shape), dtype, path, start, stop)
+    problems.add(f"{path}, {name}", must, got=got)
+    return None
 
 
 def _counts(value: Any) -> bool:
@@ -137,13 +126,13 @@ def _check_tiling(
 ) -> None:
     reached, last = data_start, "the header"
     for tensor in tensors:
+        where = f"{path}, {tensor.name}"
         if tensor.start < reached:
-            must = f"must begin after the bytes of `{last}`"
             got = f"an overlap of {reached - tensor.start:,} bytes"
-            problems.add(f"{path}, {tensor.name}", must, got=got)
+            problems.add(where, f"must begin after the bytes of `{last}`", got=got)
         elif tensor.start > reached:
-            must = f"must begin where the bytes of `{last}` end"
-            problems.add(f"{path}, {tensor.name}", must, got=f"a gap of {tensor.start - reached:,} bytes")
+            got = f"a gap of {tensor.start - reached:,} bytes"
+            problems.add(where, f"must begin where the bytes of `{last}` end", got=got)
         if tensor.stop >= reached:
             reached, last = tensor.stop, tensor.name
     where = str(path)

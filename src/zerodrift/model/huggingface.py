@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -60,57 +60,54 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
     if given.is_dir() and safetensors.holds(given):
         checkpoint = tuple((tensor.name, tensor.dtype) for tensor in safetensors.list_tensors(given))
     with quiet():
-        _check_model_type(document or {}, file)
-        model = build(file, _first_floating(checkpoint))
+        from transformers import CONFIG_MAPPING
+
+        model_type, known = (document or {}).get("model_type"), list(CONFIG_MAPPING.keys())
+        if model_type not in known:
+            must = "`model_type` must be one that the installed `transformers` knows"
+            got = "no such key" if model_type is None else repr(model_type)
+            do = "Is it the config of a model?"
+            if isinstance(model_type, str):
+                upgrade = "Upgrade `transformers`; code beside a config is not run."
+                do = did_you_mean(model_type, known) or upgrade
+            raise ModelError(str(file), must, got=got, do=do)
+        model = build(file, next((dtype for _, dtype in checkpoint if dtype.is_floating), None))
         spec = from_module(model, f"{path} ({type(model).__name__})")
     return replace(spec, checkpoint=checkpoint)
 
 
 def build(file: Path, dtype: DType | None = None) -> PreTrainedModel:
     """Build the model of a config file on the meta device; `dtype` is the default of a config without one."""
-    config = attempt(lambda: _load(file), str(file), "must be a config that `transformers` can read")
-    if getattr(config, "dtype", None) is None:
-        config.dtype = (dtype or DType.FP32).torch
-    must = "must be a config that a model can be built from"
-    with skip_initialization():
-        model = on_meta(lambda: instantiate(config), str(file), must)
-    model.tie_weights()
+    config = read_config(file, dtype)
+    # Parameters do not depend on the attention kernel, and another one may need a package or a device.
+    config._attn_implementation = "eager"
+    model = instantiate(config, file, on_meta)
     keep_in_fp32(model)
     return model
 
 
-def _check_model_type(document: dict[str, Any], file: Path) -> None:
-    from transformers import CONFIG_MAPPING
-
-    known = list(CONFIG_MAPPING.keys())
-    model_type = document.get("model_type")
-    if model_type in known:
-        return
-    must = "`model_type` must be one that the installed `transformers` knows"
-    if not isinstance(model_type, str):
-        got = "no such key" if model_type is None else repr(model_type)
-        todo = "Is it the config of a model?"
-    else:
-        got = repr(model_type)
-        todo = did_you_mean(model_type, known) or "Upgrade `transformers`; code beside a config is not run."
-    raise ModelError(str(file), must, got=got, do=todo)
-
-
-def read_config(file: Path) -> PretrainedConfig:
+def read_config(file: Path, dtype: DType | None = None) -> PretrainedConfig:
     """Read a config file by `transformers`, without running code beside the file."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
+    def read_file() -> PretrainedConfig:
+        return AutoConfig.from_pretrained(str(file), trust_remote_code=False, local_files_only=True)
 
-
-def _load(file: Path) -> PretrainedConfig:
-    config = read_config(file)
-    # Parameters do not depend on the attention kernel, and another one may need a package or a device.
-    config._attn_implementation = "eager"
+    config = attempt(read_file, str(file), "must be a config that `transformers` can read")
+    if getattr(config, "dtype", None) is None:
+        config.dtype = (dtype or DType.FP32).torch
     return config
 
 
-def instantiate(config: PretrainedConfig) -> PreTrainedModel:
+def instantiate(config: PretrainedConfig, file: Path, run: Callable[..., Any] = attempt) -> PreTrainedModel:
+    """Build the model of a config with tied weights; `run` is `attempt` or `on_meta`."""
+    with skip_initialization():
+        model = run(lambda: _make(config), str(file), "must be a config that a model can be built from")
+    model.tie_weights()
+    return model
+
+
+def _make(config: PretrainedConfig) -> PreTrainedModel:
     """Build the config's class, else the causal language model of its type, else the base model."""
     import transformers
 
@@ -172,10 +169,6 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
             do="Install a version that docs/versions.md names.",
         )
     return {pattern.replace("*", ".*"): wide for pattern, wide in plan.items()}
-
-
-def _first_floating(checkpoint: tuple[tuple[str, DType], ...]) -> DType | None:
-    return next((dtype for _, dtype in checkpoint if dtype.is_floating), None)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LENGTH = 16
 """Tokens of a text."""
 PICTURE = 224
-"""Pixels of a side, if the config has no size."""
 SOUND = 16_000
 """Samples of a sound: one second."""
 
@@ -34,35 +33,35 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     words: str = ""
-    """Description of the arguments for a reader."""
 
 
 def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
     """Return example inputs; `given` names a function that returns a dict, a tuple or a tensor."""
+    import torch
+
     if given is not None:
-        return _given(given)
+        made = call(given, "example inputs")
+        if isinstance(made, Mapping):
+            return Inputs((), dict(made), f"{given}: {_words(made)}")
+        if isinstance(made, torch.Tensor):
+            made = (made,)
+        if isinstance(made, (tuple, list)):
+            return Inputs(tuple(made), {}, f"{given}: {_words(dict(enumerate(made)))}")
+        must = "must return a dict of arguments, a tuple of them, or a tensor"
+        raise ModelError(given, must, got=type(made).__qualname__)
     known = _of_transformers(model) or _of_tokens(model)
     if known is None:
-        raise _refused(model)
+        got = f"`forward({', '.join(map(str, _parameters(model).values()))})`"
+        do = (
+            "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
+            "tuple of them, or a tensor."
+        )
+        must = "must have example inputs to be traced"
+        raise ModelError(type(model).__name__, must, got=got, do=do)
     return Inputs((), known, _words(known))
 
 
-def _given(text: str) -> Inputs:
-    import torch
-
-    made = call(text, "example inputs")
-    if isinstance(made, Mapping):
-        return Inputs((), dict(made), f"{text}: {_words(made)}")
-    if isinstance(made, torch.Tensor):
-        made = (made,)
-    if isinstance(made, (tuple, list)):
-        return Inputs(tuple(made), {}, f"{text}: {_words(dict(enumerate(made)))}")
-    must = "must return a dict of arguments, a tuple of them, or a tensor"
-    raise ModelError(text, must, got=type(made).__qualname__)
-
-
 def _words(arguments: Mapping[Any, Any]) -> str:
-    """Describe arguments, such as `input_ids 1 x 16 int64`."""
     words = (
         f"{key} {' x '.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
         if hasattr(value, "shape") and hasattr(value, "dtype")
@@ -70,16 +69,6 @@ def _words(arguments: Mapping[Any, Any]) -> str:
         for key, value in arguments.items()
     )
     return ", ".join(words) or "nothing"
-
-
-def _refused(model: nn.Module) -> ModelError:
-    wanted = [str(parameter) for parameter in _parameters(model).values()]
-    must, got = "must have example inputs to be traced", f"`forward({', '.join(wanted)})`"
-    do = (
-        "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
-        "tuple of them, or a tensor."
-    )
-    return ModelError(type(model).__name__, must, got=got, do=do)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -134,18 +123,18 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
     main = getattr(model, "main_input_name", None)
     if config is None or main is None:
         return None
-    inputs: dict[str, Any] = {}
+    value: Any = None
     if main == "input_ids":
-        inputs[main] = _tokens(config)
+        value = _tokens(config)
     elif main == "pixel_values":
-        inputs[main] = _picture(config)
+        value = _picture(config)
     elif main == "input_features" and hasattr(config, "num_mel_bins"):
-        length = 2 * getattr(config, "max_source_positions", 1500)
-        inputs[main] = torch.zeros(1, config.num_mel_bins, length)
+        value = torch.zeros(1, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
     elif main == "input_values":
-        inputs[main] = torch.zeros(1, SOUND)
-    else:
+        value = torch.zeros(1, SOUND)
+    if value is None:
         return None
+    inputs: dict[str, Any] = {main: value}
     wanted = _parameters(model)
     if "return_loss" in wanted and "pixel_values" in wanted:  # pairs of texts and pictures
         inputs |= {"pixel_values": _picture(config), "return_loss": True}

@@ -8,7 +8,7 @@ Invariant: the order is that of `named_parameters`, and each Parameter object is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,45 +25,58 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _TiedParameters:
-    """Tied parameters with all their names, in the order of `named_parameters`."""
-
     parameters: list[nn.Parameter]
     names: list[str]
 
 
 def from_module(module: nn.Module, source: str = "") -> ModelSpec:
     """Describe a module; titles call the model `source`, or by its class if there is no source."""
+    from torch.nn.parameter import is_lazy
+
     problems = Problems()
     groups = _groups(module)
     buffers = list(module.named_buffers())
-    _check_initialized(groups, buffers, problems)
+    tensors = [*((group.names[0], group.parameters[0]) for group in groups), *buffers]
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            do = "Run one batch through the lazy module first, or write its sizes."
+            problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=do)
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)
     _check_memory(groups, problems)
-    _check_dtypes(groups, buffers, problems)
+    unknown: dict[str, list[str]] = {}
+    for name, tensor in tensors:
+        if from_torch(tensor.dtype) is None:
+            unknown.setdefault(str(tensor.dtype), []).append(name)
+    for dtype, names in unknown.items():
+        must, got = "must have a dtype that zerodrift knows", f"{dtype} in {listed(names)}"
+        do = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
+        problems.add(names[0], must, got=got, do=do)
     problems.raise_as(ModelError)
 
     modules = dict(module.named_modules(remove_duplicate=False))
-    classes = {path: class_name(type(part)) for path, part in modules.items()}
+    classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in modules.items()}
+    first = {id(part): path for path, part in reversed(modules.items())}
     passing = non_persistent_buffers(module)
     used = _ExpertCounts(module)
+    parameters = []
+    for group in groups:
+        paths = [name.rpartition(".")[0] for name in group.names]
+        owners = tuple(OwningModule(path, classes[path]) for path in paths)
+        shape, known = local_shape(group.parameters[0]), _known(group.parameters[0].dtype)
+        trained = any(parameter.requires_grad for parameter in group.parameters)
+        counts = used.of(group.names[0], shape)
+        parameters.append(ParameterSpec(tuple(group.names), shape, known, owners, trained, counts))
     return ModelSpec(
         source=source or type(module).__qualname__,
-        parameters=tuple(_parameter(group, classes, used) for group in groups),
+        parameters=tuple(parameters),
         buffers=tuple(
             BufferSpec(name, tuple(buffer.shape), _known(buffer.dtype), name not in passing)
             for name, buffer in buffers
         ),
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
-        shared=_shared_modules(modules),
+        shared=tuple((path, first[id(part)]) for path, part in modules.items() if path != first[id(part)]),
     )
-
-
-def _shared_modules(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Return (path, first path) of modules with several paths."""
-    first: dict[int, str] = {}
-    pairs = ((path, first.setdefault(id(part), path)) for path, part in modules.items())
-    return tuple((path, before) for path, before in pairs if path != before)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -73,24 +86,17 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def class_name(klass: type) -> str:
-    """Return the dotted name of a class, as rules write it: `torch.nn.modules.linear.Linear`."""
-    return f"{klass.__module__}.{klass.__qualname__}"
-
-
 class _ExpertCounts:
     """Counts of experts that a token uses, by the name of an expert parameter.
 
     The counts are attributes of the modules around the parameter, the nearest first, or of configs."""
 
     CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k")
-    """Attributes of modules and configs of `transformers` with the count."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._experts: dict[str, tuple[int, int]] = {}
-        """Path of experts -> (experts that a token uses, child modules). A cache, since thousands of
-        parameters may have one path."""
+        """Path of experts -> (experts that a token uses, child modules), for thousands of parameters."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         before, marker, after = name.rpartition("experts.")
@@ -121,22 +127,9 @@ class _ExpertCounts:
             path = path.rpartition(".")[0]
 
 
-def _parameter(group: _TiedParameters, classes: dict[str, str], used: _ExpertCounts) -> ParameterSpec:
-    first = group.parameters[0]
-    paths = [name.rpartition(".")[0] for name in group.names]
-    return ParameterSpec(
-        names=tuple(group.names),
-        shape=local_shape(first),
-        dtype=_known(first.dtype),
-        owners=tuple(OwningModule(path, classes[path]) for path in paths),
-        trained=any(parameter.requires_grad for parameter in group.parameters),
-        used=used.of(group.names[0], local_shape(first)),
-    )
-
-
 def _known(dtype: torch.dtype) -> DType:
     known = from_torch(dtype)
-    assert known is not None, "`_check_dtypes` refuses other dtypes"
+    assert known is not None, "`from_module` refuses other dtypes"
     return known
 
 
@@ -156,7 +149,13 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
     """
     owner = {name: group for group in groups for name in group.names}
     position = {name: number for number, name in enumerate(owner)}
-    for target, origin in _declared_ties(module):
+    ties: list[tuple[str, str]] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        declared = getattr(part, "all_tied_weights_keys", None)  # of models of `transformers` 5
+        if isinstance(declared, Mapping):
+            prefix = f"{path}." if path else ""
+            ties += ((prefix + target, prefix + origin) for target, origin in declared.items())
+    for target, origin in ties:
         one, other = owner.get(target), owner.get(origin)
         if one is None or other is None or one is other:
             continue
@@ -172,41 +171,6 @@ def _merge_declared_ties(module: nn.Module, groups: list[_TiedParameters], probl
         kept.names = sorted(kept.names + gone.names, key=position.__getitem__)
         owner |= dict.fromkeys(gone.names, kept)
         groups.remove(gone)
-
-
-def _declared_ties(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, name of its tie), as models of `transformers` 5 declare, at any depth."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        declared = getattr(part, "all_tied_weights_keys", None)
-        if isinstance(declared, Mapping):
-            prefix = f"{path}." if path else ""
-            yield from ((prefix + target, prefix + origin) for target, origin in declared.items())
-
-
-def _check_initialized(
-    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
-) -> None:
-    from torch.nn.parameter import is_lazy
-
-    lazy = [group.names[0] for group in groups if is_lazy(group.parameters[0])]
-    lazy += [name for name, buffer in buffers if is_lazy(buffer)]
-    for name in lazy:
-        todo = "Run one batch through the lazy module first, or write its sizes."
-        problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=todo)
-
-
-def _check_dtypes(
-    groups: list[_TiedParameters], buffers: list[tuple[str, torch.Tensor]], problems: Problems
-) -> None:
-    tensors: list[tuple[str, torch.Tensor]] = [(group.names[0], group.parameters[0]) for group in groups]
-    unknown: dict[str, list[str]] = {}
-    for name, tensor in tensors + buffers:
-        if from_torch(tensor.dtype) is None:
-            unknown.setdefault(str(tensor.dtype), []).append(name)
-    must = "must have a dtype that zerodrift knows"
-    for dtype, names in unknown.items():
-        todo = "Load the model unquantized: zerodrift trains fp32, bf16 and fp16."
-        problems.add(names[0], must, got=f"{dtype} in {listed(names)}", do=todo)
 
 
 def _check_memory(groups: list[_TiedParameters], problems: Problems) -> None:

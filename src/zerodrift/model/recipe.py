@@ -68,18 +68,10 @@ class ComputedTensor:
                 ordered[call] = None
                 continue
             waiting.append((call, True))
-            waiting += [(need, False) for need in reversed(call._needs())]
+            needs: list[Any] = []
+            replace_items((call.args, dict(call.kwargs)), needs.append)
+            waiting += [(need, False) for need in reversed(needs) if isinstance(need, ComputedTensor)]
         return list(ordered)
-
-    def _needs(self) -> list[ComputedTensor]:
-        needs: list[ComputedTensor] = []
-
-        def collect(item: Any) -> None:
-            if isinstance(item, ComputedTensor):
-                needs.append(item)
-
-        replace_items((self.args, dict(self.kwargs)), collect)
-        return needs
 
 
 _RANDOM = frozenset(
@@ -89,7 +81,6 @@ _RANDOM = frozenset(
         *("log_normal_", "random_", "multinomial", "poisson", "dropout", "trunc_normal_"),
     )
 )
-"""Functions that draw random numbers."""
 
 
 def _on_cpu(value: Any, done: dict[ComputedTensor, Any]) -> Any:
@@ -113,8 +104,6 @@ def replace_items(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call that wrote a parameter."""
-
     call: Callable[..., Any]
     args: tuple[Any, ...]
     """Arguments of the call, with a `Window` for each view of the parameter's memory."""
@@ -136,7 +125,6 @@ class InitRecipe:
     numel: int
     dtype: torch.dtype
     window: Window
-    """View that is the parameter."""
     operations: list[Operation] = field(default_factory=list)
     obstacle: str = ""
     """Reason why the recipe cannot be replayed, as a clause; empty if it can."""
@@ -181,7 +169,6 @@ def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
 
 
 def derive_seed(name: str, seed: int) -> int:
-    """Return the random seed of one parameter."""
     text = f"{seed}:{name}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -208,22 +195,17 @@ class RecipeValues:
         """Copy the elements of a parameter from `start` on into flat memory."""
         if self._name != name or self._values is None:
             self._name, self._values = name, None  # before the next one is made
-            self._values = self._compute(name)
+            recipe = self._recipes[name]
+            assert recipe is not None, f"{name} has no recipe"
+            # Rounded if the model was cast after construction, as real values would have been.
+            values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
+            if values.is_floating_point() and bool(values.isnan().any()):
+                raise UnwrittenError(name)
+            self._values = values
         out.copy_(self._values[start : start + out.numel()])
-
-    def _compute(self, name: str) -> torch.Tensor:
-        recipe = self._recipes[name]
-        assert recipe is not None, f"{name} has no recipe"
-        # Rounded if the model was cast after construction, as real values would have been.
-        values = replay(recipe, name, self._seed).to(self._dtypes[name]).reshape(-1)
-        if values.is_floating_point() and bool(values.isnan().any()):
-            raise UnwrittenError(name)
-        return values
 
 
 class UnwrittenError(Exception):
-    """An error about a parameter with elements that no operation wrote."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name

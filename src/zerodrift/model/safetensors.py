@@ -51,7 +51,10 @@ def list_tensors(path: str | os.PathLike[str]) -> tuple[StoredTensor, ...]:
     if chosen is not None and chosen.name.endswith(INDEX_SUFFIX):
         tensors = _indexed(chosen, problems)
     elif chosen is not None:
-        tensors = _unindexed(sorted(chosen.glob("*" + SUFFIX)) if chosen.is_dir() else [chosen], problems)
+        for file in sorted(chosen.glob("*" + SUFFIX)) if chosen.is_dir() else [chosen]:
+            header = read_header(file, problems)
+            tensors += header[1] if header is not None else ()
+    _check_once(tensors, problems)
     problems.raise_as(ModelError)
     tensors.sort(key=lambda tensor: natural(tensor.name))
     return tuple(tensors)
@@ -62,63 +65,44 @@ def holds(folder: Path) -> bool:
     return any(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in folder.iterdir())
 
 
-_Component = tuple[tuple[bool, int, str], ...]
-
-
-def natural(name: str) -> tuple[list[_Component], str]:
+def natural(name: str) -> tuple[list[tuple[tuple[bool, int, str], ...]], str]:
     """Return a sort key that compares component by component, digits by value and before letters."""
     return [_component(component) for component in name.split(".")], name
 
 
 @functools.lru_cache(maxsize=4096)
-def _component(text: str) -> _Component:
-    # Cached, since the 46,000 names of a large model are made of a few hundred components.
-    return tuple((letters != "", int(digits or 0), letters) for digits, letters in _RUNS.findall(text))
-
-
-_RUNS = re.compile(r"([0-9]{1,4000})|([^0-9]+)")
-"""Python converts at most 4,300 digits to an int."""
+def _component(text: str) -> tuple[tuple[bool, int, str], ...]:
+    # Cached, since the 46,000 names of a large model are made of a few hundred components. Python converts
+    # at most 4,300 digits to an int.
+    runs = re.findall(r"([0-9]{1,4000})|([^0-9]+)", text)
+    return tuple((letters != "", int(digits or 0), letters) for digits, letters in runs)
 
 
 def _choose(path: Path, problems: Problems) -> Path | None:
-    """Choose the file or index to read; a folder means all of its files."""
-    where = str(path)
-    if not path.exists():
-        problems.add(where, "must exist", got="no such file or folder")
-        return None
+    do = ""
     if path.is_file():
         if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
             return path
-        problems.add(where, f"must end in `{SUFFIX}` or `{INDEX_SUFFIX}`", got=repr(path.name))
-        return None
-    for name in _PREFERRED:
-        if (path / name).is_file():
-            return path / name
-    indexes = sorted(path.glob("*" + INDEX_SUFFIX))
-    if len(indexes) > 1:
-        got = listed([index.name for index in indexes])
-        problems.add(where, "must hold one index", got=got, do="Give the index that you mean.")
-        return None
-    if indexes:
-        return indexes[0]
-    if not any(path.glob("*" + SUFFIX)):
-        problems.add(where, "must hold safetensors files", got="a folder without any")
-        return None
-    return path
-
-
-def _unindexed(files: list[Path], problems: Problems) -> list[StoredTensor]:
-    """Read all tensors of files without an index."""
-    tensors: list[StoredTensor] = []
-    for file in files:
-        header = read_header(file, problems)
-        tensors += header[1] if header is not None else ()
-    _check_once(tensors, problems)
-    return tensors
+        must, got = f"must end in `{SUFFIX}` or `{INDEX_SUFFIX}`", repr(path.name)
+    elif not path.exists():
+        must, got = "must exist", "no such file or folder"
+    else:
+        for name in _PREFERRED:
+            if (path / name).is_file():
+                return path / name
+        indexes = sorted(path.glob("*" + INDEX_SUFFIX))
+        if len(indexes) > 1:
+            must, got = "must hold one index", listed([index.name for index in indexes])
+            do = "Give the index that you mean."
+        elif indexes or any(path.glob("*" + SUFFIX)):
+            return indexes[0] if indexes else path
+        else:
+            must, got = "must hold safetensors files", "a folder without any"
+    problems.add(str(path), must, got=got, do=do)
+    return None
 
 
 def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
-    """Read all tensors of the shards of an index, and check them against the index."""
     promised = _promised(index, problems)
     tensors: list[StoredTensor] = []
     for shard, names in promised.items():
@@ -137,7 +121,6 @@ def _indexed(index: Path, problems: Problems) -> list[StoredTensor]:
             problems.add(str(file), f"must hold what `{index.name}` says", got=f"no {listed(lacking)}")
         if extra := sorted(held - names.keys(), key=natural):
             problems.add(str(index), f"must list every tensor of `{shard}`", got=f"no {listed(extra)}")
-    _check_once(tensors, problems)
     return tensors
 
 
@@ -153,20 +136,15 @@ def _promised(index: Path, problems: Problems) -> dict[str, dict[str, None]]:
         return {}
     promised: dict[str, dict[str, None]] = {}
     for name, shard in weight_map.items():
-        # A value that is no string is kept as its text, which `_inside` refuses.
+        # A value that is no string is kept as its text, which is refused below.
         promised.setdefault(shard if isinstance(shard, str) else shown(shard), {})[name] = None
     for shard, names in list(promised.items()):
-        if not _inside(shard):
+        inside = PurePosixPath(shard)
+        if not shard.endswith(SUFFIX) or inside.is_absolute() or ".." in inside.parts:
             must = f"must name a `{SUFFIX}` file beside it for every tensor"
             problems.add(str(index), must, got=f"{shown(shard)} for {listed(list(names))}")
             del promised[shard]
     return promised
-
-
-def _inside(shard: str) -> bool:
-    """Return True if a shard's name stays in the folder of its index."""
-    path = PurePosixPath(shard)
-    return shard.endswith(SUFFIX) and not path.is_absolute() and ".." not in path.parts
 
 
 def _check_once(tensors: list[StoredTensor], problems: Problems) -> None:

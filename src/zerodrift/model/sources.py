@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerodrift import files
-from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, first_line
 from zerodrift.model import huggingface, safetensors
-from zerodrift.model.factory import attempt, from_factory, is_factory, make
+from zerodrift.model.factory import from_factory, is_factory, make
 from zerodrift.model.huggingface import from_hf
 from zerodrift.model.module import from_module
 from zerodrift.model.safetensors import from_safetensors
@@ -27,7 +26,6 @@ from zerodrift.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
 
 __all__ = ["ACCEPTED", "describe", "from_factory", "from_hf", "from_module", "from_safetensors"]
 
@@ -37,7 +35,6 @@ ACCEPTED = (
     "a function that returns a model, `package.module:callable`",
     "in Python, a torch.nn.Module or a ModelSpec",
 )
-"""The accepted forms of a model."""
 
 
 def describe(model: str | os.PathLike[str] | nn.Module | ModelSpec) -> ModelSpec:
@@ -65,7 +62,16 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
     except (OSError, RuntimeError) as error:  # a name that is too long, or a home that does not exist
         raise _refused(str(text), first_line(error)) from None
     if folder:
-        return _from_folder(text, path)
+        weights = safetensors.holds(path)
+        if (path / huggingface.CONFIG).is_file() and (huggingface.is_installed() or not weights):
+            return from_hf(text)
+        if not weights:
+            raise _refused(str(text), "a folder with neither a config nor safetensors files")
+        spec = from_safetensors(text)
+        if (path / huggingface.CONFIG).is_file():
+            source = f"{text} (tensor headers only: transformers is not installed)"
+            return replace(spec, source=source)
+        return spec
     if file:
         if path.name.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
             return from_safetensors(text)
@@ -79,18 +85,6 @@ def _from_text(text: str | os.PathLike[str]) -> ModelSpec:
         command = f"hf download {text} --local-dir {path.name}"
         todo = f"zerodrift downloads nothing: run `{command}` and give that folder."
     raise _refused(str(text), files.kind(path) or "no such file or folder", todo)
-
-
-def _from_folder(text: str | os.PathLike[str], folder: Path) -> ModelSpec:
-    weights = safetensors.holds(folder)
-    if (folder / huggingface.CONFIG).is_file():
-        if huggingface.is_installed() or not weights:
-            return from_hf(text)
-        spec = from_safetensors(text)
-        return replace(spec, source=f"{text} (tensor headers only: transformers is not installed)")
-    if weights:
-        return from_safetensors(text)
-    raise _refused(str(text), "a folder with neither a config nor safetensors files")
 
 
 def _refused(where: str, got: str, todo: str = "") -> ModelError:
@@ -107,25 +101,14 @@ def build_runnable(text: str) -> nn.Module:
     path = Path(text).expanduser()
     config = path / huggingface.CONFIG if path.is_dir() else path
     if config.is_file() and config.suffix == ".json" and not config.name.endswith(safetensors.INDEX_SUFFIX):
-        return _from_config(text, config).train()
+        huggingface.require_installed(text)
+        with huggingface.quiet(), empty(), NoLargeMemory():
+            settings = huggingface.read_config(config)
+            settings.use_cache = False
+            return huggingface.instantiate(settings, config).train()
     if is_factory(text) and not path.exists():
         with empty(), NoLargeMemory():
             model = make(text)
         return model.train()
     must = "must be a model with code, a `transformers` config or `package.module:function`, to be run"
     raise ModelError(text, must, got="safetensors files, which hold tensors only")
-
-
-def _from_config(text: str, file: Path) -> PreTrainedModel:
-    from zerodrift.model.empty import NoLargeMemory, empty
-
-    huggingface.require_installed(text)
-    must = "must be a config that a model can be built from"
-    with huggingface.quiet(), empty(), huggingface.skip_initialization(), NoLargeMemory():
-        config = attempt(lambda: huggingface.read_config(file), str(file), must)
-        config.use_cache = False
-        if getattr(config, "dtype", None) is None:
-            config.dtype = DType.FP32.torch
-        model = attempt(lambda: huggingface.instantiate(config), str(file), must)
-        model.tie_weights()
-    return model

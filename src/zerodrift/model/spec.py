@@ -16,8 +16,6 @@ from zerodrift.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class OwningModule:
-    """A module that holds the parameter directly."""
-
     path: str
     """Path in the model, `""` for the root."""
     klass: str
@@ -32,11 +30,8 @@ class ParameterSpec:
     """Full names, the first met first; more than one for tied parameters."""
     shape: tuple[int, ...]
     dtype: DType
-    """Dtype in the source."""
     owners: tuple[OwningModule, ...]
-    """One per name, in the same order."""
     trained: bool = True
-    """`requires_grad`."""
     used: tuple[int, int] = (1, 1)
     """(experts that a token uses, all experts) of an expert parameter. Needed for the cost of a forward."""
 
@@ -51,13 +46,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One buffer of a model."""
-
     name: str
     shape: tuple[int, ...]
     dtype: DType
     persistent: bool = True
-    """True for a buffer in the state dict."""
 
     @property
     def numel(self) -> int:

@@ -90,14 +90,13 @@ def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str,
     kind = type(optimizer).__name__
     elementwise = is_elementwise(optimizer)
     if elementwise is None:
-        raise UnsupportedError(
-            "optimizer",
-            "must be known to be elementwise where ranks hold different parameters, or pieces of them",
-            got=f"{kind}, which zerodrift does not know",
-            do=f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates every "
+        must = "must be known to be elementwise where ranks hold different parameters, or pieces of them"
+        do = (
+            f"{DECLARE}. Otherwise train at stage 0 without pipeline and experts; or, if it updates every "
             f"tensor by itself, pass `elementwise=False` and place its parameters whole, with a rule such as "
-            f"{WHOLE}.",
+            f"{WHOLE}."
         )
+        raise UnsupportedError("optimizer", must, got=f"{kind}, which zerodrift does not know", do=do)
     if not elementwise:
         _require_whole(kind, rows, plan)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -121,12 +120,9 @@ class RefuseNewData(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func == torch.Tensor.data.__set__ and isinstance(args[0], torch.nn.Parameter):  # type: ignore[attr-defined]
-            raise UnsupportedError(
-                "optimizer",
-                "must write into its parameters, which are DTensors: what is assigned to `p.data` is lost",
-                got=self._kind,
-                do="Write `p.copy_(...)` there, or use the native backend.",
-            )
+            must = "must write into its parameters, which are DTensors: what is assigned to `p.data` is lost"
+            do = "Write `p.copy_(...)` there, or use the native backend."
+            raise UnsupportedError("optimizer", must, got=self._kind, do=do)
         return func(*args, **(kwargs or {}))
 
 
@@ -141,26 +137,18 @@ def _is_cut(row: Row, plan: Plan) -> bool:
     return update is not None and update.axis != "" and plan.slices(plan.segments[row.segment]) > 1
 
 
-def _is_whole(row: Row, plan: Plan) -> bool:
-    """Return whether one rank owns all of a row, by its placement or because nothing is cut."""
-    update = row.columns.update
-    is_placed_whole = update is not None and update.placement == "whole"
-    return row.parts == 1 and (is_placed_whole or not _is_cut(row, plan))
-
-
 def _require_whole(kind: str, rows: Sequence[Row], plan: Plan) -> None:
-    cut = [row.name for row in rows if not _is_whole(row, plan)]
+    placed = {row.name for row in rows if row.columns.update and row.columns.update.placement == "whole"}
+    cut = [row.name for row in rows if row.parts > 1 or (row.name not in placed and _is_cut(row, plan))]
     if cut:
         more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
         do = f"Place what it updates whole, with a rule such as {WHOLE}, train at stage 0, or use an "
         do += "elementwise optimizer."
         if any(row.parts > 1 for row in rows):
             do += " Experts that are divided over ranks need another optimizer."
+        must = "must be elementwise where ranks hold flat pieces of parameters"
         raise UnsupportedError(
-            "optimizer",
-            "must be elementwise where ranks hold flat pieces of parameters",
-            got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}",
-            do=do,
+            "optimizer", must, got=f"{kind}, and pieces of {', '.join(cut[:3])}{more}", do=do
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -31,28 +30,19 @@ def make_updater(
     If the plan offloads, `transfers` copies between device and host. It defaults to streams of the device,
     and to nothing for a CPU; a CPU with `transfers` is treated as if the host were elsewhere.
     """
+
+    def make(owned: Sequence[Owned]) -> Updater:
+        """Return the updater of shards in the memory in which they are."""
+        if optimizer is None:
+            return flat.from_recipe(plan, owned, update_slice)
+        group_of = torch_optimizer.group_of(optimizer, names, plan)
+        known = flat.algorithm_of(optimizer)
+        if known is not None:
+            return flat.FlatUpdater(plan, owned, *known, optimizer, group_of, update_slice)
+        require_elementwise(optimizer, group_of, plan)
+        return torch_optimizer.TorchOptimizerUpdater(plan, owned, optimizer, group_of)
+
     device = owned[0].storage.device if owned else torch.device("cpu")
     if not plan.policy.sharding.offload or (transfers is None and device.type == "cpu"):
-        return _make(plan, owned, optimizer, names, update_slice)
-    build = partial(_make, plan, optimizer=optimizer, names=names, update_slice=update_slice)
-    return OffloadedUpdater(owned, build, transfers or SideStreams(device))
-
-
-def _make(
-    plan: Plan,
-    owned: Sequence[Owned],
-    optimizer: torch.optim.Optimizer | None,
-    names: Mapping[int, str],
-    update_slice: UpdateFunction,
-) -> Updater:
-    """Return the updater of shards in the memory in which they are."""
-    if optimizer is None:
-        if plan.policy.optimizer is None:
-            raise AssertionError("neither an optimizer nor a recipe for one")
-        return flat.from_recipe(plan, owned, plan.policy.optimizer, update_slice)
-    group_of = torch_optimizer.group_of(optimizer, names, plan)
-    known = flat.algorithm_of(optimizer)
-    if known is not None:
-        return flat.FlatUpdater(plan, owned, *known, optimizer, group_of, update_slice)
-    require_elementwise(optimizer, group_of, plan)
-    return torch_optimizer.TorchOptimizerUpdater(plan, owned, optimizer, group_of)
+        return make(owned)
+    return OffloadedUpdater(owned, make, transfers or SideStreams(device))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from zerodrift.optim import muon, schemes
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.muon import MuonHyper
 from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.optim.statistics import Statistics
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
@@ -48,11 +47,6 @@ class Groups(torch.optim.Optimizer):
 
     # Without torch's wrapper, whose first call imports the compiler: seconds, on every rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]], defaults: dict[str, Any]
-    ) -> None:
-        super().__init__(parameters, defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Replaced on every object by `_refuse_step`."""
@@ -83,7 +77,7 @@ class FlatUpdater:
         self._root = root
         self._steps = 0
         self._schemes = {piece.number: scheme_of(piece) for piece in owned}
-        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         self._owned = {piece.number: piece.without_values() for piece in owned}
         self._matrices = {piece.number for piece in owned if piece.update.optimizer == MUON.name}
         self._matrix_rows = {row.name for number in self._matrices for row in self._owned[number].rows}
@@ -113,12 +107,10 @@ class FlatUpdater:
                     continue  # Muon's group
                 verdict = state_verdict(state, "native", group["betas"][1])
                 if verdict.status == "no":
-                    raise UnsupportedError(
-                        f"optimizer.param_groups[{number}]",
-                        f"must have a beta2 that `state: {state}` can follow",
-                        got=f"{group['betas'][1]}, and {verdict.reason}",
-                        do="Lower the beta2 of the group, or use `state: fp32`.",
-                    )
+                    must = f"must have a beta2 that `state: {state}` can follow"
+                    got = f"{group['betas'][1]}, and {verdict.reason}"
+                    do = "Lower the beta2 of the group, or use `state: fp32`."
+                    raise UnsupportedError(f"optimizer.param_groups[{number}]", must, got=got, do=do)
 
     # --- groups -----------------------------------------------------------------------------------------
 
@@ -131,12 +123,6 @@ class FlatUpdater:
     def _late_groups(self) -> list[tuple[int, int]]:
         """Return (group, steps missed) of rows that have missed some, each pair once."""
         return sorted({(self.group_of[name], missed) for name, missed in self._steps_missed.items()})
-
-    def _hypers(self) -> tuple[Hyper, ...]:
-        """Return the numbers of each group, as tables count: torch's, `NO_UPDATE`, then `_late_groups`."""
-        groups = self.groups.param_groups
-        late = (_hyper(groups[group], self._steps + 1 - missed) for group, missed in self._late_groups())
-        return (*(_hyper(group, self._steps + 1) for group in groups), NO_UPDATE, *late)
 
     def _group_table(self, piece: Owned, group_of: Mapping[str, int]) -> torch.Tensor | None:
         """Return the group of every block; None if all are in group 0."""
@@ -164,27 +150,29 @@ class FlatUpdater:
         self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
     ) -> None:
         if len(self._algorithm.kept(self.groups.param_groups)) > self._moments:
-            raise UnsupportedError(
-                self._algorithm.moments_with,
-                f"must be above 0 when the engine is made, where it is set later in {self._algorithm.name}",
-                got="0 then",
-                do="Make the optimizer with it, or the schedule without (`cycle_momentum=False`).",
-            )
-        step = UpdateStep(self._algorithm, self._hypers(), self._steps + 1, multiplier, self._root)
+            name = self._algorithm.name
+            must = f"must be above 0 when the engine is made, where it is set later in {name}"
+            do = "Make the optimizer with it, or the schedule without (`cycle_momentum=False`)."
+            raise UnsupportedError(self._algorithm.moments_with, must, got="0 then", do=do)
+        groups, count = self.groups.param_groups, self._steps + 1
+        late_hypers = (_hyper(groups[group], count - missed) for group, missed in self._late_groups())
+        # As tables count: torch's groups, `NO_UPDATE`, then `_late_groups`.
+        hypers = (*(_hyper(group, count) for group in groups), NO_UPDATE, *late_hypers)
+        step = UpdateStep(self._algorithm, hypers, count, multiplier, self._root)
         for number in sorted(gradients, key=self._matrices.__contains__):
             if number in self._matrices:
                 self._update_matrices(number, gradients[number], step)
             else:
+                scheme, of, room = self._schemes[number], self._slices[number], self.statistics.get(number)
                 before = self._values_to_keep(number)
-                room = self.statistics.get(number)
-                self._update_slice(self._schemes[number], self._slices[number], gradients[number], step, room)
+                self._update_slice(scheme, of, gradients[number], step, room)
                 for tensor, span, values in before:
                     tensor[span] = values
             written(number)
         self._steps += 1
-        if self._skipped - self._matrix_rows:
-            for name in self._skipped - self._matrix_rows:
-                self._steps_missed[name] = self._steps_missed.get(name, 0) + 1
+        late = self._skipped - self._matrix_rows
+        if late:
+            self._steps_missed |= {name: self._steps_missed.get(name, 0) + 1 for name in late}
             self._refresh_tables()
         # torch's schedulers read it, to warn of a schedule that runs ahead (torch 2.13 to 2.15).
         self.groups._opt_called = True  # type: ignore[attr-defined]
@@ -284,30 +272,27 @@ def block_keys_of(piece: Owned) -> torch.Tensor:
     return keys.to(piece.storage.device)
 
 
+_NUMBERS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "dampening"), float),
+    **dict.fromkeys(("nesterov", "maximize"), bool),
+    "betas": lambda betas: (float(betas[0]), float(betas[1])),
+}
+"""Fields of `Hyper` that a parameter group may set -> conversion."""
+
+
 def _hyper(group: Mapping[str, Any], step: int) -> Hyper:
-    given = {key: value for key, value in group.items() if value is not None}
-    beta1, beta2 = given.get("betas", (0.9, 0.999))
-    return Hyper(
-        lr=float(given["lr"]),
-        step=step,
-        betas=(float(beta1), float(beta2)),
-        eps=float(given.get("eps", 1e-8)),
-        weight_decay=float(given.get("weight_decay", 0.0)),
-        momentum=float(given.get("momentum", 0.0)),
-        dampening=float(given.get("dampening", 0.0)),
-        nesterov=bool(given.get("nesterov", False)),
-        maximize=bool(given.get("maximize", False)),
-    )
+    given = {key: convert(group[key]) for key, convert in _NUMBERS.items() if group.get(key) is not None}
+    return Hyper(step=step, **given)
 
 
 # --- from a config --------------------------------------------------------------------------------------
 
 
-def from_recipe(
-    plan: Plan, owned: Sequence[Owned], recipe: ComponentSpec, update_slice: UpdateFunction = update
-) -> FlatUpdater:
+def from_recipe(plan: Plan, owned: Sequence[Owned], update_slice: UpdateFunction = update) -> FlatUpdater:
     """Return the updater of a config's `optimizer` block. Its groups hold numbers, and no parameters."""
-    algorithm, defaults = arguments(recipe)
+    if plan.policy.optimizer is None:
+        raise AssertionError("neither an optimizer nor a recipe for one")
+    algorithm, defaults = arguments(plan.policy.optimizer)
     groups = _muon_groups(defaults) if algorithm is MUON else [defaults]
     empty = [{"params": [nn.Parameter(torch.zeros(0))], **group} for group in groups]
     group_of = {

@@ -29,11 +29,18 @@ from zerodrift.kernels.probe import contraction, vector_root
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
-from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updates import ARITHMETIC, Coefficients, Root, UpdateStep, check_step, reference_update
+from zerodrift.optim.updates import (
+    ARITHMETIC,
+    Coefficients,
+    Root,
+    UpdateStep,
+    account,
+    check_step,
+    reference_update,
+)
 from zerodrift.policy.nouns import Master, State
 
-UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Statistics | None], None]
+UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Tensor | None], None]
 """A way to step a slice: `update`, or the reference."""
 
 # `native.cpp`, with its headers, and `kernels/programs.py` know the same numbers.
@@ -49,15 +56,15 @@ _log = logging.getLogger("zerodrift")
 
 
 def update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
-    gradient = gradient.contiguous()
-    library = compiled_for(of.storage.device, step)
+    gradient, where = gradient.contiguous(), of.storage.device
+    library = compiled_for(where, step)
     if library is not None:
         if of.numel:
             _update_compiled(library, scheme, of, gradient, step, statistics)
-    elif ARITHMETIC[step.algorithm].compiled is not None and device.works(of.storage.device):
+    elif ARITHMETIC[step.algorithm].compiled is not None and device.works(where):
         if of.numel:
             update_on_device(scheme, of, gradient, step, statistics)
     else:
@@ -78,6 +85,14 @@ def _needs_torch_root(step: UpdateStep) -> bool:
     return step.root is Root.TORCH and ARITHMETIC[step.algorithm].roots
 
 
+@functools.cache
+def _warn_of_roots() -> None:
+    _log.warning(
+        "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
+        "`torch.optim` bit for bit run in plain PyTorch"
+    )
+
+
 # --- compiled, on a CPU -----------------------------------------------------------------------------------
 
 
@@ -94,67 +109,41 @@ class _Update(ctypes.Structure):
     )
 
 
-@functools.cache
-def _warn_of_roots() -> None:
-    _log.warning(
-        "zerodrift: this torch's square root cannot be called from compiled code; updates that must equal "
-        "`torch.optim` bit for bit run in plain PyTorch"
-    )
-
-
 def _update_compiled(
     library: native.Library,
     scheme: Scheme,
     of: SliceTensors,
     gradient: Tensor,
     step: UpdateStep,
-    statistics: Statistics | None,
+    statistics: Tensor | None,
 ) -> None:
     check_step(scheme, of, gradient, step)
     if of.groups is not None:
         least, most = map(int, torch.aminmax(of.groups))
         if least < 0 or most >= len(step.hypers):
             raise AssertionError(f"groups must be in [0, {len(step.hypers)}): {least} to {most}")
-    table = coefficient_table(step)
-    root = vector_root() if _needs_torch_root(step) else None
-    moments = [moment.data_ptr() for moment in of.moments] + [None, None]
-    scales = [scale.data_ptr() for scale in of.scales] + [None, None]
-    codes = blockwise.tables(of.storage.device) if of.scales else None
+    table, root = coefficient_table(step), vector_root() if _needs_torch_root(step) else None
+    tensors = (gradient, of.storage, *_others(of), of.groups, of.keys, table)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     call = _Update(
-        numel=of.numel,
-        stochastic=step_key(step.number),
-        grad=gradient.data_ptr(),
-        storage=of.storage.data_ptr(),
-        master=_address(of.master),
-        moment1=moments[0],
-        moment2=moments[1],
-        scale1=scales[0],
-        scale2=scales[1],
-        codes=_address(codes),
-        groups=_address(of.groups),
-        keys=_address(of.keys),
-        table=table.data_ptr(),
-        root=root.address if root is not None else None,
-        statistics=_address(statistics.blocks if statistics is not None else None),
-        grad_type=native.TYPES[gradient.dtype],
-        storage_type=native.TYPES[of.storage.dtype],
-        master_kind=MASTERS[scheme.master],
-        state_kind=_state_number(scheme, of),
-        algorithm=_algorithm_number(step),
-        threads=torch.get_num_threads(),
+        of.numel,
+        step_key(step.number),
+        *addresses,
+        root,
+        None if statistics is None else statistics.data_ptr(),
+        native.TYPES[gradient.dtype],
+        native.TYPES[of.storage.dtype],
+        *_kinds(scheme, of, step).values(),
+        torch.get_num_threads(),
     )
     library.update(ctypes.addressof(call))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 # --- Triton, on a GPU -------------------------------------------------------------------------------------
 
 
 def update_on_device(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
@@ -170,7 +159,7 @@ def update_on_device(
         before = (read(scheme, part), part.storage.clone(), grad)
         _launch(scheme, part, grad, step, table, wanted)
         moment = read_moment(scheme, part, len(part.moments) - 1) if part.moments else None
-        account(statistics.blocks[first:last], wanted, before, (read(scheme, part), part.storage, moment))
+        account(statistics[first:last], wanted, before, (read(scheme, part), part.storage, moment))
 
 
 def _launch(
@@ -181,25 +170,15 @@ def _launch(
     table: Tensor,
     wanted: Tensor | None = None,
 ) -> None:
+    once, keys = contraction(), of.keys if scheme.state.drawn and of.moments else None
     device.update(
-        device.UpdateTensors(
-            numel=of.numel,
-            stochastic=step_key(step.number),
-            grad=gradient,
-            storage=of.storage,
-            master=of.master,
-            moments=of.moments,
-            scales=of.scales,
-            codes=blockwise.tables(of.storage.device) if of.scales else None,
-            groups=of.groups,
-            keys=of.keys if scheme.state.drawn and of.moments else None,
-            table=table,
-            wanted=wanted,
-            master_kind=MASTERS[scheme.master],
-            state_kind=_state_number(scheme, of),
-            algorithm=_algorithm_number(step),
-            contraction=contraction(),
-        )
+        of.storage,
+        (gradient, *_others(of), of.groups, keys, table, wanted),
+        step_key(step.number),
+        fma_add=once.add,
+        fma_addcmul=once.addcmul,
+        fma_lerp=once.lerp,
+        **_kinds(scheme, of, step),
     )
 
 
@@ -216,47 +195,37 @@ def _blocks(of: SliceTensors, first: int, last: int) -> SliceTensors:
     )
 
 
-# --- choices as numbers -----------------------------------------------------------------------------------
+# --- what both are given ------------------------------------------------------------------------------------
 
 
-def _algorithm_number(step: UpdateStep) -> int:
-    number = ARITHMETIC[step.algorithm].compiled
-    if number is None:
+def _others(of: SliceTensors) -> tuple[Tensor | None, ...]:
+    """Return the master, two moments, their two scales and the codes of scales, or None for each."""
+    moments, scales = (*of.moments, None, None)[:2], (*of.scales, None, None)[:2]
+    return (of.master, *moments, *scales, blockwise.tables(of.storage.device) if of.scales else None)
+
+
+def _kinds(scheme: Scheme, of: SliceTensors, step: UpdateStep) -> dict[str, int]:
+    """Return the choices that are made once per slice, as numbers."""
+    algorithm = ARITHMETIC[step.algorithm].compiled
+    if algorithm is None:
         raise AssertionError(f"{step.algorithm} has no compiled update")
-    return number
-
-
-def _state_number(scheme: Scheme, of: SliceTensors) -> int:
     # A slice without moments has no scales or codes to read, whatever its column says.
-    return STATES[scheme.state if of.moments else State.FP32]
-
-
-def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
-    """Return a row of fp32 coefficients per group. The sign includes the multiplier. Read it only."""
-    if isinstance(step.multiplier, float):
-        return _cached_table(step, device)
-    return _make_table(step, device)
+    state = STATES[scheme.state if of.moments else State.FP32]
+    return {"master_kind": MASTERS[scheme.master], "state": state, "algorithm": algorithm}
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_table(step: UpdateStep, device: torch.device) -> Tensor:
-    """Return the table, made once per step and not per slice."""
-    return _make_table(step, device)
+def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
+    """Return a row of fp32 coefficients per group, made once per step and not per slice. Read it only.
 
-
-def _make_table(step: UpdateStep, device: torch.device) -> Tensor:
+    The sign includes the multiplier.
+    """
     fields = tuple(Coefficients.__dataclass_fields__)
     groups = [ARITHMETIC[step.algorithm].coefficients(hyper) for hyper in step.hypers]
     rows = [[getattr(group, field) for field in fields] for group in groups]
-    # A multiplier that is on a device stays there: reading it would make the host wait.
-    multiplier = torch.as_tensor(step.multiplier, dtype=torch.float32)
-    table = _copy_to(torch.tensor(rows, dtype=torch.float32), multiplier.device)
-    table[:, 0] *= multiplier
-    return _copy_to(table, device)
-
-
-def _copy_to(values: Tensor, device: torch.device) -> Tensor:
-    """Copy by way of pinned memory, so that the host does not wait for the device."""
-    if device.type == "cpu" or values.device.type != "cpu":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.float32)
+    table[:, 0] *= torch.tensor(step.multiplier, dtype=torch.float32)
+    if device.type == "cpu":
+        return table
+    # By way of pinned memory, so that the host does not wait for the device.
+    return table.pin_memory().to(device, non_blocking=True)

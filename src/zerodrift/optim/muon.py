@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.statistics import Statistics, account
-from zerodrift.optim.updates import UpdateStep
+from zerodrift.optim.updates import Moments, UpdateStep, update_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def update_matrices(
     gradient: Tensor,
     numbers: MuonHyper,
     step: UpdateStep,
-    statistics: Statistics | None = None,
+    statistics: Tensor | None = None,
 ) -> None:
     """Update the matrices of one parameter, which are `span` of a slice; `shape` is the parameter's."""
     count = span.stop - span.start
@@ -107,27 +105,14 @@ def update_matrices(
     shape = (-1, *shape[-2:])
     if count % math.prod(shape[1:]):
         raise AssertionError(f"{count} elements are no whole matrices of {shape[1:]}")
+
+    def advance_all(weight: Tensor, moments: Moments, gradient: Tensor, is_counted: bool) -> Tensor | None:
+        wanted = direction(numbers, moments[0], gradient)
+        change = torch.zeros_like(weight) if is_counted else None
+        matrices = None if change is None else change[:count].view(shape)
+        advance(numbers, weight[:count].view(shape), wanted[:count].view(shape), matrices)
+        return change
+
     # To the end of the last block: what is behind the row there is zero and stays so.
-    first, last = span.start // BLOCK, -(-span.stop // BLOCK)
-    part = slice(span.start, min(last * BLOCK, of.numel))
-    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=gradient.device)
-    scaled = gradient[part].float() * scale
-    weight = schemes.read(scheme, of, part.start, part.stop)
-    moment = schemes.read_moment(scheme, of, 0, first, last)
-    before = change = None
-    if statistics is not None:
-        before, change = (weight.clone(), of.storage[part].clone(), scaled), torch.zeros_like(weight)
-    wanted = direction(numbers, moment, scaled)
-    advance(
-        numbers,
-        weight[:count].view(shape),
-        wanted[:count].view(shape),
-        None if change is None else change[:count].view(shape),
-    )
-    schemes.write(scheme, of, weight, part.start)
-    words = schemes.draw(scheme, of, step.number, first, last)
-    schemes.write_moment(scheme, of, 0, moment, first, words)
-    if statistics is not None and before is not None and change is not None:
-        stored = schemes.read_moment(scheme, of, 0, first, last)
-        after = (schemes.read(scheme, of, part.start, part.stop), of.storage[part], stored)
-        account(statistics.blocks[first:last], change, before, after)
+    blocks = span.start // BLOCK, -(-span.stop // BLOCK)
+    update_blocks(scheme, of, gradient, step, blocks, advance_all, statistics=statistics)

@@ -18,15 +18,14 @@ its copy has arrived, and nothing is written that a copy still reads.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zerodrift.optim.statistics import Statistics
-from zerodrift.optim.updater import Counters, Owned, Updater, Written, no_callback
+from zerodrift.optim.updater import Owned, Updater, Written, no_callback
 
 AHEAD = 2
 """Gradients on their way down or being read, for an updater that takes one after the other."""
@@ -50,8 +49,12 @@ class OffloadedUpdater:
         self._uploads: dict[int, PendingCopy] = {}
         self._free: HostBuffers = defaultdict(list)
         self._inner = build([self._to_host(piece) for piece in owned])
-        self.groups, self.group_of, self.kind = self._inner.groups, self._inner.group_of, self._inner.kind
-        self._upload_all(list(self._on_device))
+        inner = self._inner  # what follows is the same in any memory
+        self.groups, self.group_of, self.kind = inner.groups, inner.group_of, inner.kind
+        self.leave_alone, self.learning_rates = inner.leave_alone, inner.learning_rates
+        self.counters, self.set_counters = inner.counters, inner.set_counters
+        self.moment_names, self.resting = inner.moment_names, inner.resting
+        self._upload_all(self._on_device)
 
     def _to_host(self, piece: Owned) -> Owned:
         image = self._transfers.host(piece.storage.numel(), piece.storage.dtype)
@@ -60,9 +63,6 @@ class OffloadedUpdater:
         # Without a separate master a shard's first values are storage itself, and stay so.
         same = piece.initial.dtype is piece.storage.dtype
         return replace(piece, storage=image, initial=image if same else piece.initial.to("cpu", copy=True))
-
-    def leave_alone(self, names: Collection[str]) -> None:
-        self._inner.leave_alone(names)
 
     @torch.no_grad()
     def update(
@@ -91,7 +91,7 @@ class OffloadedUpdater:
     def _upload(self, number: int) -> None:
         self._uploads[number] = self._transfers.up(self._on_device[number], self._images[number])
 
-    def _upload_all(self, numbers: Sequence[int]) -> None:
+    def _upload_all(self, numbers: Iterable[int]) -> None:
         """Copy images that were written outside of an update."""
         self._transfers.begin()
         for number in numbers:
@@ -117,28 +117,10 @@ class OffloadedUpdater:
         self._inner.set_state(number, key, values.to("cpu"))
 
     @property
-    def statistics(self) -> Mapping[int, Statistics]:
+    def statistics(self) -> Mapping[int, Tensor]:
         return {
-            number: Statistics(room.blocks.to(self._on_device[number].device))
-            for number, room in self._inner.statistics.items()
+            number: room.to(self._on_device[number].device) for number, room in self._inner.statistics.items()
         }
-
-    # --- the same in any memory -------------------------------------------------------------------------
-
-    def learning_rates(self) -> tuple[float, ...]:
-        return self._inner.learning_rates()
-
-    def counters(self) -> Counters:
-        return self._inner.counters()
-
-    def set_counters(self, counters: Counters) -> None:
-        self._inner.set_counters(counters)
-
-    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
-        return self._inner.moment_names(name, counters)
-
-    def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
-        return self._inner.resting(number)
 
 
 class GradientDownloads(Mapping[int, Tensor]):
@@ -233,9 +215,8 @@ class SideStreams:
 
     def begin(self) -> None:
         with self._on_device():
-            current = self._streams.current_stream()
-            self._down.wait_stream(current)
-            self._up.wait_stream(current)
+            for stream in (self._down, self._up):
+                stream.wait_stream(self._streams.current_stream())
 
     def down(self, host: Tensor, source: Tensor) -> PendingCopy:
         return self._copy(host, source, self._down)
@@ -252,16 +233,12 @@ class SideStreams:
 
     def end(self) -> None:
         with self._on_device():
-            current = self._streams.current_stream()
-            current.wait_stream(self._down)
-            current.wait_stream(self._up)
+            for stream in (self._down, self._up):
+                self._streams.current_stream().wait_stream(stream)
 
 
 class _EventCopy:
     """A `PendingCopy` by the event behind it."""
 
     def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
+        self.wait = event.synchronize

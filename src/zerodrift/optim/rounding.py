@@ -43,8 +43,11 @@ def parameter_key(name: str, seed: int = 0) -> int:
 
 
 def step_key(step: int) -> int:
-    """Return the part of a key that changes with every optimizer step, as a signed 64-bit integer."""
-    return _signed(_mix(((step + 1) * _GOLDEN) & _WORD))
+    """Return the part of a key that changes with every optimizer step: `_mix` of a Python integer."""
+    word = ((step + 1) * _GOLDEN) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return _signed(word ^ (word >> 31))
 
 
 def block_keys(parameter: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -53,13 +56,13 @@ def block_keys(parameter: int, first: int, count: int, device: torch.device | st
     They do not change from step to step, so an engine keeps those of its slice.
     """
     number = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
-    return _mix_tensor(number * _signed(_GOLDEN) + _signed(parameter))
+    return _mix(number * _signed(_GOLDEN) + _signed(parameter))
 
 
 def random_words(keys: Tensor, step: int) -> Tensor:
     """Return 32 random bits per element of the given blocks: int64 in [0, 2^32), one row per block."""
-    mixed = _mix_tensor(keys ^ step_key(step))
-    low, high = (mixed & _LOW)[:, None], (_shift(mixed, 32))[:, None]
+    mixed = _mix(keys ^ step_key(step))
+    low, high = (mixed & _LOW)[:, None], _shift(mixed, 32)[:, None]
     place = torch.arange(BLOCK, dtype=torch.int64, device=keys.device)[None, :]
     # Everything is kept below 2^32 after each step, so a product of two such numbers, wrapped to 64 bits,
     # has the same low 32 bits as a 32-bit product.
@@ -91,11 +94,10 @@ def split(values: Tensor, high: Tensor | None = None, low: Tensor | None = None)
     return high, low
 
 
-def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """Join (bf16, int16) to fp32, in the memory of `out` if given."""
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Join (bf16, int16) to fp32."""
     bits = high.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
-    values = bits.view(torch.float32)
-    return values if out is None else out.copy_(values)
+    return bits.view(torch.float32)
 
 
 def round_away(values: Tensor) -> Tensor:
@@ -103,15 +105,8 @@ def round_away(values: Tensor) -> Tensor:
     return split(values)[0]
 
 
-def _mix(word: int) -> int:
+def _mix(words: Tensor) -> Tensor:
     """Apply the finalizer of SplitMix64: every input bit reaches every output bit."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
-
-
-def _mix_tensor(words: Tensor) -> Tensor:
-    """Apply `_mix` to int64, whose multiplication wraps."""
     words = (words ^ _shift(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shift(words, 27)) * _signed(0x94D049BB133111EB)
     return words ^ _shift(words, 31)

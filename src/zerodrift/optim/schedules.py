@@ -31,15 +31,9 @@ from zerodrift.policy.nouns import ComponentSpec
 _log = logging.getLogger("zerodrift")
 
 LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one per group."""
@@ -66,9 +60,8 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Count a batch, and set the groups' rates for the next."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        count = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = count
         self._set_rates()
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,25 +87,21 @@ class Schedule:
             return [value] * count
         if len(value) != count:
             must = f"must have a value for each of {count} parameter groups"
-            raise ValueError(_message(name, must, repr(value)))
+            raise ValueError(str(Problem(name, must, got=repr(value))))
         return list(value)
 
 
 def _optimizer_in(given: Any) -> torch.optim.Optimizer:
     optimizer = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(_message("optimizer", "must be a torch.optim.Optimizer", type(given).__name__))
+        must, got = "must be a torch.optim.Optimizer", type(given).__name__
+        raise TypeError(str(Problem("optimizer", must, got=got)))
     return optimizer
 
 
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or value <= 0:
-        raise ValueError(_message(name, "must be a whole number above 0", repr(value)))
-
-
-def _message(where: str, must: str, got: str) -> str:
-    """Return our text for an error whose class is that of torch's and DeepSpeed's schedules."""
-    return str(Problem(where, must, got=got))
+        raise ValueError(str(Problem(name, "must be a whole number above 0", got=repr(value))))
 
 
 # --- DeepSpeed's ----------------------------------------------------------------------------------------
@@ -134,11 +123,6 @@ class _WarmupSchedule(Schedule):
         self.optimizer = _optimizer_in(optimizer)
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
-
-    def _set_bounds(self, low: PerGroup, high: PerGroup) -> None:
-        self.min_lrs = self._per_group(low, "warmup_min_lr")
-        self.max_lrs = self._per_group(high, "warmup_max_lr")
-        self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _ramp(self) -> float:
         """Return how much of the warm-up is done, from 0 to 1."""
@@ -165,14 +149,16 @@ class WarmupLR(_WarmupSchedule):
         self._begin_warmup(optimizer, warmup_num_steps, warmup_type)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._set_bounds(warmup_min_lr, warmup_max_lr)
+        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self.begin(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         share = self._share()
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low + rise * share for low, rise in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _share(self) -> float:
         """Return the share of the way from min to max."""
@@ -288,8 +274,11 @@ class OneCycle(Schedule):
     ) -> None:
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            must, got = "must be above 0 and at least 0", f"{cycle_first_step_size} and {second}"
-            raise ValueError(_message("`cycle_first_step_size`, `cycle_second_step_size`", must, got))
+            names, got = (
+                "cycle_first_step_size, cycle_second_step_size",
+                f"{cycle_first_step_size} and {second}",
+            )
+            raise ValueError(str(Problem(names, "must be above 0 and at least 0", got=got)))
         self.optimizer = _optimizer_in(optimizer)
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size

@@ -31,15 +31,16 @@ class Scheme:
     state: State
 
     def __post_init__(self) -> None:
-        where, got = "optim.Scheme", f"storage {self.storage}, master {self.master}"
+        must = do = ""
         if self.storage not in ADMITTED["storage"]:
-            raise UnsupportedError(where, "must have storage fp32, bf16 or fp16", got=got)
-        if self.master is Master.SPLIT and self.storage is not DType.BF16:
-            must = "must have bf16 storage for a split master"
-            raise UnsupportedError(where, must, got=got, do="Use master `fp32`.")
-        if self.master is Master.FP32 and self.storage is DType.FP32:
-            must = "must have no fp32 master beside fp32 storage, which is its own"
-            raise UnsupportedError(where, must, got=got, do="Use master `same`.")
+            must = "must have storage fp32, bf16 or fp16"
+        elif self.master is Master.SPLIT and self.storage is not DType.BF16:
+            must, do = "must have bf16 storage for a split master", "Use master `fp32`."
+        elif self.master is Master.FP32 and self.storage is DType.FP32:
+            must, do = "must have no fp32 master beside fp32 storage, which is its own", "Use master `same`."
+        if must:
+            got = f"storage {self.storage}, master {self.master}"
+            raise UnsupportedError("optim.Scheme", must, got=got, do=do)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,58 +86,51 @@ def allocate(
     scaled = moments if scheme.state is State.EIGHT_BIT else 0
     blocks = -(-storage.numel() // BLOCK)
     like, device = scheme.state.dtype.torch, storage.device
+    halves = initial is not None and initial.dtype is torch.int16
+    master = None
+    if scheme.master is Master.FP32:
+        master = storage.float() if initial is None else initial
+    elif scheme.master is Master.SPLIT:
+        # Zeros mean that storage is exact.
+        master = initial if halves else host_memory.zeros(storage.shape, torch.int16, device)
     tensors = SliceTensors(
         storage=storage,
-        master=_first_master(scheme, storage, initial),
+        master=master,
         moments=tuple(host_memory.zeros(storage.shape, like, device) for _ in range(moments)),
         scales=tuple(storage.new_zeros(blocks, dtype=torch.float32) for _ in range(scaled)),
         groups=groups,
         keys=keys,
     )
     check(scheme, tensors)
-    if initial is not None and initial.dtype is not torch.int16:
+    if initial is not None and not halves:
         write(scheme, tensors, initial)
     return tensors
 
 
-def _first_master(scheme: Scheme, storage: Tensor, initial: Tensor | None) -> Tensor | None:
-    if scheme.master is Master.SAME:
-        return None
-    if scheme.master is Master.SPLIT:
-        # Zeros mean that storage is exact.
-        halves = initial is not None and initial.dtype is torch.int16
-        return initial if halves else host_memory.zeros(storage.shape, torch.int16, storage.device)
-    return storage.float() if initial is None else initial
-
-
 def check(scheme: Scheme, of: SliceTensors) -> None:
     """Check that the tensors are what the scheme says: the compiled path sees only addresses."""
-    state, numel, blocks = scheme.state.dtype.torch, of.numel, of.blocks
-    for name, held, dtype, length in (
-        ("storage", (of.storage,), scheme.storage.torch, numel),
-        ("master", (of.master,), torch.float32 if scheme.master is Master.FP32 else torch.int16, numel),
-        ("moments", of.moments, state, numel),
-        ("scales", of.scales, torch.float32, blocks),
-        ("groups", (of.groups,), torch.int32, blocks),
-        ("keys", (of.keys,), torch.int64, blocks),
-    ):
-        for tensor in held:
-            if tensor is None or (
-                tensor.dtype is dtype and tensor.shape == (length,) and tensor.is_contiguous()
-            ):
-                continue
-            raise AssertionError(
-                f"{name} must be {dtype}, flat, contiguous and of {length}: {tensor.dtype}, {tensor.shape}"
-            )
-    if (of.master is None) != (scheme.master is Master.SAME):
-        raise AssertionError(f"master `{scheme.master}` with a master tensor: {of.master is not None}")
+    numel, blocks = of.numel, of.blocks
+    expected = [
+        (of.storage, scheme.storage.torch, numel),
+        (of.master, torch.float32 if scheme.master is Master.FP32 else torch.int16, numel),
+        *((moment, scheme.state.dtype.torch, numel) for moment in of.moments),
+        *((scale, torch.float32, blocks) for scale in of.scales),
+        (of.groups, torch.int32, blocks),
+        (of.keys, torch.int64, blocks),
+    ]
+    for tensor, dtype, length in expected:
+        if tensor is None:
+            continue
+        if tensor.dtype is not dtype or tensor.shape != (length,) or not tensor.is_contiguous():
+            got = f"{tensor.dtype}, {tensor.shape} of a slice"
+            raise AssertionError(f"{got} must be {dtype}, flat, contiguous and of {length}")
+        if tensor.device != of.storage.device:
+            raise AssertionError("the tensors of a slice must be on one device")
+    scales = len(of.moments) if scheme.state is State.EIGHT_BIT else 0
+    if (of.master is None) != (scheme.master is Master.SAME) or len(of.scales) != scales:
+        raise AssertionError(f"{scheme} with another master, or {len(of.scales)} tensors of scales")
     if scheme.state.drawn and of.moments and of.keys is None:
         raise AssertionError(f"state `{scheme.state}` needs a key per block")
-    if len(of.scales) != (len(of.moments) if scheme.state is State.EIGHT_BIT else 0):
-        raise AssertionError(f"state `{scheme.state}` with {len(of.scales)} tensors of scales")
-    tensors = [of.storage, of.master, *of.moments, *of.scales, of.groups, of.keys]
-    if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
-        raise AssertionError("the tensors of a slice must be on one device")
 
 
 def read(scheme: Scheme, of: SliceTensors, start: int = 0, stop: int | None = None) -> Tensor:

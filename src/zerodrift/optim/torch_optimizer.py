@@ -16,7 +16,7 @@ import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ from zerodrift.dtypes import BLOCK
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim import schemes
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
+from zerodrift.optim.updates import account
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Master, State
@@ -49,6 +49,10 @@ class _View:
     row: Row
     parameter: nn.Parameter
 
+    def moments(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the values of a state that have one number per element."""
+        return {key: value for key, value in state.items() if _is_moment(value, self.parameter)}
+
 
 class TorchOptimizerUpdater:
     """An `Updater` around a torch optimizer."""
@@ -69,8 +73,13 @@ class TorchOptimizerUpdater:
             piece.number: schemes.allocate(self._schemes[piece.number], piece.storage, 0, piece.initial)
             for piece in owned
         }
-        self._values = {number: self._fp32(number) for number in self._pieces}
+        self._values: dict[int, torch.Tensor] = {}
         """Flat fp32 masters: storage itself, the copy, or for a split master what `_join` fills."""
+        self._joined = [n for n, scheme in self._schemes.items() if scheme.master is Master.SPLIT]
+        for number, of in self._slices.items():
+            self._values[number] = of.storage if of.master is None else of.master
+            if number in self._joined:
+                self._values[number] = torch.empty_like(of.storage, dtype=torch.float32)
         self._state_owners = state_owners(optimizer)
         views = {view.row.name: view for view in self._make_views()}
         for number, group in enumerate(optimizer.param_groups):
@@ -80,14 +89,17 @@ class TorchOptimizerUpdater:
                 for owner in self._state_owners.values():
                     owner.state.pop(parameter, None)
                 if name in views:
-                    views[name].parameter.__dict__.update(_attributes(parameter))
+                    # The caller's attributes, which an optimizer may read: `p.no_decay = True`.
+                    own = {
+                        k: v for k, v in vars(parameter).items() if not k.startswith(("_zerodrift", "ds_"))
+                    }
+                    views[name].parameter.__dict__.update(own)
                     self._set_state(views[name].parameter, self._shard_of(state, views[name]))
             group["params"] = [views[name].parameter for name in names if name in views]
         self._views = [view for name, view in views.items() if name in group_of]
-        for number in self._pieces:
-            self._free_joined(number)
+        self._free_joined()
         self._skipped: frozenset[str] = frozenset()
-        self.statistics: Mapping[int, Statistics] = empty_statistics(plan, owned)
+        self.statistics: Mapping[int, torch.Tensor] = empty_statistics(plan, owned)
         """A class does not tell its wanted change, so this takes that of the fp32 master."""
 
     def _make_views(self) -> Iterator[_View]:
@@ -97,19 +109,16 @@ class TorchOptimizerUpdater:
                 if span.stop > span.start:
                     values = self._values[number][span]
                     # A scalar stays flat: its moments must not look like step counts.
-                    is_whole = span.stop - span.start == row.numel and row.shape
-                    yield _View(
-                        number, span, row, nn.Parameter(values.view(row.shape) if is_whole else values)
-                    )
+                    if span.stop - span.start == row.numel and row.shape:
+                        values = values.view(row.shape)
+                    yield _View(number, span, row, nn.Parameter(values))
 
     def _shard_of(self, state: Mapping[str, Any], view: _View) -> dict[str, Any]:
         """Return a view's part of the state that was made before any step, as Adagrad does."""
         begin = self._pieces[view.number].start + view.span.start - view.row.offset
-        parameter = view.parameter
+        parameter, part = view.parameter, slice(begin, begin + view.parameter.numel())
         return {
-            key: value.reshape(-1)[begin : begin + parameter.numel()]
-            .view(parameter.shape)
-            .to(parameter, copy=True)
+            key: value.reshape(-1)[part].view(parameter.shape).to(parameter, copy=True)
             if isinstance(value, torch.Tensor) and value.dim()
             else copy.deepcopy(value)
             for key, value in state.items()
@@ -143,8 +152,10 @@ class TorchOptimizerUpdater:
         for number, flat in gradients.items():
             wide = flat if flat.dtype is torch.float32 else flat.float()
             ready[number] = wide if multiplier == 1.0 else wide.mul_(multiplier)
-        for number in ready:
-            self._join(number)
+        for number in self._joined:
+            values = self._values[number]
+            values.untyped_storage().resize_(values.numel() * values.element_size())
+            values.copy_(schemes.read(self._schemes[number], self._slices[number]))
         for view in self._views:
             if view.number in ready and view.row.name not in self._skipped:
                 view.parameter.grad = ready[view.number][view.span].view(view.parameter.shape)
@@ -165,41 +176,27 @@ class TorchOptimizerUpdater:
         for view in self._views:
             if view.number in before:
                 self._account(view, before[view.number], ready[view.number])
+        self._free_joined()
         for number in ready:
-            self._free_joined(number)
             written(number)
 
     def _account(
         self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
     ) -> None:
         """Fill the statistics of one view's blocks."""
-        span = view.span
-        weight, visible = (values[span] for values in before)
-        moments = list(self._moments(view).values())
-        master = self._values[view.number][span]
+        span, storage = view.span, self._slices[view.number].storage
+        master, (weight, visible) = self._values[view.number][span], (values[span] for values in before)
+        moments = [moment.reshape(-1) for moment in view.moments(self._state(view.parameter)).values()]
         account(
-            self.statistics[view.number].blocks[span.start // BLOCK : -(-span.stop // BLOCK)],
+            self.statistics[view.number][span.start // BLOCK : -(-span.stop // BLOCK)],
             master - weight,
             (weight, visible, gradient[span]),
-            (master, self._slices[view.number].storage[span], moments[-1].reshape(-1) if moments else None),
+            (master, storage[span], moments[-1] if moments else None),
         )
 
-    def _fp32(self, number: int) -> torch.Tensor:
-        piece, of = self._pieces[number], self._slices[number]
-        if self._schemes[number].master is Master.SPLIT:
-            return torch.empty_like(piece.storage, dtype=torch.float32)
-        return piece.storage if of.master is None else of.master
-
-    def _join(self, number: int) -> None:
-        """Fill the fp32 form of a split master."""
-        if self._schemes[number].master is Master.SPLIT:
-            values = self._values[number]
-            values.untyped_storage().resize_(values.numel() * values.element_size())
-            values.copy_(schemes.read(self._schemes[number], self._slices[number]))
-
-    def _free_joined(self, number: int) -> None:
-        """Free the memory of a split master's fp32 form."""
-        if self._schemes[number].master is Master.SPLIT:
+    def _free_joined(self) -> None:
+        """Free the memory of the fp32 form of split masters."""
+        for number in self._joined:
             self._values[number].untyped_storage().resize_(0)
 
     def master(self, number: int) -> torch.Tensor:
@@ -209,17 +206,14 @@ class TorchOptimizerUpdater:
     def set_master(self, number: int, values: torch.Tensor) -> None:
         schemes.write(self._schemes[number], self._slices[number], values)
 
-    def _moments(self, view: _View) -> dict[str, torch.Tensor]:
-        state = self._state(view.parameter)
-        return {key: value for key, value in state.items() if _is_moment(value, view.parameter)}
-
     def states(self, number: int) -> dict[str, torch.Tensor]:
         states: dict[str, torch.Tensor] = {}
         for view in self._views:
-            for key, value in self._moments(view).items() if view.number == number else ():
-                if key not in states:
-                    states[key] = torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
-                states[key][view.span] = value.reshape(-1).float()
+            if view.number == number:
+                for key, value in view.moments(self._state(view.parameter)).items():
+                    if key not in states:
+                        states[key] = torch.zeros_like(self._pieces[number].storage, dtype=torch.float32)
+                    states[key][view.span] = value.reshape(-1).float()
         return states
 
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
@@ -229,54 +223,60 @@ class TorchOptimizerUpdater:
                 moment.copy_(values[view.span].view(moment.shape))
 
     def counters(self) -> Counters:
-        """Return the state, with the name of its dtype in place of each moment.
-
-        torch makes moments in the first step, so a load must make them: a step without any begins anew.
-        """
-        counters: Counters = {}
-        for view in self._views:
-            if state := self._state(view.parameter):
-                counters[view.row.name] = {
-                    key: dtype_name(value) if _is_moment(value, view.parameter) else value
-                    for key, value in state.items()
-                }
-        return counters
+        states = {view.row.name: (self._state(view.parameter), view.parameter) for view in self._views}
+        return {name: saved_state(state, parameter) for name, (state, parameter) in states.items() if state}
 
     def set_counters(self, counters: Counters) -> None:
         for owner in self._state_owners.values():
             owner.state.clear()
         for view in self._views:
-            state = {
-                key: torch.zeros_like(view.parameter, dtype=getattr(torch, value), requires_grad=False)
-                if isinstance(value, str)
-                else copy.deepcopy(value)
-                for key, value in counters.get(view.row.name, {}).items()
-            }
-            self._set_state(view.parameter, state)
+            self._set_state(view.parameter, loaded_state(counters.get(view.row.name, {}), view.parameter))
 
     def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
         return tuple(key for key, value in counters.get(name, {}).items() if isinstance(value, str))
 
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         master = self._slices[number].master
-        views = [view for view in self._views if view.number == number]
-        dtypes = [moment.dtype for view in views for moment in self._moments(view).values()]
-        return None if master is None else master.dtype, tuple(dict.fromkeys(dtypes))
+        states = [view.moments(self._state(view.parameter)) for view in self._views if view.number == number]
+        dtypes = dict.fromkeys(moment.dtype for state in states for moment in state.values())
+        return None if master is None else master.dtype, tuple(dtypes)
+
+
+# --- the state of a parameter -----------------------------------------------------------------------------
 
 
 _IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)
 """Dtypes of moments whose every value is an fp32 number."""
 
 
-def dtype_name(value: torch.Tensor) -> str:
-    if value.dtype not in _IN_FP32:
-        raise UnsupportedError(
-            "optimizer",
-            "must keep moments whose values fp32 can hold, to be saved",
-            got=value.dtype,
-            do="Keep them in fp32.",
-        )
-    return str(value.dtype).removeprefix("torch.")
+def saved_state(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the state of a parameter, with the name of its dtype in place of each moment.
+
+    torch makes moments in the first step, so a load must make them: a step without any begins anew.
+    """
+    saved = dict(state)
+    for key, value in state.items():
+        if _is_moment(value, parameter):
+            if value.dtype not in _IN_FP32:
+                must, do = "must keep moments whose values fp32 can hold, to be saved", "Keep them in fp32."
+                raise UnsupportedError("optimizer", must, got=value.dtype, do=do)
+            saved[key] = str(value.dtype).removeprefix("torch.")
+    return saved
+
+
+def loaded_state(saved: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the state that `saved_state` gave, with moments of zero."""
+    return {
+        key: torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
+        if isinstance(value, str)
+        else copy.deepcopy(value)
+        for key, value in saved.items()
+    }
+
+
+def _is_moment(value: object, parameter: nn.Parameter) -> bool:
+    """Return whether a value of an optimizer's state has one number per element."""
+    return isinstance(value, type(parameter.data)) and value.shape == parameter.shape
 
 
 def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -302,36 +302,21 @@ def state_owners(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opti
     return {f"inner{depth}_" if depth else "": owner for depth, owner in enumerate(owners.values())}
 
 
-def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the caller's attributes of a parameter, which an optimizer may read: `p.no_decay = True`."""
-    ours = ("_zerodrift", "ds_")
-    return {key: value for key, value in vars(parameter).items() if not key.startswith(ours)}
-
-
-def _is_moment(value: object, parameter: nn.Parameter) -> bool:
-    """Return whether a value of an optimizer's state has one number per element."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+# --- what is refused ----------------------------------------------------------------------------------------
 
 
 def _scheme(piece: Owned) -> Scheme:
     """Return the scheme of a shard; refuse one in which torch's classes would compute something else."""
     scheme = scheme_of(piece)
     if scheme.state is not State.FP32:
-        raise UnsupportedError(
-            f"state: {scheme.state}",
-            "must be fp32 for an optimizer that rounds its moments itself",
-            do=(
-                f"Name {either(known.name for known in ELEMENTWISE)} in the config's `optimizer` "
-                "block, or leave `state` out."
-            ),
-        )
+        must = "must be fp32 for an optimizer that rounds its moments itself"
+        names = either(known.name for known in ELEMENTWISE)
+        do = f"Name {names} in the config's `optimizer` block, or leave `state` out."
+        raise UnsupportedError(f"state: {scheme.state}", must, do=do)
     if scheme.master is Master.SAME and piece.storage.dtype is not torch.float32:
-        raise UnsupportedError(
-            "master: same",
-            "must have fp32 storage for a torch optimizer",
-            got=piece.storage.dtype,
-            do="Name the optimizer in the config's `optimizer` block, or use `master: split`.",
-        )
+        must = "must have fp32 storage for a torch optimizer"
+        do = "Name the optimizer in the config's `optimizer` block, or use `master: split`."
+        raise UnsupportedError("master: same", must, got=piece.storage.dtype, do=do)
     return scheme
 
 
@@ -343,12 +328,12 @@ def group_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], plan: P
         for parameter in group["params"]:
             row = plan.row(names.get(id(parameter), ""))
             if row is None:
-                raise UnsupportedError(
-                    "optimizer",
+                must, do = (
                     "must be built over the model's own parameters",
-                    got=f"one of shape {tuple(parameter.shape)} that the model does not have",
-                    do="Build it over `model.parameters()`.",
+                    "Build it over `model.parameters()`.",
                 )
+                got = f"one of shape {tuple(parameter.shape)} that the model does not have"
+                raise UnsupportedError("optimizer", must, got=got, do=do)
             groups[row.name] = number
     return groups
 
@@ -357,39 +342,30 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     """Refuse a class that no placement helps, and an object that the engine cannot step."""
     kind = type(optimizer).__name__
     use = f"Use {either(known.name for known in ALGORITHMS)}."
+
+    def refuse(must: str, got: str, do: str) -> NoReturn:
+        raise UnsupportedError("optimizer", must, got=f"{kind}{got}", do=do)
+
     for base in type(optimizer).__mro__:
         if base.__name__ in UNSUPPORTED:
-            raise UnsupportedError(
-                "optimizer",
-                "must update a parameter from its own gradient",
-                got=f"{kind}, which {UNSUPPORTED[base.__name__]}",
-                do=use,
-            )
+            got = f", which {UNSUPPORTED[base.__name__]}"
+            refuse("must update a parameter from its own gradient", got, use)
     shared = {id(group) for group in optimizer.param_groups}
     for inner in nested(optimizer):
         own = [group for group in inner.param_groups if id(group) not in shared]
         if any(id(parameter) in names for group in own for parameter in group["params"]):
-            raise UnsupportedError(
-                "optimizer",
-                "must share its parameter groups with the optimizer that it wraps, which would step nothing",
-                got=f"{kind} around {type(inner).__name__} with groups of its own",
-                do=f"Set the {kind}'s `param_groups` to those of the {type(inner).__name__}.",
+            wrapped = type(inner).__name__
+            must = (
+                "must share its parameter groups with the optimizer that it wraps, which would step nothing"
             )
+            do = f"Set the {kind}'s `param_groups` to those of the {wrapped}."
+            refuse(must, f" around {wrapped} with groups of its own", do)
     if needs_closure(type(optimizer)):
-        raise UnsupportedError(
-            "optimizer",
-            "must have a `step` that needs no closure: the engine's gradients are reduced before it",
-            got=f"{kind}.step{inspect.signature(type(optimizer).step)}",
-            do=use,
-        )
+        must = "must have a `step` that needs no closure: the engine's gradients are reduced before it"
+        refuse(must, f".step{inspect.signature(type(optimizer).step)}", use)
     begun = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
     if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
-        raise UnsupportedError(
-            "optimizer",
-            "must not have taken a step before `initialize`",
-            got=f"{kind} with state",
-            do="Build it anew.",
-        )
+        refuse("must not have taken a step before `initialize`", " with state", "Build it anew.")
 
 
 def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:

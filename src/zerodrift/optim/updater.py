@@ -17,7 +17,7 @@ import torch
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
-from zerodrift.optim.statistics import Statistics
+from zerodrift.optim.updates import room_for_statistics
 from zerodrift.plan.table import Plan, Row, Segment
 from zerodrift.policy.nouns import Update
 
@@ -57,12 +57,12 @@ def scheme_of(piece: Owned) -> Scheme:
     return Scheme(piece.spec.columns.storage.dtype, piece.update.master, piece.update.state)
 
 
-def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, Statistics]:
+def empty_statistics(plan: Plan, owned: Sequence[Owned]) -> dict[int, torch.Tensor]:
     """Return statistics by segment number; none unless the plan asks for them."""
     if not plan.policy.statistics:
         return {}
     return {
-        piece.number: Statistics.empty(-(-piece.storage.numel() // BLOCK), piece.storage.device)
+        piece.number: room_for_statistics(-(-piece.storage.numel() // BLOCK), piece.storage.device)
         for piece in owned
     }
 
@@ -80,7 +80,7 @@ def no_callback(number: int) -> None:
 
 
 class OptimizerState(Protocol):
-    """The state of an optimizer of any backend, to be read, saved and filled: per segment, in flat pieces."""
+    """An optimizer of any backend, as schedules and checkpoints see it."""
 
     groups: torch.optim.Optimizer
     """Parameter groups with their learning rates, for schedules."""
@@ -93,12 +93,36 @@ class OptimizerState(Protocol):
     def group_of(self) -> Mapping[str, int]:
         """Row name -> parameter group, without trained rows that the optimizer was not given."""
 
-    @property
-    def statistics(self) -> Mapping[int, Statistics]:
-        """The statistics of the last update by segment number; empty unless the plan asks for them."""
-
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group."""
+
+    def counters(self) -> Counters:
+        """Return the rest of the state, of parameters that this rank owns a part of."""
+
+    def set_counters(self, counters: Counters) -> None:
+        """Load counters, before moments; surplus ones are ignored. Every moment is zero afterwards."""
+
+    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
+        """Return the moments of a parameter in an optimizer with such counters."""
+
+
+class Updater(OptimizerState, Protocol):
+    """An optimizer as the native engine runs it, with its values per segment, in flat pieces."""
+
+    @property
+    def statistics(self) -> Mapping[int, torch.Tensor]:
+        """The statistics of the last update by segment number; empty unless the plan asks for them."""
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        """Let the next update skip these rows: weights, moments and step counts stay."""
+
+    def update(
+        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
+    ) -> None:
+        """Take one step with the flat gradients of owned pieces, by segment number.
+
+        Each is multiplied once, in fp32. A gradient may be read until its piece is `written`, and not later.
+        """
 
     def master(self, number: int) -> torch.Tensor:
         """Return a copy of the fp32 values of an owned piece."""
@@ -112,29 +136,5 @@ class OptimizerState(Protocol):
     def set_state(self, number: int, key: str, values: torch.Tensor) -> None:
         """Replace a moment."""
 
-    def counters(self) -> Counters:
-        """Return the rest of the state, of parameters that this rank owns a part of."""
-
-    def set_counters(self, counters: Counters) -> None:
-        """Load counters, before `set_state`; surplus ones are ignored. Every moment is zero afterwards."""
-
-    def moment_names(self, name: str, counters: Counters) -> tuple[str, ...]:
-        """Return the moments of a parameter in an optimizer with such counters."""
-
     def resting(self, number: int) -> tuple[torch.dtype | None, tuple[torch.dtype, ...]]:
         """Return the dtypes in memory of a piece's master (None: storage itself) and of its moments."""
-
-
-class Updater(OptimizerState, Protocol):
-    """An optimizer as the native engine runs it."""
-
-    def leave_alone(self, names: Collection[str]) -> None:
-        """Let the next update skip these rows: weights, moments and step counts stay."""
-
-    def update(
-        self, gradients: Mapping[int, torch.Tensor], multiplier: float, written: Written = no_callback
-    ) -> None:
-        """Take one step with the flat gradients of owned pieces, by segment number.
-
-        Each is multiplied once, in fp32. A gradient may be read until its piece is `written`, and not later.
-        """

@@ -1,4 +1,4 @@
-"""Elementwise updates in plain PyTorch: the arithmetic of each optimizer, and the step of a slice.
+"""Updates in plain PyTorch: the arithmetic of elementwise optimizers, the step of a slice, and statistics.
 
 `ARITHMETIC` has one entry per record of `optimizers.py`. `reference_update` applies it to a slice in any
 scheme; the compiled path equals it bit for bit. The operations are torch's own in torch's own order, so with
@@ -14,8 +14,12 @@ scalar loop that computes in fp64, so there, and only there, they differ by an u
 
 A step's derived numbers are formed in double precision in Python, as torch does, and rounded once.
 
-Invariant: an element's result depends on its own values and its group's numbers alone, and not on the run of
-blocks that it was computed in.
+Statistics say which part of an update was kept, lost or not seen, per block of 256 elements. A step without
+them pays nothing; a step with them fills six numbers per block, on the way through memory that it makes
+anyway. `engine/step/update.py` adds the blocks of a parameter.
+
+Invariants: an element's result depends on its own values and its group's numbers alone, and not on the run of
+blocks that it was computed in. A block's statistics depend on that block alone.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.kernels.probe import exact_sqrt
+from zerodrift.kernels.squares import reference_square_sums
 from zerodrift.optim.schemes import Scheme, SliceTensors, check, draw, read, read_moment, write, write_moment
-from zerodrift.optim.statistics import Statistics, account
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 
 CACHED_BLOCKS = 1024
@@ -75,8 +80,8 @@ class UpdateStep:
     """Per group, as `SliceTensors.groups` numbers them."""
     number: int
     """The run's own count of optimizer steps: part of the key of stochastic rounding."""
-    multiplier: float | Tensor = 1.0
-    """Unscale x clip factor, a number or a tensor of one element: one fp32 product with the gradient."""
+    multiplier: float = 1.0
+    """Unscale x clip factor: one fp32 product with the gradient."""
     root: Root = Root.EXACT
 
 
@@ -133,12 +138,6 @@ class Arithmetic:
     """True if the update takes the square root that `Root` is about."""
 
 
-def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
-    """Return how many moments a slice with these groups has."""
-    name = algorithm.moments_with
-    return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
-
-
 def _with_decay(change: Tensor, numbers: Coefficients, before: Tensor) -> Tensor:
     decay = torch.tensor(numbers.decay, dtype=torch.float32, device=before.device)
     return change + before * (decay - 1)
@@ -155,16 +154,19 @@ def _decoupled(hyper: Hyper) -> float:
     return 1 - hyper.lr * hyper.weight_decay
 
 
+def _of_betas(hyper: Hyper) -> dict[str, float]:
+    """Return the numbers that Adam and Lion have in common."""
+    beta1, beta2 = hyper.betas
+    blends = {"blend1": 1 - beta1, "keep1": beta1, "blend2": 1 - beta2, "keep2": beta2}
+    return {"sign": _sign(hyper), **blends}
+
+
 def _adam_numbers(hyper: Hyper, decay: float, l2: float) -> Coefficients:
     beta1, beta2 = hyper.betas
     return Coefficients(
-        sign=_sign(hyper),
+        **_of_betas(hyper),
         decay=decay,
         l2=l2,
-        blend1=1 - beta1,
-        keep1=beta1,
-        blend2=1 - beta2,
-        keep2=beta2,
         correction=(1 - beta2 ** float(hyper.step)) ** 0.5,
         eps=hyper.eps,
         step=-(hyper.lr / (1 - beta1 ** float(hyper.step))),
@@ -228,16 +230,7 @@ def _sgd_wanted(
 
 
 def _lion_numbers(hyper: Hyper) -> Coefficients:
-    beta1, beta2 = hyper.betas
-    return Coefficients(
-        sign=_sign(hyper),
-        decay=_decoupled(hyper),
-        blend1=1 - beta1,
-        keep1=beta1,
-        blend2=1 - beta2,
-        keep2=beta2,
-        step=-hyper.lr,
-    )
+    return Coefficients(**_of_betas(hyper), decay=_decoupled(hyper), step=-hyper.lr)
 
 
 def _lion(numbers: Coefficients, weight: Tensor, moments: Moments, gradient: Tensor, root: Root) -> None:
@@ -277,16 +270,74 @@ ARITHMETIC: Mapping[Algorithm, Arithmetic] = {
 """The optimizers that update flat slices."""
 
 
+# --- statistics -------------------------------------------------------------------------------------------
+
+COLUMNS = ("moved", "unseen", "lost", "underflow", "change_squares", "weight_squares")
+"""Elements that the update wanted to change; of those, the ones whose visible weight has the same bits as
+before, and the ones whose master has too; elements with a gradient whose last moment is stored as zero; and
+the sums of squares of the wanted change and of the master before it."""
+
+Before = tuple[Tensor, Tensor, Tensor]
+"""Master in fp32, visible weight and scaled gradient before an update, all flat."""
+
+After = tuple[Tensor, Tensor, Tensor | None]
+"""Master in fp32, visible weight and the last moment, as they are kept after it; None for no moment."""
+
+
+def room_for_statistics(blocks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return room for one step's numbers of one slice. Shape [blocks, columns], fp64."""
+    return torch.zeros(blocks, len(COLUMNS), dtype=torch.float64, device=device)
+
+
+def account(out: Tensor, change: Tensor, before: Before, after: After) -> None:
+    """Fill the numbers of each block from `change`, which the update wanted to add. The definition."""
+    (weight, seen, gradient), (kept, visible, moment) = before, after
+    moved = change != 0
+    unseen = moved & _same(seen, visible)
+    lost = unseen & _same(weight, kept)
+    underflow = torch.zeros_like(moved) if moment is None else (gradient != 0) & (moment == 0)
+    for column, marked in enumerate((moved, unseen, lost, underflow)):
+        # Sums of squares of zeros and ones are counts.
+        out[:, column] = reference_square_sums(marked.float())
+    out[:, 4] = reference_square_sums(change)
+    out[:, 5] = reference_square_sums(weight)
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Return a mask of the elements whose bits are the same."""
+    bits = torch.int32 if one.dtype is torch.float32 else torch.int16
+    return one.view(bits) == other.view(bits)
+
+
 # --- the step of a slice ----------------------------------------------------------------------------------
 
 
 def reference_update(
-    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Statistics | None = None
+    scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep, statistics: Tensor | None = None
 ) -> None:
     """Update a slice from its gradient (fp32, bf16 or fp16), which is left as it is."""
     check_step(scheme, of, gradient, step)
+    arithmetic = ARITHMETIC[step.algorithm]
     for first, last, group in runs(of):
-        _update_run(scheme, of, gradient, step, statistics, first, last, step.hypers[group])
+        numbers = arithmetic.coefficients(step.hypers[group])
+        advance = partial(_advance, arithmetic, numbers, step.root)
+        update_blocks(scheme, of, gradient, step, (first, last), advance, numbers.sign, statistics)
+
+
+def _advance(
+    arithmetic: Arithmetic,
+    numbers: Coefficients,
+    root: Root,
+    weight: Tensor,
+    moments: Moments,
+    gradient: Tensor,
+    is_counted: bool,
+) -> Tensor | None:
+    before = weight.clone() if is_counted else None
+    if numbers.l2 != 0:
+        gradient.add_(weight, alpha=numbers.l2)
+    arithmetic.advance(numbers, weight, moments, gradient, root)
+    return None if before is None else arithmetic.wanted(numbers, before, moments, gradient, root)
 
 
 def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateStep) -> None:
@@ -298,6 +349,12 @@ def check_step(scheme: Scheme, of: SliceTensors, gradient: Tensor, step: UpdateS
     needed = moment_count(step.algorithm, step.hypers)
     if len(of.moments) < needed:
         raise AssertionError(f"{step.algorithm} needs {needed} moments: {len(of.moments)}")
+
+
+def moment_count(algorithm: Algorithm, hypers: tuple[Hyper, ...]) -> int:
+    """Return how many moments a slice with these groups has."""
+    name = algorithm.moments_with
+    return len(algorithm.kept({name: getattr(hyper, name)} for hyper in hypers))
 
 
 def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
@@ -314,35 +371,36 @@ def runs(of: SliceTensors) -> Iterator[tuple[int, int, int]]:
         first += count
 
 
-def _update_run(
+def update_blocks(
     scheme: Scheme,
     of: SliceTensors,
     gradient: Tensor,
     step: UpdateStep,
-    statistics: Statistics | None,
-    first: int,
-    last: int,
-    hyper: Hyper,
+    blocks: tuple[int, int],
+    advance: Callable[[Tensor, Moments, Tensor, bool], Tensor | None],
+    sign: float = 1.0,
+    statistics: Tensor | None = None,
 ) -> None:
+    """Update blocks [first, last) of a slice by `advance`, which gets fp32 values to change in place.
+
+    The values are weight, moments and scaled gradient. With True as well, `advance` returns the change that
+    it wanted, for statistics.
+    """
+    first, last = blocks
     start, stop = first * BLOCK, min(last * BLOCK, of.numel)
-    arithmetic = ARITHMETIC[step.algorithm]
-    numbers = arithmetic.coefficients(hyper)
-    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * numbers.sign
+    scale = torch.as_tensor(step.multiplier, dtype=torch.float32, device=of.storage.device) * sign
     scaled = gradient[start:stop].float() * scale
     weight = read(scheme, of, start, stop)
     moments = tuple(read_moment(scheme, of, number, first, last) for number in range(len(of.moments)))
     before = None
     if statistics is not None:
         before = (weight.clone(), of.storage[start:stop].clone(), scaled.clone())
-    if numbers.l2 != 0:
-        scaled.add_(weight, alpha=numbers.l2)
-    arithmetic.advance(numbers, weight, moments, scaled, step.root)
+    change = advance(weight, moments, scaled, statistics is not None)
     write(scheme, of, weight, start)
     words = draw(scheme, of, step.number, first, last)
     for number, moment in enumerate(moments):
         write_moment(scheme, of, number, moment, first, words)
-    if statistics is not None and before is not None:
-        change = arithmetic.wanted(numbers, before[0], moments, scaled, step.root)
+    if statistics is not None and before is not None and change is not None:
         stored = read_moment(scheme, of, len(moments) - 1, first, last) if moments else None
         after = (read(scheme, of, start, stop), of.storage[start:stop], stored)
-        account(statistics.blocks[first:last], change, before, after)
+        account(statistics[first:last], change, before, after)

@@ -23,7 +23,6 @@ from zerodrift.engine.nested import tensors_in
 from zerodrift.errors import Problem
 
 Signature = tuple[Any, ...]
-"""Shapes and dtypes of all tensors in a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,10 @@ class BatchDescription:
     """The micro-batches of one rank."""
 
     problem: Problem | None
-    """A problem of this rank's alone."""
     shapes: tuple[Signature, ...]
     """Signature of the first micro-batch, like which all others are; empty without one."""
     weights: tuple[float, ...]
     checksums: tuple[int, ...]
-    """Checksum of each micro-batch."""
 
 
 def signature(batch: Any) -> Signature:
@@ -112,7 +109,6 @@ def checksum(batch: Any) -> int:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of everything that is no container."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(value[key], f"{path}[{key!r}]")

@@ -2,22 +2,21 @@
 
 A piece is the model's own tree of modules with the same paths, in which what other pieces hold is replaced:
 a layer by one that passes its input on, anything else by one that refuses to run. So names stay those of the
-whole model, a model that counts its layers counts right, and its own code runs. What runs in a piece follows
-from `Cut`: for causal language models of `transformers` the library's own forward, for a list of layers
-what its owner says in `Parts`. Which parameter is in which piece is the plan's affair (`plan/stages.py`).
+whole model, and its own code runs: for causal language models of `transformers` the library's own forward,
+for a list of layers what its owner says in `Parts`. `plan/stages.py` decides which parameter is in which
+piece.
 
 Invariant: nothing of the given model is changed, and a module is in a piece as itself if all of its
 parameters are, so hooks on it hold wherever it is called from.
 
 [Note: entering] A piece that is not the first runs the library's forward of the whole base model. Whatever
-that does before its layers (positions added, dropout, a scale) the first piece has done: so the stand-in of
-the first layer gives what came from the piece before, whatever comes to it. What the forward makes beside
-the hidden states, masks and rotary tables, is made as in the whole model. What it has drawn by then, the
-first piece has drawn: the stand-in puts generators back.
+that does before its layers the first piece has done, so the stand-in of the first layer gives what came from
+the piece before, whatever comes to it, and puts random generators back. Masks and rotary tables are made as
+in the whole model.
 
-[Note: router logits] The loss that balances experts is no sum over pieces: it multiplies two means over all
-layers. So where a model's loss asks for router logits, each piece sends those of its layers along, and the
-last piece's base model returns them all, in the order of layers, to the library's own loss.
+[Note: router logits] The loss that balances experts multiplies two means over all layers. So where a model's
+loss asks for router logits, each piece sends those of its layers along, and the last piece's base model
+returns them all to the library's own loss.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -38,31 +37,6 @@ from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 
 Hidden = torch.Tensor | tuple[torch.Tensor, ...]
-"""Tensors that travel from piece to piece."""
-
-
-class Cut(Protocol):
-    """Cuts a model, and runs its pieces."""
-
-    @property
-    def layers(self) -> str:
-        """Path of the module whose children are the layers; `""` is the model itself."""
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        """Paths of other modules that a piece without them skips."""
-
-    def first(self, piece: nn.Module, batch: Any) -> Hidden:
-        """Compute what leaves the first piece."""
-
-    def middle(self, piece: nn.Module, hidden: Hidden, batch: Any) -> Hidden:
-        """Compute what leaves a middle piece."""
-
-    def last(self, piece: nn.Module, hidden: Hidden, batch: Any) -> torch.Tensor:
-        """Compute the loss of the micro-batch in the last piece."""
-
-    def problem(self, batch: Any) -> Problem | None:
-        """Return what no piece can do of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +109,7 @@ ELSEWHERE = ("output_hidden_states", "output_attentions")
 
 @dataclass(frozen=True)
 class Causal:
-    """A causal language model of `transformers`: embedding, decoder layers, norm, head. A micro-batch is a
-    dict of its keyword arguments, with `labels`."""
+    """A causal language model of `transformers`: embedding, decoder layers, norm, head."""
 
     layers: str = "model.layers"
     passes: tuple[str, ...] = ("model.norm",)
@@ -241,7 +214,6 @@ class Causal:
 
     @contextlib.contextmanager
     def _entered(self, piece: nn.Module, came: torch.Tensor) -> Iterator[None]:
-        """See [Note: entering]."""
         first = next(piece.get_submodule(self.layers).children())
         if not isinstance(first, PassThrough):
             raise AssertionError("a piece behind the first that has the first layer")
@@ -252,6 +224,11 @@ class Causal:
         finally:
             first.came, first.stood = None, []
 
+
+Cut: TypeAlias = Parts | Causal
+"""Cuts a model, and runs its pieces: `first` and `middle` return what leaves a piece, `last` the loss of a
+micro-batch. `layers` is the path of the module whose children are the layers, `passes` of others that a piece
+without them skips; `problem` says what no piece can do of a micro-batch."""
 
 _NOT_ON_ONE_RANK = "must be off in a pipeline, which returns losses: no rank has those of all layers"
 
@@ -321,7 +298,6 @@ class PassThrough(nn.Module):
         self.came: torch.Tensor | None = None
         """Passed on instead of the input; see [Note: entering]."""
         self.stood: list[tuple[torch.Generator, torch.Tensor]] = []
-        """States of the random generators when it came."""
 
     def forward(self, hidden: Any, *rest: Any, **named: Any) -> Any:
         if self.came is not None:
@@ -353,24 +329,12 @@ class AbsentModule(nn.Module):
 
 def prune(model: nn.Module, names: frozenset[str], cut: Cut) -> nn.Module:
     """Return the model's tree with the parameters of these names and no others."""
-    return _pruned(model, "", _PieceParts(names, cut.passes, cut.layers, _without(model, names, cut)))
-
-
-@dataclass(frozen=True)
-class _PieceParts:
-    names: frozenset[str]
-    passes: tuple[str, ...]
-    layers: str
-    absent: frozenset[str]
-    """Layers without parameters that follow a layer of another piece, and equally bare modules behind
-    them."""
-
-    def passed(self, path: str) -> bool:
-        return path in self.passes or path.rpartition(".")[0] == self.layers
+    return _pruned(model, "", names, cut, _without(model, names, cut))
 
 
 def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str]:
-    """Find the layers without parameters that are elsewhere: each is where the layer before it is."""
+    """Find the layers without parameters that are elsewhere, each where the layer before it is, and equally
+    bare modules behind them."""
     try:
         layers = model.get_submodule(cut.layers)
     except AttributeError:
@@ -391,18 +355,21 @@ def _without(model: nn.Module, names: frozenset[str], cut: Cut) -> frozenset[str
     return frozenset(bare)
 
 
-def _pruned(module: nn.Module, path: str, wanted: _PieceParts) -> nn.Module:
+def _pruned(
+    module: nn.Module, path: str, names: frozenset[str], cut: Cut, absent: frozenset[str]
+) -> nn.Module:
     prefix = f"{path}." if path else ""
     held = {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if path in wanted.absent or (held and not held & wanted.names and path):
-        return PassThrough(module) if wanted.passed(path) else AbsentModule(path)
-    if held <= wanted.names and not any(layer.startswith(prefix) for layer in wanted.absent):
+    if path in absent or (held and not held & names and path):
+        passed = path in cut.passes or path.rpartition(".")[0] == cut.layers
+        return PassThrough(module) if passed else AbsentModule(path)
+    if held <= names and not any(layer.startswith(prefix) for layer in absent):
         return module
     clone = _shallow(module)
     for name, child in module.named_children():
-        clone._modules[name] = _pruned(child, prefix + name, wanted)
+        clone._modules[name] = _pruned(child, prefix + name, names, cut, absent)
     for name, parameter in module._parameters.items():
-        if parameter is not None and prefix + name not in wanted.names:
+        if parameter is not None and prefix + name not in names:
             clone._parameters[name] = None
     return clone
 

@@ -1,19 +1,16 @@
 """Form weight gradients later: a queue that a stage owns, which backwards fill and the stage drains.
 
 A backward needs the gradient of its input at once, because the stage before it is waiting, and that of its
-weights only by the end of the step. `defer_weight_grads` makes the products of a module leave the second half
-in a `WeightQueue`: input and output gradient are kept, and `drain` forms the weight's product, micro-batch by
-micro-batch, in the dtype that the gradient is accumulated in. `products.py` recognises products. The engine
-reduces `param.grad`, whenever it was written.
+weights only by the end of the step. So the products of a module (`products.py`) leave the second half in a
+`WeightQueue`, and `drain` forms it, micro-batch by micro-batch, in the dtype of accumulation.
 
 Invariant: every gradient in the queue is added to `param.grad` exactly once, or dropped by `clear`. A
 gradient that is already there is added to, never replaced, and its factors are as they were when it was
 queued.
 
 [Note: hooks] User code with a hook on a weight, or on a view of it, reads or changes its gradient. The
-gradient of such a weight is autograd's, at once, whenever before its backward the hook was put on:
-`recognise` looks in the forward, the product's backward looks again. Hooks on a view inside of a forward are
-noticed as they are put on. Hooks on nodes of the graph are not noticed.
+gradient of such a weight is autograd's, at once: `recognise` looks in the forward, the product's backward
+looks again. Hooks on nodes of the graph are not noticed.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 from zerodrift.engine.native import native
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.products import (
-    Asked,
     MatrixProduct,
     StridedView,
     asked,
@@ -54,11 +50,9 @@ class DeferredGradient:
     place: StridedView | None
     """Place in the parameter; None for all of it."""
     form: Callable[[torch.dtype], torch.Tensor]
-    """dtype -> the gradient."""
     holds: tuple[tuple[torch.Tensor, int], ...]
     """(factor, its version when it was queued)."""
     held: int
-    """Bytes that are kept alive for it."""
 
 
 class WeightQueue:
@@ -72,24 +66,19 @@ class WeightQueue:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.held = 0
-        """Bytes kept alive now."""
         self.peak = 0
         """The most that was, since the queue was made."""
         self.formed = 0
-        """Weight gradients formed so far."""
         self._open: list[DeferredGradient] = []
-        """Gradients of the current micro-batch."""
         self._closed: deque[list[DeferredGradient]] = deque()
-        """Gradients of each micro-batch that has ended."""
         self.ended = 0
-        """Micro-batches of this step that have ended."""
         self._gradients: Gradients | None = None
         """Gradients of the engine that the module belongs to."""
         self._scheduled = False
         """Whether a schedule's backwards end micro-batches; else the engine does, where there is one."""
         self._handles: list[Any] = []
+        self._owners: list[nn.Module] = []
         self._names: dict[torch.Tensor, str] = {}
-        """Names of the module's parameters."""
 
     def __len__(self) -> int:
         """Return the number of weight gradients that wait."""
@@ -112,8 +101,9 @@ class WeightQueue:
         kept = tuple((tensor, tensor._version) for tensor in holds)
         late = DeferredGradient(parameter, place, form, kept, sum(tensor.nbytes for tensor in holds))
         if self.limit is not None:
-            while self.held + late.held > self.limit and (waiting := self._oldest()):
-                self._form(waiting.pop(0))
+            while self.held + late.held > self.limit and len(self):
+                oldest = next((waiting for waiting in self._closed if waiting), self._open)
+                self._form(oldest.pop(0))
         self._open.append(late)
         self.held += late.held
         self.peak = max(self.peak, self.held)
@@ -142,10 +132,6 @@ class WeightQueue:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"parameter {list(parameter.shape)}"
-
-    def _oldest(self) -> list[DeferredGradient]:
-        """Return the list with the gradient that has waited longest; empty where none waits."""
-        return next((waiting for waiting in self._closed if waiting), self._open)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch: the gradients queued since the last call are its own. An engine calls this."""
@@ -183,7 +169,9 @@ class WeightQueue:
         self.drain()
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        for owner in self._owners:
+            object.__delattr__(owner, _MARK)
+        self._handles, self._owners = [], []
         if self._gradients is not None and not self._scheduled:
             self._gradients.expect(None)
         self._gradients = None
@@ -204,27 +192,10 @@ class WeightQueue:
         parameter = late.parameter
         dtype = parameter.grad_dtype or parameter.dtype
         self.held -= late.held
-        self._require_unwritten(late)
-        value = late.form(dtype)
-        self._require_fitting(late, value, dtype)
-        self.formed += 1
-        if parameter.grad is None:
-            if late.place is None or late.place.size == tuple(parameter.shape):
-                # What a caller's function returns may be a tensor that it goes on to use.
-                parameter.grad = (
-                    value.clone() if late.place is None else _laid_out(value, late.place, parameter)
-                )
-                return
-            parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=value.device)
-        home = parameter.grad if late.place is None else late.place.of(parameter.grad)
-        home.add_(value)
-
-    def _require_unwritten(self, late: DeferredGradient) -> None:
-        """Refuse changed factors, as autograd does in a backward."""
         for tensor, version in late.holds:
             if tensor._version != version:
                 raise ModelError(
-                    self._name(late.parameter),
+                    self._name(parameter),
                     "what its late gradient is formed from must not be written to before",
                     got=(
                         f"a tensor {list(tensor.shape)} that was written to in place "
@@ -232,32 +203,29 @@ class WeightQueue:
                     ),
                     do="Call `drain()` first, or write to a clone.",
                 )
-
-    def _require_fitting(self, late: DeferredGradient, value: Any, dtype: torch.dtype) -> None:
-        parameter = late.parameter
+        value = late.form(dtype)
         shape = tuple(parameter.shape) if late.place is None else late.place.size
-        here = f"{list(shape)} {dtype} on {parameter.device}"
-        if not isinstance(value, torch.Tensor):
+        made = isinstance(value, torch.Tensor)
+        if not made or (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
             raise ModelError(
                 self._name(parameter),
-                f"must get a late gradient {here}",
-                got=type(value).__name__,
-                do="`form(dtype)` returns a tensor.",
+                f"must get a late gradient {list(shape)} {dtype} on {parameter.device}",
+                got=f"{list(value.shape)} {value.dtype} on {value.device}" if made else type(value).__name__,
+                do="`form(dtype)` returns a tensor of the dtype that it is called with.",
             )
-        if (tuple(value.shape), value.dtype, value.device) != (shape, dtype, parameter.device):
-            raise ModelError(
-                self._name(parameter),
-                f"must get a late gradient {here}",
-                got=f"{list(value.shape)} {value.dtype} on {value.device}",
-                do="`form` is called with the dtype that it returns.",
-            )
-
-
-def _laid_out(value: torch.Tensor, place: StridedView, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a value in the layout of its place, which is all of the parameter, as a contiguous tensor."""
-    whole = torch.empty(parameter.shape, dtype=value.dtype, device=value.device)
-    place.of(whole).copy_(value)
-    return whole
+        self.formed += 1
+        if parameter.grad is None:
+            if late.place is None:
+                parameter.grad = value.clone()  # of a tensor that a caller's function may go on to use
+                return
+            if late.place.size == tuple(parameter.shape):
+                # All of the parameter, in another layout: a contiguous tensor.
+                parameter.grad = torch.empty(parameter.shape, dtype=dtype, device=value.device)
+                late.place.of(parameter.grad).copy_(value)
+                return
+            parameter.grad = torch.zeros(parameter.shape, dtype=dtype, device=value.device)
+        home = parameter.grad if late.place is None else late.place.of(parameter.grad)
+        home.add_(value)
 
 
 def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> WeightQueue:
@@ -280,6 +248,7 @@ def defer_weight_grads(what: nn.Module | Engine, limit: int | None = None) -> We
                     do="Call `detach()` of the first.",
                 )
             queue._handles += _attach(owner, queue)
+            queue._owners.append(owner)
     queue._names = {parameter: name for name, parameter in module.named_parameters()}
     if not isinstance(what, nn.Module):
         gradients = native(what.executor).gradients
@@ -298,17 +267,6 @@ def defer_in_piece(piece: nn.Module, gradients: Gradients, limit: int | None = N
 _MARK = "_zerodrift_weight_queue"
 
 
-class _Mark:
-    """Marks a module that has a queue, until `remove`."""
-
-    def __init__(self, module: nn.Module, queue: WeightQueue) -> None:
-        self._module = module
-        object.__setattr__(module, _MARK, queue)
-
-    def remove(self) -> None:
-        object.__delattr__(self._module, _MARK)
-
-
 def _attach(owner: nn.Module, queue: WeightQueue) -> list[Any]:
     modes: list[_Deferring] = []
 
@@ -322,11 +280,8 @@ def _attach(owner: nn.Module, queue: WeightQueue) -> list[Any]:
         if modes:
             modes.pop().__exit__(None, None, None)
 
-    return [
-        _Mark(owner, queue),
-        owner.register_forward_pre_hook(before),
-        owner.register_forward_hook(after, always_call=True),
-    ]
+    object.__setattr__(owner, _MARK, queue)
+    return [owner.register_forward_pre_hook(before), owner.register_forward_hook(after, always_call=True)]
 
 
 class _Deferring(TorchFunctionMode):
@@ -347,24 +302,8 @@ class _Deferring(TorchFunctionMode):
         call = recognise(func, args, kwargs)
         if call is None or call.parameter in self._watched:
             return func(*args, **kwargs)
-        how = _ProductContext(self._queue, call, self._watched)
+        how = self._queue, self._watched, call
         return _Product.apply(how, call.x, call.weight, call.bias, call.offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class _ProductContext:
-    """The context of a product's backward beside its tensors."""
-
-    queue: WeightQueue
-    call: MatrixProduct
-    watched: set[torch.Tensor]
-
-    def asked(self) -> Asked:
-        """Return what the running backward wants of the weight: see [Note: hooks]."""
-        parameter, weight = self.call.parameter, self.call.weight
-        when = asked(parameter, weight)
-        watched = hooked(parameter) or hooked(weight) or parameter in self.watched
-        return "now" if when == "late" and watched else when
 
 
 class _Product(torch.autograd.Function):
@@ -373,7 +312,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: _ProductContext,
+        how: tuple[WeightQueue, set[torch.Tensor], MatrixProduct],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -381,26 +320,27 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         # Of the call only what is no tensor of a graph, or a weight, is used in the backward.
         ctx.save_for_backward(x, weight, offsets)
-        ctx.how = dataclasses.replace(how, call=dataclasses.replace(how.call, x=weight, bias=None))
+        ctx.queue, ctx.watched, call = how
+        ctx.call = dataclasses.replace(call, x=weight, bias=None)
         ctx.bias_shape = None if bias is None else bias.shape
-        return how.call.run(x, weight, bias)
+        return call.run(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
-        how: _ProductContext = ctx.how
-        kind = how.call.kind
+        call: MatrixProduct = ctx.call
 
         def form(dtype: torch.dtype) -> torch.Tensor:
-            return weight_gradient(kind, x, grad, offsets, dtype)
+            return weight_gradient(call.kind, x, grad, offsets, dtype)
 
-        of_x = input_gradient(kind, grad, weight, offsets) if ctx.needs_input_grad[1] else None
+        of_x = input_gradient(call.kind, grad, weight, offsets) if ctx.needs_input_grad[1] else None
         of_bias = None
         if ctx.bias_shape is not None and ctx.needs_input_grad[3]:
             of_bias = grad.sum_to_size(ctx.bias_shape)
-        wanted = how.asked()
-        if wanted == "late" and torch.is_grad_enabled():
-            wanted = "now"  # with `create_graph`: this gradient is itself part of a graph
+        wanted = asked(call.parameter, call.weight)
+        watched = hooked(call.parameter) or hooked(call.weight) or call.parameter in ctx.watched
+        if wanted == "late" and (watched or torch.is_grad_enabled()):
+            wanted = "now"  # see [Note: hooks]; with `create_graph` this gradient is itself part of a graph
         if wanted == "late":
-            how.queue.put(how.call.parameter, form, (x, grad), how.call.place)
+            ctx.queue.put(call.parameter, form, (x, grad), call.place)
         return None, of_x, form(weight.dtype) if wanted == "now" else None, of_bias, None

@@ -56,7 +56,6 @@ def pipeline_engine(
 
 
 def _require_trained(plan: Plan) -> None:
-    """Refuse a stage without an optimizer, or without anything to send back."""
     for rank in range(plan.mesh.pipeline):
         if all(not row.trained for row in part(plan, rank).rows):
             raise UnsupportedError(

@@ -47,7 +47,6 @@ class MatrixProduct:
     weight: torch.Tensor
     bias: torch.Tensor | None
     offsets: torch.Tensor | None
-    """End of each group of rows, in a grouped product."""
     parameter: nn.Parameter
     place: StridedView
     run: Callable[..., torch.Tensor]
@@ -84,7 +83,7 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 def _root(weight: torch.Tensor) -> nn.Parameter | None:
     """Return the parameter that a weight is, or is a plain view of: one whose gradient is that of the whole,
-    there. A view that an autograd function of one's own made has the gradient that the function returns."""
+    there."""
     if isinstance(weight, nn.Parameter) and weight.is_leaf:
         return weight
     whole, node = weight._base, weight.grad_fn
@@ -254,7 +253,6 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return left^T right."""
     if left.dtype is dtype:
         return left.t().mm(right)
     if left.is_cuda:

@@ -1,20 +1,19 @@
 """The plan of a pipeline, executed: a step over micro-batches, run by one of torch's schedules on every
 rank's pieces.
 
-Each rank executes its part of the plan of all (`plan/stages.py`) on segments, as `engine/native.py` does. A
-schedule of torch calls the pieces (`stage.py`); when it is through, the engine's own step reduces what is
-left, forms one norm, one decision to skip and one loss scale over all stages, and updates.
+Each rank executes its part of the plan of all (`plan/stages.py`) on segments. A schedule of torch calls the
+pieces (`stage.py`); when it is through, the engine's own step reduces what is left, forms one norm, one
+decision to skip and one loss scale over all stages, and updates.
 
-Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; whatever is
-wrong with them is found on all ranks before the first message; and what raises on one rank after it, ends all
-of them (`comm/shared_errors.py`).
+Invariant: every rank of a pipeline is given the same micro-batches, and returns the same result; what is
+wrong with them is found on all ranks before the first message; and what raises on one rank after it ends all.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,8 @@ import torch
 from torch import nn
 
 from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.errors import missing
 from zerodrift.comm.shared_errors import Alarm
-from zerodrift.engine.executor import BatchRunner, batch_on
+from zerodrift.engine.executor import batch_on
 from zerodrift.engine.native import NativeExecutor
 from zerodrift.engine.place import ValueSources
 from zerodrift.engine.step import compute
@@ -44,7 +42,7 @@ from zerodrift.plan.timeline import Action
 from zerodrift.policy.pipelining import queues
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LearnedShapes:
     """A schedule of torch, and the shapes that it has learnt."""
 
@@ -64,6 +62,7 @@ class PipelineExecutor(NativeExecutor):
         if pipeline is None:
             raise AssertionError("a plan without a pipeline")
         super().__init__(plan, tree, comm, None, sources)
+        self.sum_over_ends = partial(self._units.sum_over_ends, comm)
         self._alarm = Alarm(comm.mesh)
         self._schedule = pipeline.schedule
         self._late = queues(pipeline)
@@ -80,7 +79,6 @@ class PipelineExecutor(NativeExecutor):
         self._before: list[dict[str, torch.Tensor]] = []
         """Buffers of each piece, for [Note: learning shapes] of `stage.py`."""
         self.actions: list[Action] = []
-        """Actions of this rank in the last step, in order."""
 
     def _attach(self) -> list[Any]:
         """Put no hooks: the schedule says what is gathered when."""
@@ -96,7 +94,7 @@ class PipelineExecutor(NativeExecutor):
             for row, parameter in zip(segment.rows, segment.parameters, strict=True)
             if segment.spec.copies
         }
-        shared = PieceContext(self._units, self.precision, self.gradients, self._draws, self.comm.mesh, tied)
+        shared = PieceContext(self._units, self.precision, self._draws, self.comm.mesh, tied)
         numbers = pieces_of(self.plan, self.comm.mesh.rank("pipeline"))
         self._pieces = tuple(
             Piece(number, self._count, part, cut, shared) for number, part in zip(numbers, parts, strict=True)
@@ -111,7 +109,7 @@ class PipelineExecutor(NativeExecutor):
     # --- what differs from a rank that has the whole model ----------------------------------------------
 
     @property
-    def runner(self) -> BatchRunner:
+    def runner(self) -> PipelineExecutor:
         return self
 
     def require_peers(self) -> None:
@@ -121,9 +119,6 @@ class PipelineExecutor(NativeExecutor):
     def step(self) -> Iterator[None]:
         with self._alarm.explain_failure(), super().step():
             yield
-
-    def _sum_over_ends(self) -> None:
-        self._units.sum_over_ends(self.comm)
 
     @property
     def values(self) -> WholeValues:
@@ -144,8 +139,23 @@ class PipelineExecutor(NativeExecutor):
         self, micro_batches: Iterable[Any], weights: Sequence[float], count: int | None
     ) -> tuple[list[Any], tuple[float, ...]]:
         """Return the micro-batches as pieces take them. A problem is the same on every rank."""
+        batches = list(micro_batches)
+        training, mesh = count is not None, self.comm.mesh
         with self._alarm.explain_failure():
-            return self._prepare(list(micro_batches), weights, count)
+            mine = describe_batches(batches, tuple(weights), count, self._cut.problem)
+            known = self._schedules.get(training)
+            relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
+            descriptions = self.comm.all_gather_object((mine, relearn))
+            problem = next((found.problem for found, _ in descriptions if found.problem), None)
+            ranks, stages = len(descriptions), mesh.size("pipeline")
+            for data in range(ranks // stages):
+                line = range(data, ranks, ranks // stages)
+                problem = problem or difference({rank: descriptions[rank][0] for rank in line})
+            if problem is not None:
+                raise ModelError.of([problem])
+            if any(again for _, again in descriptions):
+                self._schedules.pop(training, None)
+            return [batch_on(batch, mesh.device, self.precision.of) for batch in batches], mine.weights
 
     def train(
         self, batches: list[Any], weights: tuple[float, ...], seeds: tuple[int, ...]
@@ -186,8 +196,14 @@ class PipelineExecutor(NativeExecutor):
             piece.batches = []
         if ended is not None:
             raise ended
-        if not seeds:
-            self._end_of_draws(training)
+        if seeds:
+            return
+        # The generator of every stage goes on if any stage has drawn, so that seeds stay alike.
+        known = self._schedules[training]
+        if known.draws is None:
+            known.draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
+        if known.draws:
+            self._draws.advance()
 
     def _scheduled_run(self, schedule: Any, count: int) -> BaseException | None:
         """Run the schedule; return the exception that ended it, if any: see [Note: whose error] of
@@ -199,7 +215,10 @@ class PipelineExecutor(NativeExecutor):
                 schedule.step(number=numbers, target=numbers, return_outputs=False)
         except BaseException as error:
             own = next((piece.failed for piece in self._pieces if piece.failed is not None), None)
-            if _is_reentrant(own or error):
+            causes = [own or error]
+            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+                causes.append(cause)
+            if any("use_reentrant=True" in str(cause) for cause in causes):
                 refused = UnsupportedError(
                     "checkpoint",
                     "must be called with `use_reentrant=False` in a pipeline, whose backwards "
@@ -214,19 +233,10 @@ class PipelineExecutor(NativeExecutor):
                 return refused
             if own is not None or isinstance(error, ZerodriftError) or not isinstance(error, RuntimeError):
                 return own or error
-            lost = missing("message", self.comm.mesh.axis("pipeline"), error)
+            lost = self.comm.mesh.axis("pipeline").missing("message", error)
             lost.__cause__ = error
             return lost
         return None
-
-    def _end_of_draws(self, training: bool) -> None:
-        """Advance the generator of every stage if any stage has drawn, so that seeds stay alike."""
-        known = self._schedules[training]
-        if known.draws is None:
-            draws = any(self.comm.all_gather_object(self._draws.drew, "pipeline"))
-            known = self._schedules[training] = replace(known, draws=draws)
-        if known.draws:
-            self._draws.advance()
 
     def _begin(self) -> None:
         """Begin a step before its first action: see [Note: learning shapes]."""
@@ -252,34 +262,12 @@ class PipelineExecutor(NativeExecutor):
         return self._progress.scale(output if weight == 1.0 else output * weight)
 
     def _losses_of_all(self, count: int) -> tuple[float, ...]:
-        """Broadcast the losses from the last stage."""
         losses = torch.zeros(count, dtype=torch.float64)
         for number, loss in self._pieces[-1].losses.items():
             losses[number] = loss.double()
         losses = losses.to(self.comm.mesh.device)
         self.comm.broadcast(losses, self._last, "pipeline")
         return tuple(losses.tolist())
-
-    # --- micro-batches and schedules --------------------------------------------------------------------
-
-    def _prepare(
-        self, batches: list[Any], weights: Sequence[float], count: int | None
-    ) -> tuple[list[Any], tuple[float, ...]]:
-        training, mesh = count is not None, self.comm.mesh
-        mine = describe_batches(batches, tuple(weights), count, self._cut.problem)
-        known = self._schedules.get(training)
-        relearn = known is None or (known.shapes, known.micro_batches) != (mine.shapes, len(batches))
-        descriptions = self.comm.all_gather_object((mine, relearn))
-        problem = next((found.problem for found, _ in descriptions if found.problem), None)
-        ranks, stages = len(descriptions), mesh.size("pipeline")
-        for data in range(ranks // stages):
-            line = range(data, ranks, ranks // stages)
-            problem = problem or difference({rank: descriptions[rank][0] for rank in line})
-        if problem is not None:
-            raise ModelError.of([problem])
-        if any(again for _, again in descriptions):
-            self._schedules.pop(training, None)
-        return [batch_on(batch, mesh.device, self.precision.of) for batch in batches], mine.weights
 
     def _scheduled(self, batches: list[Any], training: bool) -> Any:
         """Return the schedule for micro-batches of these shapes; a new one has to learn what travels."""
@@ -301,13 +289,3 @@ class PipelineExecutor(NativeExecutor):
     def _record(self, kind: str, piece: int, micro_batch: int) -> None:
         self._alarm.check()
         self.actions.append(Action(kind, piece, micro_batch))
-
-
-def _is_reentrant(error: BaseException | None) -> bool:
-    """Return whether activation checkpointing caused it, of the kind that runs a backward inside of
-    another."""
-    while error is not None:
-        if "use_reentrant=True" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -1,33 +1,28 @@
 """Run one piece of a pipeline between torch's schedule and an engine.
 
 torch's schedule decides what happens when, sends and receives. `Piece` runs it: it gathers the parameters,
-enters the precision of the plan, names the micro-batch, and calls the engine when a micro-batch has ended.
-`Stage` is the one subclass here, of the class that torch's schedules take; it uses what that documents or
-names without an underscore (tested with 2.13 to 2.15).
+enters the precision of the plan, and calls the engine when a micro-batch has ended. `Stage` is the one
+subclass here, of the class that torch's schedules take; it uses what that documents or names without an
+underscore (tested with 2.13 to 2.15).
 
 Invariant: a piece's weight gradients are in `param.grad`, each once, when its last action of a micro-batch
 has ended; and nothing that torch runs to learn shapes leaves anything behind.
 
 [Note: learning shapes] Before its first step a schedule runs a forward and a backward of every piece to learn
-what will travel. That backward forms gradients of inputs alone, but the forward may change buffers, such as
-running means. So the first real forward of a step puts buffers back: a run that goes on in another process
-has the losses of one that was never stopped.
+what will travel. That forward may change buffers, such as running means, so the first real forward of a step
+puts buffers back.
 
-[Note: random numbers] What a forward draws, for dropout, is drawn from generators that are seeded for its
-piece and its micro-batch, and put back behind it. So pieces draw different numbers, on ranks that were seeded
-alike too, and the same ones under every schedule. They are not those of a run without a pipeline, in which
-one generator goes through the layers of one micro-batch after the other. Under `reduce.order: tree` they are:
-each micro-batch has a seed of its own there, with which its first piece begins, and the state of the
-generators travels from piece to piece with the activations.
+[Note: random numbers] A forward draws from generators that are seeded for its piece and its micro-batch, and
+put back behind it. So pieces draw different numbers, and the same ones under every schedule, but not those of
+a run without a pipeline. Under `reduce.order: tree` they are those: each micro-batch has a seed of its own,
+with which its first piece begins, and the state of the generators travels from piece to piece.
 
 [Note: tied by the tree] Without a pipeline, autograd adds the gradients of all uses of a parameter, the last
 use first. At the ends of a V the last piece's come first too, and then those of the first piece: the same sum
-as long as that is one, and under autocast not of a copy that both pieces would share. So an embedding must be
-looked up, once.
+as long as that is one, not of a copy under autocast. So an embedding must be looked up, once.
 
-[Note: whose error] torch raises one of its own from what a forward or a backward of a piece raises. What a
-piece raised is kept, and is what the run ends with; what else ends a schedule is a message that did not come.
-What was abandoned because of it raised nothing of its own.
+[Note: whose error] torch raises one of its own from what a piece raises. What a piece raised is kept, and is
+what the run ends with; what else ends a schedule is a message that did not come.
 """
 
 from __future__ import annotations
@@ -46,7 +41,6 @@ from zerodrift.comm.mesh import Mesh
 from zerodrift.engine.executor import one_number
 from zerodrift.engine.habits.microbatch_state import generators
 from zerodrift.engine.step.compute import ForwardPrecision
-from zerodrift.engine.step.gradients import Gradients
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.experts.turns import PairAborted
 from zerodrift.pipeline.cut import Cut, Hidden
@@ -70,8 +64,7 @@ class RandomStreams:
         """Whether any forward has drawn a number since `begin`."""
 
     def begin(self, seeds: tuple[int, ...]) -> None:
-        """Begin a run. Its numbers follow from seeds of its micro-batches, or where there are none from the
-        state of the generator of the CPU."""
+        """Begin a run."""
         self._key = hashlib.sha256(self._generators[0].get_state().numpy().tobytes()).digest()
         self._seeds = seeds
         self.drew = False
@@ -83,7 +76,7 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of(self, piece: int, micro_batch: int, came: torch.Tensor | None = None) -> Iterator[None]:
-        """Seed a forward. `came` is `state` at the end of the piece before, if that travels."""
+        """Seed a forward."""
         before = [generator.get_state() for generator in self._generators]
         if came is None:
             for generator in self._generators:
@@ -111,7 +104,6 @@ class RandomStreams:
         return torch.cat([generator.get_state() for generator in self._generators]).to(self._device)
 
     def advance(self) -> None:
-        """Advance, so that the next run draws others."""
         torch.rand((), generator=self._generators[0])
 
 
@@ -121,7 +113,6 @@ class PieceContext:
 
     scheduled: StageUnits
     precision: ForwardPrecision
-    gradients: Gradients
     draws: RandomStreams
     mesh: Mesh
     tied: Mapping[str, torch.Tensor]
@@ -140,9 +131,7 @@ class Piece(nn.Module):
         self.queue: WeightQueue | None = None
         """Queue of the weight gradients that the schedule defers; None where autograd keeps them."""
         self.batches: list[Any] = []
-        """Micro-batches of the step, as the cut takes them."""
         self.losses: dict[int, torch.Tensor] = {}
-        """Micro-batch -> its loss, in the last piece."""
         self.learning = False
         """Whether torch is about to learn shapes: parameters stay full for a backward without hooks."""
         self.failed: BaseException | None = None
@@ -183,7 +172,7 @@ class Piece(nn.Module):
             return self._leaving(self._cut.first(self.module, batch), hidden, micro_batch)
         if self.number < self.count - 1:
             return self._leaving(self._cut.middle(self.module, came, batch), hidden, micro_batch)
-        loss = self._checked(self._cut.last(self.module, came, batch))
+        loss = one_number(self._cut.last(self.module, came, batch))
         self.losses[micro_batch] = loss.detach()
         return loss
 
@@ -221,9 +210,6 @@ class Piece(nn.Module):
             for tensor in leaves
         )
         return sent[0] if len(sent) == 1 else sent
-
-    def _checked(self, loss: Any) -> torch.Tensor:
-        return one_number(loss)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -268,7 +254,6 @@ def _require_one_lookup(name: str, parameter: torch.Tensor, left: Sequence[torch
 
 
 def _nodes(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """Yield the nodes of the graph that tensors come from, each once."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -340,8 +325,7 @@ class Stage(PipelineStage):
 
     def _leaves_weights(self, micro_batch: int) -> bool:
         """Return whether torch's second pass may not form weight gradients: it runs no hook of a parameter,
-        or once for each group, and leaves out a parameter whose node it does not find. The first stage has no
-        such pass: there the second half is a whole backward."""
+        or once for each group, and leaves out a parameter whose node it does not find."""
         if self.dw_builder is not None or self.is_first:
             return False
         leaves = any(

@@ -3,12 +3,9 @@
 A schedule mixes the forwards and backwards of several micro-batches, and splits a backward in two, so no hook
 on a module can know whose micro-batch it sees. The code that runs the schedule calls `begin`, then `gather`
 and `release` around each forward and backward, `ended` when a micro-batch has its last weight gradient in a
-piece, and `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype, so every
-addition to it, at once or late, is made in place in that dtype.
-
-Under `reduce.order: tree` it is so inside of `backward` alone, where the buffer is that of one micro-batch:
-gradients of others that come in between go to theirs. A unit's parts are added to the tree in the order of
-their micro-batches; one that is complete before another waits for it.
+piece, and `end`. In between every `param.grad` is a view of a buffer in the accumulate dtype. Under
+`reduce.order: tree` it is so inside of `backward` alone, where the buffer is that of one micro-batch; a
+unit's parts are added to the tree in the order of their micro-batches.
 
 Invariant: while a backward runs no `param.grad` of a trained parameter is None, and what has been added to it
 is reduced exactly once: after every micro-batch or after the last, as the plan says.
@@ -48,10 +45,10 @@ class StageUnits:
             for piece in range(count)
             if piece in mine
         }
-        """Piece -> its units, in the order of a forward."""
         self._uses = Counter(unit.number for held in self._units.values() for unit in held)
         """Unit -> how many of this rank's pieces use it; only the root has more than one."""
-        self._all_step = part.policy.sharding.keep_gathered == "step"
+        self.all_step = part.policy.sharding.keep_gathered == "step"
+        """Whether everything stays gathered for the whole step."""
         self._packings = {piece: saved_views.Packing() for piece in mine}
         self._ended: Counter[int] = Counter()
         """Unit -> micro-batches that have ended in it, once per piece."""
@@ -65,28 +62,21 @@ class StageUnits:
     # --- parameters -------------------------------------------------------------------------------------
 
     def gather(self, piece: int | None = None) -> None:
-        """Gather a piece, or all."""
         for unit in self._of(piece):
             unit.start_gather()
         for unit in self._of(piece):
             unit.gather()
 
     def release(self, piece: int | None = None) -> None:
-        """Release a piece after a forward or a backward, or all; what is kept for the whole step stays."""
-        if piece is None or not self._all_step:
+        if piece is None or not self.all_step:
             for unit in self._of(piece):
                 unit.release()
 
     def pack(self, piece: int, left: Sequence[torch.Tensor]) -> None:
         """Let what autograd has saved of a piece's parameters go, behind what has left it in a forward."""
-        if not self._all_step:
+        if not self.all_step:
             gathered = [segment for unit in self._of(piece) for segment in unit.segments if segment.gathers]
             self._packings[piece].pack(left, BEFORE_ALL, gathered, lambda: self.gather(piece))
-
-    @property
-    def all_step(self) -> bool:
-        """Whether everything stays gathered for the whole step."""
-        return self._all_step
 
     def _of(self, piece: int | None) -> Iterator[LiveUnit]:
         of_pieces = self._units.values() if piece is None else [self._units[piece]]
@@ -95,7 +85,6 @@ class StageUnits:
     # --- gradients --------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step of so many micro-batches."""
         self._ended.clear()
         self._ends.clear()
         self._taken.clear()
@@ -134,16 +123,16 @@ class StageUnits:
         self._gradients.land_in_place([segment for segment in every if segment.number in left])
 
     def _add_to_tree(self, units: list[LiveUnit]) -> None:
-        """Add complete parts of units to the tree, unless one before them is missing."""
-        while whole := [unit for unit in units if self._has_next(unit)]:
+
+        def has_next(unit: LiveUnit) -> bool:
+            return self._ends[unit.number, self._taken[unit.number]] == self._uses[unit.number]
+
+        while whole := [unit for unit in units if has_next(unit)]:
             self._gradients.take_parts(self._segments(whole))
             self._taken.update(unit.number for unit in whole)
 
-    def _has_next(self, unit: LiveUnit) -> bool:
-        return self._ends[unit.number, self._taken[unit.number]] == self._uses[unit.number]
-
     def end(self) -> None:
-        """End the schedule. Every micro-batch must have ended in every piece."""
+        """End the schedule."""
         counts = {number: count // self._uses[number] for number, count in self._ended.items()}
         if set(counts.values()) - {self._micro_batches}:
             raise AssertionError(f"micro-batches per unit {counts}, not {self._micro_batches}")

@@ -29,14 +29,12 @@ class StagedValues:
 
     plan: Plan
     part: Plan
-    """The part of the plan that this rank executes."""
     own: SegmentValues
     comm: Collectives
 
     @contextlib.contextmanager
     def gathered(self, rows: Mapping[str, Row], write: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Show the values that this rank has. The first end's are kept of what is tied across the
-        pipeline."""
+        """Show the values that this rank has."""
         here = {name: mine for name, row in rows.items() if (mine := self._here(row)) is not None}
         with (
             self.own.gathered(here, write) as shown,
@@ -53,16 +51,14 @@ class StagedValues:
         return self._from_owner(row, self.own.value, row.columns.compute.torch)
 
     def set_value(self, row: Row, value: torch.Tensor) -> None:
-        mine = self._here(row)
-        if mine is not None:
+        if (mine := self._here(row)) is not None:
             self.own.set_value(mine, value)
 
     def master(self, row: Row) -> torch.Tensor:
         return self._from_owner(row, self.own.master)
 
     def set_master(self, row: Row, value: torch.Tensor) -> None:
-        mine = self._here(row)
-        if mine is not None:
+        if (mine := self._here(row)) is not None:
             self.own.set_master(mine, value)
 
     def has_gradient(self, row: Row) -> bool:
@@ -77,13 +73,14 @@ class StagedValues:
             return self.own.gradient(mine, unscale)
 
         whole = self._from_owner(row, read)
-        if self._is_tied(row):
-            whole = whole + self._from(self._last, row, read, torch.float32)
+        if is_tied_across_ranks(self.plan, self.plan.segments[row.segment]):
+            pipeline = self.plan.policy.pipeline
+            last = rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
+            whole = whole + self._from(last, row, read, torch.float32)
         return whole
 
     def set_gradient(self, row: Row, value: torch.Tensor) -> None:
-        mine = self._here(row)
-        if mine is not None:
+        if (mine := self._here(row)) is not None:
             first = self._home(row) == self.comm.mesh.rank("pipeline")
             self.own.set_gradient(mine, value if first else torch.zeros_like(value))
 
@@ -102,8 +99,7 @@ class StagedValues:
         return moments
 
     def set_moment(self, row: Row, key: str, value: torch.Tensor) -> None:
-        mine = self._here(row)
-        if mine is not None:
+        if (mine := self._here(row)) is not None:
             self.own.set_moment(mine, key, value)
 
     # --- whose it is ------------------------------------------------------------------------------------
@@ -113,17 +109,7 @@ class StagedValues:
         return next((mine for name in row.names if (mine := self.part.row(name)) is not None), None)
 
     def _home(self, row: Row) -> int:
-        """Return the pipeline rank whose copy counts."""
         return rank_of(self.plan.policy.pipeline, self.plan.mesh, self.plan.units[row.unit].stage)
-
-    @property
-    def _last(self) -> int:
-        """The pipeline rank of the last piece: the other end of what is tied."""
-        pipeline = self.plan.policy.pipeline
-        return rank_of(pipeline, self.plan.mesh, pieces(pipeline, self.plan.mesh) - 1)
-
-    def _is_tied(self, row: Row) -> bool:
-        return is_tied_across_ranks(self.plan, self.plan.segments[row.segment])
 
     def _from_owner(
         self, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype = torch.float32
@@ -133,7 +119,6 @@ class StagedValues:
     def _from(
         self, rank: int, row: Row, read: Callable[[Row], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return on all ranks of the pipeline what is read on one."""
         mine, mesh = self._here(row), self.comm.mesh
         if mine is not None and rank == mesh.rank("pipeline"):
             value = read(mine).contiguous()

@@ -13,6 +13,7 @@ Invariant: a pure function of policy and model; no boundary lies inside another.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -34,22 +35,23 @@ def find_boundaries(policy: Policy, model: ModelSpec, columns: Sequence[Columns]
     own = {key for key, cells in distinct.items() if has_own_dtype(cells, policy.mode)}
     if not own:
         return ()
-    usual = {key for key, cells in distinct.items() if _has_mode_dtype(cells, policy.mode)}
-    mixed: set[str] = set()  # modules around a parameter that computes in the mode's dtype
-    for parameter, cells in zip(model.parameters, columns, strict=True):
-        if id(cells) in usual:
-            for name in parameter.names:
-                for path in enclosing_modules(name):
-                    if path in mixed:
-                        break
-                    mixed.add(path)
+    # Without autocast an integer parameter does not count.
+    autocast = policy.mode.autocast
+    usual = {
+        key for key, cells in distinct.items() if key not in own and (autocast or cells.compute.is_floating)
+    }
+    mixed = {
+        path
+        for parameter, cells in zip(model.parameters, columns, strict=True)
+        if id(cells) in usual
+        for name in parameter.names
+        for path in enclosing_modules(name)
+    }
     inside: dict[str, list[int]] = {}  # every other module -> its parameters, once per name
     for index, parameter in enumerate(model.parameters):
         if id(columns[index]) not in usual:
             for name in parameter.names:
-                for path in enclosing_modules(name):
-                    if path in mixed:
-                        break
+                for path in itertools.takewhile(lambda path: path not in mixed, enclosing_modules(name)):
                     inside.setdefault(path, []).append(index)
     finder = _BoundaryFinder(policy, model, columns)
     decided: dict[str, Boundary | None] = {}
@@ -89,15 +91,7 @@ def has_own_dtype(cells: Columns, mode: Mode) -> bool:
     return cells.compute.is_floating and cells.compute is not mode.dtype
 
 
-def _has_mode_dtype(cells: Columns, mode: Mode) -> bool:
-    """Return True if a parameter computes as the mode says. Without autocast an integer parameter does not
-    count."""
-    return not has_own_dtype(cells, mode) and (mode.autocast or cells.compute.is_floating)
-
-
 class _BoundaryFinder:
-    """Finds the boundary of a module in which no parameter computes in the mode's dtype."""
-
     def __init__(self, policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> None:
         self._policy = policy
         self._model = model
@@ -150,7 +144,6 @@ class _BoundaryFinder:
 
 
 def note_missing_classes(policy: Policy, model: ModelSpec, columns: Sequence[Columns]) -> Iterator[str]:
-    """Note that boundaries were found by names alone."""
     if model.has_classes or not any(has_own_dtype(cells, policy.mode) for cells in columns):
         return
     yield (

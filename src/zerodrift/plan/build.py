@@ -9,14 +9,14 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from zerodrift.dtypes import DType, lost
-from zerodrift.errors import ConfigError, ModelError, Problems
+from zerodrift.errors import ConfigError, ModelError, Problems, several
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
-from zerodrift.plan.experts import own_experts, require_experts
 from zerodrift.plan.groups import find_groups
 from zerodrift.plan.layout import Members, find_units, group, move_small_segments, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
@@ -34,13 +34,19 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     """
     if not model.parameters:
         raise ModelError(model.source, "must have parameters", got="none", do="Is it the right file?")
-    columns = _columns(policy, model)
+    columns_of = ColumnsOf(policy, model)
+    require_matches(policy.rules, model, columns_of.problems)
+    columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.problems.raise_as(ConfigError)
+    if not policy.mode.autocast:
+        require_one_compute(model, columns, columns_of.problems)
+        columns_of.problems.raise_as(ConfigError)
+    problems = Problems()
     if policy.tree:
-        problems = Problems()
         whens = [kind.update.reduce.when for kind in columns if kind.update is not None]
         refuse_ranks(whens, policy.batch.accumulation, mesh, problems)
         problems.raise_as(ConfigError)
-    require_experts(model, columns, mesh.expert)
+    _require_experts(model, columns, mesh.expert)
     rows: list[Row] = []
     units: list[Unit] = []
     segments: list[Segment] = []
@@ -49,9 +55,16 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     found = gathered = find_units(model, policy.sharding.units, pieces, split)
     if pieces == 1 and policy.backend == "native" and not policy.sharding.units:
         gathered = move_small_segments(found, columns, model, mesh.shard)
+    moved = len(gathered[0].parameters) - len(found[0].parameters)
+    # The first and the last piece of a V-shaped schedule are on one rank, with all uses.
+    v_shaped = policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED
     for members in gathered:
         stages.require_ends(policy.pipeline, mesh, model, members.stage, members.copies)
-        _require_tied_on_one_rank(policy, model, columns, members)
+        for index in members.copies if policy.tree and not v_shaped else ():
+            if columns[index].update is not None:
+                got = f"tree, and {' tied to '.join(model.parameters[index].names)}"
+                refuse_order(TIED, KEY, problems, got=got)
+        problems.raise_as(ConfigError)
         _add_unit(members, model, columns, mesh, rows, units, segments)
     plan = Plan(
         source=model.source,
@@ -65,7 +78,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
         notes=(
             *_notes(policy, model, rows, segments, units, mesh.shard),
             *boundaries.note_missing_classes(policy, model, columns),
-            *_note_moved(found, gathered),
+            *((_MOVED.format(moved),) if moved else ()),
         ),
     )
     check.require(plan)
@@ -74,33 +87,47 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     return plan
 
 
-def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
-    """Return the columns of every parameter, or raise one error with all problems."""
-    columns_of = ColumnsOf(policy, model)
-    require_matches(policy.rules, model, columns_of.problems)
-    columns = [columns_of(parameter) for parameter in model.parameters]
-    columns_of.problems.raise_as(ConfigError)
-    if not policy.mode.autocast:
-        require_one_compute(model, columns, columns_of.problems)
-        columns_of.problems.raise_as(ConfigError)
-    return columns
-
-
-def _require_tied_on_one_rank(
-    policy: Policy, model: ModelSpec, columns: list[Columns], members: Members
-) -> None:
-    """Refuse `order: tree` for a trained parameter that is tied across ranks of a pipeline.
-
-    The first and the last piece of a V-shaped schedule are on one rank.
-    """
-    problems = Problems()
-    if not policy.tree or (policy.pipeline is not None and policy.pipeline.schedule in V_SHAPED):
+def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -> None:
+    """Raise one error with all parameters that cannot be divided over `ranks`."""
+    if ranks == 1:
         return
-    for index in members.copies:
-        if columns[index].update is not None:
-            names = " tied to ".join(model.parameters[index].names)
-            refuse_order(TIED, KEY, problems, got=f"tree, and {names}")
+    problems = Problems()
+    stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
+    for parameter in stacks:
+        name, shape = parameter.name, list(parameter.shape)
+        owner = name.rpartition(".")[0]
+        parts = owner.split(".")
+        after = parts[parts.index("experts") :] if "experts" in parts else parts[-1:]
+        must, got, do = "", f"shape {shape}", _LESS
+        if len(parameter.names) > 1:
+            must, got = "must not be tied, as a stack of experts", ", ".join(parameter.names)
+        elif any(part.isdecimal() for part in after):
+            must = "must stack all experts of its layer in one parameter, `[experts, ...]`"
+            got = "one expert of a list of modules"
+            do = "Stack them, as the models of transformers 5 do, or leave `experts` out."
+        elif not shape or shape[0] == 0 or shape[0] % ranks:
+            must = f"must have a first dimension of experts that {ranks} ranks divide evenly"
+            do = f"Change `experts.ranks`, or {_LESS[0].lower()}{_LESS[1:]}"
+        else:
+            count, first = first_of.setdefault(owner, (shape[0], name))
+            if count != shape[0]:
+                must = f"must have the {count} experts of `{first}` beside it"
+        if must:
+            problems.add(name, must, got=got, do=do)
+    for parameter, of in zip(model.parameters, columns, strict=True):
+        # A whole parameter beside divided stacks would be indexed by a rank's own expert numbers.
+        count, first = first_of.get(parameter.name.rpartition(".")[0], (0, ""))
+        if count and not of.parallel and parameter.shape[:1] == (count,):
+            must = f"must be named in `experts.parameters`: it has the {count} experts of `{first}` beside it"
+            problems.add(parameter.name, must, got="no match", do="Name all stacks of a module, or none.")
+    if not stacks:
+        do = "Name the parameters that stack experts in their first dimension, or leave `experts` out."
+        problems.add("experts.parameters", f"must match a parameter of {model.source}", got="no match", do=do)
     problems.raise_as(ConfigError)
+
+
+_LESS = "Name only stacks of experts in `experts.parameters`."
 
 
 def _add_unit(
@@ -115,10 +142,12 @@ def _add_unit(
     """Append a unit with its rows and segments: parameters that agree in every column are one segment."""
     unit = len(units)
     first_row, first_segment = len(rows), len(segments)
-    for indices in stages.split_off_copies(group(members.parameters, columns), members.copies):
+    for indices in group(members.parameters, columns, members.copies):
         shared = columns[indices[0]]
         parts = mesh.expert if shared.parallel else 1
-        parameters = [own_experts(model.parameters[index], parts) for index in indices]
+        parameters = [model.parameters[index] for index in indices]
+        if parts > 1:  # a rank holds the experts from `rank * count / parts` on
+            parameters = [replace(p, shape=(p.shape[0] // parts, *p.shape[1:])) for p in parameters]
         sliced = shared.storage.axis != "" or shared.trained
         placement = "sliced" if shared.update is None else shared.update.placement
         slices = mesh.shard // parts
@@ -136,9 +165,9 @@ def _add_unit(
 
 
 def _buffer(buffer: BufferSpec, policy: Policy) -> BufferRow:
-    cast = policy.buffers is not None and buffer.dtype.is_floating
-    storage = policy.buffers if cast and policy.buffers is not None else buffer.dtype
-    why = policy.buffers_why if cast or policy.buffers is None else "not a floating dtype: kept"
+    storage, why = policy.buffers or buffer.dtype, policy.buffers_why
+    if policy.buffers is not None and not buffer.dtype.is_floating:
+        storage, why = buffer.dtype, "not a floating dtype: kept"
     return BufferRow(buffer.name, buffer.shape, buffer.dtype, storage, why)
 
 
@@ -158,15 +187,16 @@ def _notes(
         if update.master is Master.SAME and row.columns.storage.dtype is not DType.FP32
     ]
     if rounded:
+        count, dtype = several(len(rounded), "parameter"), rounded[0].columns.storage.dtype
         yield (
-            f"{_count(rounded)} updated in {rounded[0].columns.storage.dtype} without an fp32 master: "
-            f"updates below half an ulp of the weight are lost"
+            f"{count} updated in {dtype} without an fp32 master: updates below half an ulp of the weight are "
+            f"lost"
         )
     narrow = [(row, update) for row, update in trained if lost(update.accumulate.dtype, update.reduce.wire)]
     if narrow:
         first = narrow[0][1]
         yield (
-            f"gradients of {_count([row for row, _ in narrow])} are rounded once on the wire "
+            f"gradients of {several(len(narrow), 'parameter')} are rounded once on the wire "
             f"({first.accumulate.dtype} -> {first.reduce.wire}) and summed in {first.reduce.sum}"
         )
     if policy.optimizer is None and trained:
@@ -176,25 +206,25 @@ def _notes(
             "this source has no module classes, so no parameter counts as a safe module of autocast: plan "
             "from the module or an HF config to see them"
         )
-    across = [rows[index] for segment in segments if segment.copies for index in segment.rows]
+    across = [index for segment in segments if segment.copies for index in segment.rows]
     if across and policy.pipeline is not None and policy.pipeline.schedule not in V_SHAPED:
+        count = several(len(across), "parameter")
         yield (
-            f"{_count(across)} tied across the pipeline: first and last stage hold a copy, whose gradients "
-            f"are added once per step"
+            f"{count} tied across the pipeline: first and last stage hold a copy, whose gradients are added "
+            f"once per step"
         )
     yield from _large_units(policy, rows, units, shard)
     yield from _padding(segments, shard)
     divided = [row for row in rows if row.parts > 1]
     if divided:
+        count = several(len(divided), "parameter")
         yield (
-            f"{_count(divided)} stack experts that are spread over {divided[0].parts} ranks: tokens travel "
-            f"to their experts and back, forward and backward, which depends on the data and is not in the "
-            f"bill"
+            f"{count} stack experts that are spread over {divided[0].parts} ranks: tokens travel to their "
+            f"experts and back, forward and backward, which depends on the data and is not in the bill"
         )
 
 
 def _padding(segments: list[Segment], shard: int) -> Iterable[str]:
-    """Note the padding if it is large."""
     total = sum(s.numel for s in segments)
     padding = sum(s.padded - s.numel for s in segments if not s.whole)
     if padding > 0.01 * total and padding > 1 << 20:
@@ -226,21 +256,13 @@ def _large_units(policy: Policy, rows: list[Row], units: list[Unit], shard: int)
     )
 
 
-def _note_moved(before: list[Members], after: list[Members]) -> Iterable[str]:
-    count = len(after[0].parameters) - len(before[0].parameters)
-    if count:
-        yield (
-            f"{count:,} small parameters of blocks are gathered with the root, once: on so many ranks each "
-            f"block's would be more padding than values"
-        )
-
+_MOVED = (
+    "{:,} small parameters of blocks are gathered with the root, once: on so many ranks each block's would "
+    "be more padding than values"
+)
 
 LARGE_UNIT = 100_000_000
 """Least size of a unit that gets a note, in elements."""
 
 LARGE_RATIO = 16
 """Least ratio of a unit to a rank's share of the model for a note."""
-
-
-def _count(rows: list[Row]) -> str:
-    return "1 parameter" if len(rows) == 1 else f"{len(rows):,} parameters"

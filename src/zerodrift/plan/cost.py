@@ -31,8 +31,6 @@ from zerodrift.policy.pipelining import most_unfinished
 
 @dataclass(frozen=True, slots=True)
 class RestingBytes:
-    """Bytes between steps, by column."""
-
     storage: int
     buffers: int
     accumulate: int
@@ -50,7 +48,6 @@ class Peak:
     """Bytes at the worst moment of a step, without activations."""
 
     rest: int
-    """Bytes between steps."""
     gathered: int
     """Unsharded copies alive at once: the root, the unit that runs and the units gathered ahead."""
     accumulate: int
@@ -58,7 +55,6 @@ class Peak:
     gradient: int
     """Gradients of the root and of one unit before their reduction, with its send buffers."""
     wire: int
-    """Buffers of the reductions under way."""
 
     @property
     def total(self) -> int:
@@ -70,16 +66,13 @@ class Traffic:
     """One line of the wire bill: all collectives of a step that agree in op, dtype, axis and purpose."""
 
     op: str
-    """`all_gather`, `reduce_scatter` or `all_reduce`."""
     purpose: str
-    """`forward`, `backward`, `reduce`, `replicate`, `norm` or `update`."""
     dtype: str
     axis: str
     count: int
     """Collectives per optimizer step."""
     bytes: int
-    """Bytes sent by one rank per optimizer step over a ring: (N - 1) / N of the buffer, twice for
-    all_reduce."""
+    """Bytes sent by one rank per step over a ring: (N - 1) / N of the buffer, twice for all_reduce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +121,24 @@ def cost(plan: Plan, micro_batches: int | None = None) -> Cost:
 def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
     """Count the bytes of one rank at a place on the pipeline axis."""
     plan = part(whole_plan, stage)
-    segments = plan.segments
+    # A segment of experts has other experts on each of its copies in a shard group.
+    sized = [(segment, plan.mesh.shard // plan.slices(segment)) for segment in plan.segments]
     rest = _rest(plan, micro_batches)
+    lines: dict[tuple[str, str, str, str], list[int]] = {}
+    for call, times in count_collectives(whole_plan, stage, micro_batches):
+        line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
+        line[0] += times
+        line[1] += times * sent_bytes(call, plan.mesh)
     return Cost(
         micro_batches=micro_batches,
         pipeline_stage=stage,
-        parameters=sum(segment.numel * _parts(plan, segment) for segment in segments),
-        padding=sum(_padding(plan, segment) for segment in segments),
-        whole_padding=sum(_padding(plan, segment) for segment in segments if segment.whole),
+        parameters=sum(segment.numel * parts for segment, parts in sized),
+        padding=sum((segment.padded - segment.numel) * parts for segment, parts in sized),
+        whole_padding=sum((s.padded - s.numel) * parts for s, parts in sized if s.whole),
         rest=rest,
         peak=_peak(plan, rest, micro_batches),
-        traffic=_traffic(whole_plan, stage, micro_batches),
+        traffic=tuple(Traffic(*key, count, size) for key, (count, size) in lines.items()),
     )
-
-
-def _parts(plan: Plan, segment: Segment) -> int:
-    """Count the copies of a segment in a shard group, each with other experts."""
-    return plan.mesh.shard // plan.slices(segment)
-
-
-def _padding(plan: Plan, segment: Segment) -> int:
-    return (segment.padded - segment.numel) * _parts(plan, segment)
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
@@ -178,16 +168,14 @@ def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
     roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
     if plan.policy.sharding.keep_gathered == "never":
         budget = prefetch_budget(plan)
-        both = (most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
-        gathered = roots + max(both)
+        gathered = roots + max(most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
     else:
         gathered = roots + sum(blocks)
     sums = sum(sums_bytes(plan, segment, micro_batches) for segment in plan.segments)
     sums += max(_arriving(plan, micro_batches), default=0)
     accumulate = max(0, sums - rest.accumulate)
-    blocks = [_gradient(plan, unit, micro_batches) for unit in units if unit.name]
-    roots_gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
-    gradient = roots_gradient + max(blocks, default=0)
+    gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
+    gradient += max((_gradient(plan, unit, micro_batches) for unit in units if unit.name), default=0)
     wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
     return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
 
@@ -253,10 +241,9 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
     more = others * _resting_bytes(segment, update.accumulate, shard)
     if shard == 1:
         return size + more
-    slices = _sums_slices(plan, segment)
-    landing = (
-        size * _most_unfinished(plan, micro_batches) if slices and update.reduce.order == "tree" else size
-    )
+    landing = size
+    if update.reduce.order == "tree" and _sums_slices(plan, segment):
+        landing *= _most_unfinished(plan, micro_batches)
     if not update.axis:
         in_place = update.reduce.wire is update.accumulate.dtype and not update.accumulate.axis
         return more + (size if in_place else landing + size // shard)
@@ -266,13 +253,11 @@ def sums_bytes(plan: Plan, segment: Segment, micro_batches: int) -> int:
 
 
 def _waits(update: Update, micro_batches: int) -> bool:
-    """Return True if whole gradients wait for later micro-batches before they are reduced."""
     return not update.accumulate.axis and micro_batches > 1
 
 
 def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
-    """Count the bytes of a unit's gradient: cast to the accumulate dtype, and in the send buffers of a
-    reduction."""
+    """Count the bytes of a unit's gradient in the accumulate dtype, and of the send buffers."""
     total = 0
     for segment in (plan.segments[number] for number in unit.segments):
         update = segment.columns.update
@@ -305,15 +290,6 @@ REDUCTIONS = 2
 """Reductions under way at once; `IN_FLIGHT` in the engine."""
 
 
-def _traffic(plan: Plan, stage: int, micro_batches: int) -> tuple[Traffic, ...]:
-    lines: dict[tuple[str, str, str, str], list[int]] = {}
-    for call, times in count_collectives(plan, stage, micro_batches):
-        line = lines.setdefault((call.op, call.purpose, str(call.dtype), call.axis), [0, 0])
-        line[0] += times
-        line[1] += times * sent_bytes(call, plan.mesh)
-    return tuple(Traffic(*key, count, size) for key, (count, size) in lines.items())
-
-
 def sent_bytes(call: Collective, mesh: MeshShape) -> int:
     """Count the bytes that one rank sends for a collective over a ring."""
     ranks = {
@@ -339,7 +315,6 @@ def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:
 
 
 MASTER_BYTES = {Master.FP32: 4, Master.SPLIT: 2, Master.SAME: 0}
-"""Bytes per element beyond storage."""
 
 
 def block_bytes(state: State) -> int:

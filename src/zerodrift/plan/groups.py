@@ -1,12 +1,11 @@
 """The groups of `fully_shard`: the modules that it is called on, and the policy of each.
 
-`fully_shard` has one compute dtype, one gradient dtype and one storage dtype per group. A group is a module
-with everything below it that is in no other group. So a unit is a group, and modules that differ from the
-rest of their unit (a pinned router, a norm under autocast) are groups of their own, as large as possible. A
-plan with parameters of two kinds in one module is refused.
+`fully_shard` has one compute dtype, one gradient dtype and one storage dtype per group: a module with
+everything below it that is in no other group. So a unit is a group, and modules that differ from the rest of
+their unit are groups of their own, as large as possible. Two kinds of parameters in one module are refused.
 
-Groups follow from names alone. A container without a forward (`ModuleList`) cannot be recognized by its name,
-so `backends/placement.py` replaces it with its children.
+Groups follow from names alone; `backends/placement.py` replaces containers without a forward with their
+children.
 
 Invariant: pure. Every row is in exactly one group, and all rows of a group fit its policy.
 """
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Reduction
 
@@ -43,12 +43,10 @@ class Group:
     """One call of `fully_shard`."""
 
     unit: int
-    """Index into `Plan.units`."""
     paths: tuple[str, ...]
     """Module path; several for a tied parameter whose modules differ from their unit."""
     kind: Kind
     rows: tuple[int, ...]
-    """Indices into `Plan.rows`."""
 
 
 def kind_of(row: Row) -> Kind:
@@ -60,30 +58,22 @@ def kind_of(row: Row) -> Kind:
 def find_groups(plan: Plan) -> tuple[Group, ...]:
     """Return the groups of a plan, unit by unit; ConfigError names all parameters that cannot be grouped."""
     problems = Problems()
-    _check_rows(plan, problems)
-    groups: list[Group] = []
-    for number in range(len(plan.units)):
-        groups += _UnitGroups(plan, number, problems).groups()
-    problems.raise_as(ConfigError, "backend fsdp2")
-    return tuple(groups)
-
-
-def _check_rows(plan: Plan, problems: Problems) -> None:
     units = {unit.name for unit in plan.units if unit.name}
     for row in plan.rows:
         if not row.shape:
             must = "must have a dimension to be cut on, on backend fsdp2"
             do = "Give it the shape [1], or use the native backend."
             problems.add(row.name, must, got="a parameter without dimensions", do=do)
-        if plan.units[row.unit].name == "" and all(_inside(name, units) for name in row.names):
+        in_units = (not units.isdisjoint(enclosing_modules(name)) for name in row.names)
+        if plan.units[row.unit].name == "" and all(in_units):
             must = "must have a name outside of the units that it is tied across, on backend fsdp2"
             do = "Name a module that holds all of them in `sharding.units`, or use the native backend."
-            problems.add(row.name, must, got=f"{', '.join(row.names)}", do=do)
-
-
-def _inside(name: str, units: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in units for end in range(1, len(parts)))
+            problems.add(row.name, must, got=", ".join(row.names), do=do)
+    groups: list[Group] = []
+    for number in range(len(plan.units)):
+        groups += _UnitGroups(plan, number, problems).groups()
+    problems.raise_as(ConfigError, "backend fsdp2")
+    return tuple(groups)
 
 
 @dataclass(slots=True)
@@ -99,8 +89,6 @@ class _Node:
 
 
 class _UnitGroups:
-    """Builder of the groups of one unit."""
-
     def __init__(self, plan: Plan, number: int, problems: Problems) -> None:
         self._unit, self._rows = plan.units[number], plan.rows
         self._number = number
@@ -109,12 +97,15 @@ class _UnitGroups:
 
     def groups(self) -> list[Group]:
         unit = self._unit
-        tied = [row for row in unit.rows if len({_owner(n) for n in self._rows[row].names}) > 1]
-        root = self._tree(row for row in unit.rows if row not in set(tied))
+        owners = {row: tuple(dict.fromkeys(map(_owner, self._rows[row].names))) for row in unit.rows}
+        root = self._tree(row for row in unit.rows if len(owners[row]) == 1)
         kind = self._main(root.rows, unit.rows)
         self._made[(unit.name,)] = (kind, [])
-        for row in tied:
-            self._place_tied(row, unit.name, kind)
+        for row in (row for row in unit.rows if len(owners[row]) > 1):
+            # A parameter of several modules is in the unit's group, or makes its modules one group.
+            own = kind_of(self._rows[row])
+            fits = kind.fits(self._rows[row])
+            self._made.setdefault((unit.name,) if fits else owners[row], (own, []))[1].append(row)
         self._visit(root, (unit.name,), kind)
         return [
             Group(self._number, paths, kind, tuple(sorted(rows)))
@@ -123,7 +114,6 @@ class _UnitGroups:
         ]
 
     def _tree(self, rows: Iterable[int]) -> _Node:
-        """Build the tree of modules below the unit's own."""
         name = self._unit.name
         root = _Node(name)
         for row in rows:
@@ -138,15 +128,11 @@ class _UnitGroups:
 
     def _kinds(self, rows: Iterable[int]) -> list[Kind]:
         """List the different kinds among rows. A frozen row counts only if it fits no trained kind."""
-        kinds = [kind_of(self._rows[row]) for row in rows if self._is_floating(row)]
-        trained = list(dict.fromkeys(kind for kind in kinds if kind.update is not None))
+        floating = (row for row in rows if self._rows[row].columns.storage.dtype.is_floating)
+        kinds = list(dict.fromkeys(kind_of(self._rows[row]) for row in floating))
+        trained = [kind for kind in kinds if kind.update is not None]
         computed = {kind.compute for kind in trained}
-        return trained + list(
-            dict.fromkeys(k for k in kinds if k.update is None and k.compute not in computed)
-        )
-
-    def _is_floating(self, row: int) -> bool:
-        return self._rows[row].columns.storage.dtype.is_floating
+        return trained + [kind for kind in kinds if kind.update is None and kind.compute not in computed]
 
     def _main(self, direct: Sequence[int], rows: Sequence[int]) -> Kind:
         """Return the kind of most elements, among those that fit the rows of the unit's own module."""
@@ -158,14 +144,6 @@ class _UnitGroups:
             if kind in weights:
                 weights[kind] += self._rows[row].numel
         return max(weights, key=lambda kind: weights[kind]) if weights else Kind(DType.FP32, None)
-
-    def _place_tied(self, row: int, unit: str, kind: Kind) -> None:
-        """Put a parameter of several modules into the unit's group, or make its modules one group."""
-        if kind.fits(self._rows[row]):
-            self._made[(unit,)][1].append(row)
-            return
-        owners = tuple(dict.fromkeys(_owner(name) for name in self._rows[row].names))
-        self._made.setdefault(owners, (kind_of(self._rows[row]), []))[1].append(row)
 
     def _visit(self, node: _Node, path: tuple[str, ...], kind: Kind) -> None:
         """Put the rows below a module into the group at `path`, or into groups of their own."""
@@ -195,21 +173,19 @@ class _UnitGroups:
             self._visit(child, path, kind)
 
     def _refuse(self, node: _Node, kinds: list[Kind]) -> None:
-        """Refuse parameters of two kinds in one module."""
-        listed = " and ".join(kind_text(kind) for kind in kinds)
-        names = [self._rows[row].name.rpartition(".")[2] for row in node.rows]
+        names = ", ".join(self._rows[row].name.rpartition(".")[2] for row in node.rows)
         below = f"{node.path}.*" if node.path else "*"
         must = "must hold parameters of one kind: fully_shard has one policy per module"
         do = f"Give all of `{below}` the same columns, or use the native backend."
-        self._problems.add(node.path or "model", must, got=f"{listed} among {', '.join(names)}", do=do)
+        got = f"{' and '.join(map(_kind_text, kinds))} among {names}"
+        self._problems.add(node.path or "model", must, got=got, do=do)
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def kind_text(kind: Kind) -> str:
-    """Describe a kind for messages."""
+def _kind_text(kind: Kind) -> str:
     if kind.update is None:
         return f"compute {kind.compute}, frozen"
     storage, accumulate, reduce = kind.update

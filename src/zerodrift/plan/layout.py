@@ -4,9 +4,9 @@ A *unit* is gathered together. Unless the config names units, they are the trans
 the outermost numbered children that hold modules of their own (`model.layers.7`), or the children of such a
 module without a forward. The root takes the rest, and parameters that are tied across units.
 
-A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall. So an optimizer
-that needs whole parameters or whole matrices gets them by the offsets in its segment, and gathers, reductions
-and updates see a flat buffer like any other. The price is padding: every slice is as long as the fullest.
+A *segment* is cut into equal slices, one per rank. Packing alone decides where the cuts fall, so an optimizer
+gets whole parameters or whole matrices by the offsets in its segment. The price is padding: every slice is as
+long as the fullest.
 
 Invariant: pure arithmetic. Every parameter is in exactly one unit, and offsets are multiples of BLOCK.
 """
@@ -17,13 +17,14 @@ import fnmatch
 import heapq
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, did_you_mean
 from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import even_by_cost, products
 from zerodrift.policy.nouns import Columns, Placement
 
@@ -44,7 +45,6 @@ class Members:
 
     name: str
     parameters: tuple[int, ...]
-    """Indices into `ModelSpec.parameters`."""
     stage: int
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> the other pieces of a pipeline that use it."""
@@ -55,8 +55,7 @@ class Members:
 def find_units(
     model: ModelSpec, patterns: Sequence[str], stages: int, split: Literal["layers", "cost"] = "layers"
 ) -> list[Members]:
-    """Divide a model into units in order of execution: for each piece of a pipeline its root, then its
-    blocks."""
+    """Divide a model into units in order of execution: for each piece its root, then its blocks."""
     block_of = _by_pattern(model, patterns) if patterns else _by_number(model)
     blocks: dict[str, list[int]] = {}
     rest: list[int] = []
@@ -68,7 +67,11 @@ def find_units(
         else:
             rest.append(index)
     first_block = min((members[0] for members in blocks.values()), default=0)
-    stage_of = _stages(list(blocks), stages)
+    if stages > max(1, len(blocks)):
+        must = f"must not exceed the number of blocks, {len(blocks)}"
+        do = "Use fewer stages, or name finer units in `sharding.units`."
+        raise ConfigError("pipeline.stages", must, got=stages, do=do)
+    stage_of = {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
     costs = {name: sum(products(model.parameters[i]) for i in block) for name, block in blocks.items()}
     ends = [i for i in rest if _root_stage(i, first_block, stages) or len(model.parameters[i].names) > 1]
     after = sum(products(model.parameters[i]) for i in ends)
@@ -79,9 +82,13 @@ def find_units(
     for stage in range(stages):
         root = [i for i in rest if _root_stage(i, first_block, stages) == stage]
         if root or stage == 0:
-            copies = {i: _copies(model.parameters[i], stage, stages, block_of, stage_of) for i in root}
-            copied = {i: blocks_of for i, blocks_of in copies.items() if blocks_of}
-            units.append(Members("", tuple(root), stage, copied))
+            copies: dict[int, tuple[int, ...]] = {}
+            for i in root:
+                # A later name outside of the blocks belongs to the last piece: the head of a tied embedding.
+                later = model.parameters[i].names[1:]
+                others = {stage_of.get(block_of(name), stages - 1) for name in later} - {stage}
+                copies |= {i: tuple(sorted(others))} if others else {}
+            units.append(Members("", tuple(root), stage, copies))
         here = [name for name in blocks if stage_of[name] == stage]
         units += [Members(name, tuple(blocks[name]), stage, products=costs[name]) for name in here]
     if stages == 1:
@@ -90,30 +97,9 @@ def find_units(
     return [*units[:-1], replace(units[-1], products=units[-1].products + after)]
 
 
-def _copies(
-    parameter: ParameterSpec, home: int, stages: int, block_of: BlockOf, stage_of: Mapping[str, int]
-) -> tuple[int, ...]:
-    """Return the other pieces that use a parameter by another of its names.
-
-    A later name outside of the blocks belongs to the last piece: the head that is tied to an embedding.
-    """
-    others = {stage_of.get(block_of(name), stages - 1) for name in parameter.names[1:]}
-    return tuple(sorted(others - {home}))
-
-
 def _root_stage(index: int, first_block: int, stages: int) -> int:
-    """Return the stage of a parameter outside of the blocks: the first for embeddings, the last for norm and
-    head."""
+    """Return the stage of a parameter outside of the blocks: first for embeddings, last for the head."""
     return 0 if index < first_block else stages - 1
-
-
-def _stages(blocks: list[str], stages: int) -> dict[str, int]:
-    """Distribute blocks over pipeline stages, contiguous and even by count."""
-    if stages > max(1, len(blocks)):
-        must = f"must not exceed the number of blocks, {len(blocks)}"
-        do = "Use fewer stages, or name finer units in `sharding.units`."
-        raise ConfigError("pipeline.stages", must, got=stages, do=do)
-    return {name: number * stages // len(blocks) for number, name in enumerate(blocks)}
 
 
 def _by_number(model: ModelSpec) -> BlockOf:
@@ -131,7 +117,7 @@ def _by_number(model: ModelSpec) -> BlockOf:
         block = next((prefix for prefix, _ in _numbered(name) if prefix in holders), "")
         if not block:
             return ""
-        inside = [path for path in reversed(_ancestors(name)) if path.startswith(block)]
+        inside = [path for path in reversed(list(enclosing_modules(name))) if path.startswith(block)]
         return next((path for path in inside if path not in model.containers), "")
 
     return block_of
@@ -150,7 +136,7 @@ def _numbered(name: str) -> list[tuple[str, int]]:
 def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     """Find blocks by the config's patterns; the innermost module that matches wins."""
     compiled = [re.compile(_module_glob(pattern)) for pattern in patterns]
-    paths = {path for p in model.parameters for name in p.names for path in _ancestors(name)}
+    paths = {path for p in model.parameters for name in p.names for path in enclosing_modules(name)}
     chosen = {path for path in paths if any(regex.match(path) for regex in compiled)}
     problems = Problems()
     for number, (pattern, regex) in enumerate(zip(patterns, compiled, strict=True)):
@@ -162,20 +148,13 @@ def _by_pattern(model: ModelSpec, patterns: Sequence[str]) -> BlockOf:
     problems.raise_as(ConfigError)
 
     def block_of(name: str) -> str:
-        return next((path for path in _ancestors(name) if path in chosen), "")
+        return next((path for path in enclosing_modules(name) if path in chosen), "")
 
     return block_of
 
 
-def _ancestors(name: str) -> list[str]:
-    """List the paths of the modules around a parameter, innermost first."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
 def _module_glob(pattern: str) -> str:
-    """Translate a glob on module paths to a regex; `*` stays within one component (`layers.*`: the
-    layers)."""
+    """Translate a glob on module paths to a regex; `*` stays within one component."""
     out = []
     for part in pattern.split("."):
         piece = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
@@ -188,44 +167,41 @@ def _module_glob(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The offsets and lengths of one segment, in elements."""
-
     offsets: tuple[int, ...]
     numel: int
     padded: int
 
 
-def group(parameters: Sequence[int], columns: Sequence[Columns]) -> list[list[int]]:
+def group(
+    parameters: Sequence[int], columns: Sequence[Columns], copies: Container[int] = ()
+) -> list[list[int]]:
     """Group the parameters of a unit into segments by their columns.
 
     Except that a stack which is cut between its matrices is a segment alone, because its matrices set the
-    length of a slice.
+    length of a slice, and so is a parameter that is tied across the pipeline: one of `copies`.
     """
     groups: dict[object, list[int]] = {}
     for index in parameters:
         update = columns[index].update
         alone = index if update is not None and update.placement == "matrices" else None
         groups.setdefault((columns[index].layout, alone), []).append(index)
-    return list(groups.values())
+    parts: list[list[int]] = []
+    for indices in groups.values():
+        rest = [index for index in indices if index not in copies]
+        parts += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
+    return parts
 
 
 def pack(parameters: Sequence[ParameterSpec], slices: int, placement: Placement = "sliced") -> Packed:
-    """Pack the parameters of a segment into equal slices of whole blocks."""
     if placement == "whole" and slices > 1:
         return _pack_whole(parameters, slices)
     if placement == "matrices" and slices > 1:
         return _pack_stack(parameters[0], slices)
-    return _pack_in_order(parameters, slices)
-
-
-def _pack_in_order(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
-    """Pack parameters one after the other, each start aligned, and pad the whole to `slices` equal slices."""
-    offsets, end, numel = [], 0, 0
+    offsets, end = [], 0
     for parameter in parameters:
         offsets.append(end)
-        numel += parameter.numel
         end = round_up(end + parameter.numel, BLOCK)
-    return Packed(tuple(offsets), numel, round_up(end, BLOCK * slices))
+    return Packed(tuple(offsets), sum(p.numel for p in parameters), round_up(end, BLOCK * slices))
 
 
 def _pack_whole(parameters: Sequence[ParameterSpec], slices: int) -> Packed:
@@ -282,7 +258,9 @@ def move_small_segments(
     for parameters in (held for unit in units if unit.name for held in group(unit.parameters, columns)):
         size = sum(round_up(model.parameters[index].numel, BLOCK) for index in parameters)
         largest, shared = max(largest, size), columns[parameters[0]]
-        if 2 * size <= least and _is_cut_anywhere(shared):
+        update = shared.update
+        is_sliced = shared.storage.axis != "" if update is None else update.placement == "sliced"
+        if 2 * size <= least and is_sliced and not shared.parallel:
             kinds.setdefault(shared.layout, []).append((parameters, size))
     budget = max(4 * least, largest // 8)  # four such segments, or blocks, are alive at once in any case
     moved = {
@@ -299,10 +277,3 @@ def move_small_segments(
         elif rest := tuple(index for index in unit.parameters if index not in moved):  # none left: no unit
             kept.append(replace(unit, parameters=rest))
     return kept
-
-
-def _is_cut_anywhere(columns: Columns) -> bool:
-    if columns.parallel:
-        return False
-    update = columns.update
-    return columns.storage.axis != "" if update is None else update.placement == "sliced"

@@ -3,20 +3,15 @@
 The engine issues collectives in this order and a test compares the two lists; `cost` adds up the bytes. An
 operation is named by its meaning: a `reduce_scatter` may be carried by an exchange and a local sum.
 
-One step of m micro-batches:
-
-1. For each micro-batch: gather each unit in order for the forward, gather each unit in reverse order for the
-   backward unless it was kept, and reduce each unit's gradient behind its backward.
-2. After the last micro-batch: sum over replicas, sum the norm, update, and send what was updated.
+Each micro-batch gathers every unit in order for its forward and in reverse order for its backward, unless it
+was kept, and reduces a unit's gradient behind its backward. `step_end` follows the last micro-batch.
 
 Units are gathered ahead by bytes, so that many small units hide a wait as well as one large unit. The unit
-that runs and the units gathered ahead share a budget. The default budget is the size of the largest two
-neighbours, so gathering further ahead costs no memory at the peak. At least one unit is gathered ahead,
-whatever its size.
+that runs and those gathered ahead share a budget: by default the size of the largest two neighbours, which
+costs no memory at the peak. At least one unit is gathered ahead, whatever its size.
 
 A pipeline mixes the forwards and backwards of several micro-batches. Then `collectives` is exact in number,
-and `pipeline_events` has the order for the actions of a schedule. Tokens that travel to their experts are not
-listed, because they depend on data.
+and `pipeline_events` has the order. Tokens that travel to their experts are not listed.
 
 Invariant: nothing here depends on data, so all ranks of a stage issue the same list.
 """
@@ -30,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerodrift.dtypes import DType
+from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
@@ -57,7 +53,6 @@ class Collective:
     """Elements of the whole buffer, all slices together."""
     axis: Literal["shard", "replicate", "expert_shard", "pipeline", "ends"]
     sum: DType | None
-    """Dtype of the sum; None for a gather."""
     segment: int
     """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
 
@@ -72,15 +67,13 @@ class Computation:
     unit: int
     """Index into `Plan.units`, of the rank's part in a pipeline; -1 for the update."""
     back: bool = False
-    """Whether the work belongs to a backward."""
 
 
 Event = Collective | Computation
 
 
 def collectives(plan: Plan, stage: int = 0, micro_batches: int | None = None) -> Iterator[Collective]:
-    """List the collectives of one optimizer step in order, for the ranks of one place on the pipeline
-    axis."""
+    """List the collectives of one optimizer step in order, for the ranks of a pipeline stage."""
     return (event for event in events(plan, stage, micro_batches) if isinstance(event, Collective))
 
 
@@ -113,20 +106,45 @@ def count_collectives(plan: Plan, stage: int, micro_batches: int) -> Iterator[tu
 
 def _repetitions(count: int) -> tuple[tuple[int, bool, bool], ...]:
     """Group the micro-batches of a step that issue the same list: (times, is the first, is the last)."""
-    return (
-        ((1, True, True),) if count == 1 else ((1, True, False), (count - 2, False, False), (1, False, True))
-    )
+    if count == 1:
+        return ((1, True, True),)
+    return ((1, True, False), (count - 2, False, False), (1, False, True))
 
 
 def step_end(plan: Plan) -> Iterator[Event]:
-    """List the events behind the last micro-batch. In a pipeline, `plan` is a rank's part."""
-    units = list(plan.units)
-    if plan.mesh.replicate > 1:
-        for unit in reduce_order(units):
-            yield from _over_replicas(plan, unit)
-    for unit in units:
-        yield from _over_ends(plan, unit)
-    yield from _update(plan, units)
+    """List the events behind the last micro-batch. In a pipeline, `plan` is a rank's part.
+
+    These are the sums over replicas and over parameters that are tied across the pipeline, the messages of
+    the norm, the update, and the messages that the update sends.
+    """
+    units, mesh = list(plan.units), plan.mesh
+    trained = [item for unit in units for item in _updates(plan, unit)]
+    for number, segment, update in (
+        item for unit in reduce_order(units) if mesh.replicate > 1 for item in _updates(plan, unit)
+    ):
+        numel = segment.padded // plan.slices(segment)
+        wire, total = update.reduce.wire, update.reduce.sum
+        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
+    for number, segment, update in trained:
+        if is_tied_across_ranks(plan, segment):
+            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
+            yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
+    if trained and mesh.shard > 1:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
+    if mesh.pipeline > 1:
+        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
+    sliced = [item for item in trained if plan.slices(item[1]) > 1]
+    for number, segment, update in sliced:
+        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
+            dtype = update.accumulate.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
+    if trained:
+        yield Computation("update", -1)
+    for number, segment, update in sliced:
+        storage = segment.columns.storage
+        if update.axis and not storage.axis:
+            dtype = storage.dtype
+            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
 def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Event]:
@@ -135,10 +153,9 @@ def _micro_batch(plan: Plan, stage: int, first: bool, last: bool) -> Iterator[Ev
     numbers = {unit.name: number for number, unit in enumerate(units)}
     if plan.policy.pipeline is not None and keep != "step":
         purposes: tuple[Purpose, ...] = ("forward", "backward")
-        for purpose in purposes:
-            for piece in pieces_of(plan, stage):
-                for unit in units_of_piece(plan, piece):
-                    yield from _gather(plan, unit, purpose)
+        for purpose, piece in itertools.product(purposes, pieces_of(plan, stage)):
+            for unit in units_of_piece(plan, piece):
+                yield from _gather(plan, unit, purpose)
     else:
         yield from _forward(plan, gathers=first or keep != "step")
     # The root is gathered once: it is in use from the first op of a forward to the last of a backward.
@@ -224,7 +241,8 @@ def backward_order(units: list[Unit]) -> list[Unit]:
     """
     inside: dict[str | None, list[Unit]] = {None: []}
     for unit in units:
-        holder = next((path for path in _enclosing_modules(unit.name) if path in inside), None)
+        around = [*enclosing_modules(unit.name), ""] if unit.name else []
+        holder = next((path for path in around if path in inside), None)
         inside[holder].append(unit)
         inside[unit.name] = []
     order: list[Unit] = []
@@ -233,13 +251,6 @@ def backward_order(units: list[Unit]) -> list[Unit]:
         order.append(left.pop())
         left += inside[order[-1].name]
     return order
-
-
-def _enclosing_modules(name: str) -> Iterator[str]:
-    """List the modules around a module, innermost first; the root is last."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def reduce_order(units: list[Unit]) -> list[Unit]:
@@ -253,7 +264,8 @@ def contains(outer: Unit, inner: Unit) -> bool:
 
 
 def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
-    for number, segment in _segments(plan, unit):
+    for number in unit.segments:
+        segment = plan.segments[number]
         if segment.columns.storage.axis and plan.slices(segment) > 1:
             dtype = segment.columns.gather
             yield Collective("all_gather", purpose, dtype, segment.padded, segment.axis, None, number)
@@ -266,49 +278,9 @@ def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:
             yield Collective("reduce_scatter", "reduce", wire, segment.padded, segment.axis, total, number)
 
 
-def _over_replicas(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    for number, segment, update in _updates(plan, unit):
-        numel = segment.padded // plan.slices(segment)
-        wire, total = update.reduce.wire, update.reduce.sum
-        yield Collective("all_reduce", "replicate", wire, numel, "replicate", total, number)
-
-
-def _over_ends(plan: Plan, unit: Unit) -> Iterator[Collective]:
-    """Sum the gradients of parameters that are tied across the pipeline."""
-    for number, segment, update in _updates(plan, unit):
-        if is_tied_across_ranks(plan, segment):
-            numel, dtype = segment.padded // plan.slices(segment), update.accumulate.dtype
-            yield Collective("all_reduce", "reduce", dtype, numel, "ends", dtype, number)
-
-
-def _update(plan: Plan, units: list[Unit]) -> Iterator[Event]:
-    """List the messages of the norm, the update, and the messages that the update sends."""
-    trained = [item for unit in units for item in _updates(plan, unit)]
-    if trained and plan.mesh.shard > 1:
-        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "shard", DType.INT64, -1)
-    if plan.mesh.pipeline > 1:
-        yield Collective("all_reduce", "norm", DType.INT64, NORM_NUMEL, "pipeline", DType.INT64, -1)
-    sliced = [item for item in trained if plan.slices(item[1]) > 1]
-    for number, segment, update in sliced:
-        if not update.axis:  # every rank updates the whole parameter, so every rank needs the whole gradient
-            dtype = update.accumulate.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
-    if trained:
-        yield Computation("update", -1)
-    for number, segment, update in sliced:
-        storage = segment.columns.storage
-        if update.axis and not storage.axis:
-            dtype = storage.dtype
-            yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
-
-
-def _segments(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment]]:
-    return ((number, plan.segments[number]) for number in unit.segments)
-
-
 def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
-    """List the trained segments of a unit, each with its number and its update columns."""
-    for number, segment in _segments(plan, unit):
+    for number in unit.segments:
+        segment = plan.segments[number]
         if segment.columns.update is not None:
             yield number, segment, segment.columns.update
 
@@ -317,10 +289,9 @@ def _updates(plan: Plan, unit: Unit) -> Iterator[tuple[int, Segment, Update]]:
 
 
 def gathered_bytes(plan: Plan, unit: Unit) -> int:
-    """Count the bytes of a unit's unsharded copy: the gathered buffers and their casts to the compute
-    dtype."""
+    """Count the bytes of a unit's unsharded copy, with its casts to the compute dtype."""
     total = 0
-    for _, segment in _segments(plan, unit):
+    for segment in (plan.segments[number] for number in unit.segments):
         columns = segment.columns
         if columns.storage.axis and plan.slices(segment) > 1:
             total += segment.padded * columns.gather.size

@@ -4,15 +4,12 @@ A model is cut into as many pieces as the pipeline axis has ranks, or `pipeline.
 are assigned to ranks in turns, or forth and back for V-shaped schedules. One plan describes all pieces, and
 `part` is the plan that one rank of the axis executes.
 
-Invariant: every row of a plan is in the part of exactly one rank as `lead`. A parameter that is tied across
-the pipeline is in the parts of two ranks, each in a segment of its own; the two segments differ only in
-`lead`.
+Invariant: every row of a plan is in the part of exactly one rank as `lead`.
 
 [Note: tied across the pipeline] An embedding and a head that are one parameter are used by the first piece
 and by the last. If these pieces are on two ranks, each rank holds the parameter in a segment of its own. The
-two segments have the same layout, so after each was reduced over its data ranks, one sum over the two ranks
-gives both the whole gradient, in the same bits. Equal gradients, masters and moments then stay equal without
-another message.
+two segments differ only in `lead`, so after each was reduced over its data ranks, one sum over the two ranks
+gives both the whole gradient, in the same bits, and masters and moments stay equal.
 """
 
 from __future__ import annotations
@@ -56,15 +53,12 @@ def can_interleave(plan: Plan, one: int, other: int) -> bool:
     """
     if plan.policy.sharding.keep_gathered != "step":
         return False
-    return all(
-        any(_has_experts(plan, unit) for unit in units_of_piece(plan, piece)) for piece in (one, other)
-    )
 
+    def has_experts(unit: Unit) -> bool:
+        segments = (plan.segments[number] for number in unit.segments)
+        return any(plan.rows[number].parts > 1 for segment in segments for number in segment.rows)
 
-def _has_experts(plan: Plan, unit: Unit) -> bool:
-    """Return True if a unit has experts that are divided over ranks."""
-    numbers = (number for segment in unit.segments for number in plan.segments[segment].rows)
-    return any(plan.rows[number].parts > 1 for number in numbers)
+    return all(any(map(has_experts, units_of_piece(plan, piece))) for piece in (one, other))
 
 
 def crossings(plan: Plan) -> int:
@@ -104,8 +98,7 @@ def _embedding(plan: Plan) -> Row | None:
 
 
 def products(parameter: ParameterSpec) -> int:
-    """Count the multiplications of a parameter per token: the elements of a matrix, or of the experts in
-    use."""
+    """Count the multiplications per token: the elements of a matrix, or of the experts in use."""
     chosen, experts = parameter.used
     return parameter.numel * chosen // experts if len(parameter.shape) > 1 else 0
 
@@ -117,42 +110,22 @@ def even_by_cost(costs: Sequence[int], count: int, after: int) -> list[int]:
     `after` is the cost behind the last block. No piece is empty. Of equal divisions, the one with more blocks
     in front wins.
     """
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    total = len(costs)
-    # Per number of pieces: number of blocks -> (cost of the most expensive piece, start of the last piece).
-    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    sums = [0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    """Number of blocks -> cost of the most expensive piece, and the sizes of all pieces."""
     for piece in range(1, count + 1):
-        row: dict[int, tuple[int, int]] = {}
-        for end in range(piece, total - (count - piece) + 1):
-            extra = after if piece == count else 0
+        extra = after if piece == count else 0
+        longer = {}
+        for end in range(piece, len(costs) - (count - piece) + 1):
             ways = [
                 (max(dearest, sums[end] - sums[start] + extra), -start)
-                for start, (dearest, _) in best[-1].items()
+                for start, (dearest, _) in best.items()
                 if start < end
             ]
             dearest, start = min(ways)
-            row[end] = (dearest, -start)
-        best.append(row)
-    sizes: list[int] = []
-    end = total
-    for row in reversed(best[1:]):
-        start = row[end][1]
-        sizes.append(end - start)
-        end = start
-    return sizes[::-1]
-
-
-def split_off_copies(
-    groups: Sequence[Sequence[int]], copies: Mapping[int, tuple[int, ...]]
-) -> list[list[int]]:
-    """Split groups of parameters so that each parameter tied across the pipeline is a segment of its own."""
-    parts: list[list[int]] = []
-    for indices in groups:
-        rest = [index for index in indices if index not in copies]
-        parts += [*([rest] if rest else []), *([index] for index in indices if index in copies)]
-    return parts
+            longer[end] = dearest, [*best[-start][1], end + start]
+        best = longer
+    return best[len(costs)][1]
 
 
 def require_ends(
@@ -185,7 +158,6 @@ def names_of(plan: Plan, piece: int) -> frozenset[str]:
 
 
 def _piece_of(plan: Plan, row: Row, name: str) -> int:
-    """Return the piece that uses a parameter by one of its names."""
     home, others = plan.units[row.unit].stage, plan.segments[row.segment].copies
     if name == row.name or not others:
         return home
@@ -238,14 +210,12 @@ def part(plan: Plan, rank: int) -> Plan:
 def whole_row(plan: Plan, row: Row) -> Row:
     """Return the row of the whole plan, with all its names, for a row of a part."""
     whole = plan.row(row.name)
-    if whole is None:
-        raise AssertionError(f"{row.name} is in a part of a plan and not in the plan")
+    assert whole is not None, f"{row.name} is in a part of a plan and not in the plan"
     return whole
 
 
 def units_of_piece(plan: Plan, piece: int) -> list[Unit]:
-    """Return the units of a rank's part that one piece runs; only the first and the last piece use the
-    root."""
+    """Return the units of a rank's part that one piece runs; the first and the last use the root."""
     ends = (0, pieces(plan.policy.pipeline, plan.mesh) - 1)
     return [unit for unit in plan.units if (unit.stage == piece if unit.name else piece in ends)]
 

@@ -25,21 +25,15 @@ from zerodrift.record import decode, encode
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter."""
-
     names: tuple[str, ...]
-    """Every name of the parameter; several if it is tied."""
     shape: tuple[int, ...]
     """Shape on one rank. A parameter that is divided over the expert axis has the rank's own experts."""
     source: DType
-    """Dtype in the model or checkpoint."""
     klass: str
     """Dotted class of the module that owns the parameter, `""` if unknown."""
     columns: Columns
     unit: int
-    """Index into `Plan.units`."""
     segment: int
-    """Index into `Plan.segments`."""
     offset: int
     """First element in the segment; a multiple of BLOCK."""
     parts: int = 1
@@ -55,7 +49,6 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements on one rank."""
         return math.prod(self.shape)
 
     @property
@@ -94,7 +87,6 @@ class Segment:
     rows: tuple[int, ...]
     """Indices into `Plan.rows`, in order of offset."""
     numel: int
-    """Elements that belong to parameters."""
     padded: int
     """Elements allocated: a multiple of BLOCK times the ranks of its axis."""
     copies: tuple[int, ...] = ()
@@ -142,8 +134,7 @@ class Boundary:
     output: Output
     """`keep` returns results as computed; `input` casts them to the dtype of the first floating input."""
     lookup: DType | None
-    """Output dtype of a module without floating inputs, such as an embedding; None returns results as
-    computed."""
+    """Output dtype of a module without floating inputs, an embedding; None returns results as computed."""
     why: tuple[tuple[str, str], ...]
     """(`dtype`, reason) and (`output`, reason)."""
 
@@ -199,21 +190,19 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON value. Columns are written once, and rows refer to them by number."""
         shared: dict[Columns, int] = {}
-
-        def number(columns: Columns) -> int:
-            return shared.setdefault(columns, len(shared))
-
         divided = any(row.parts > 1 for row in self.rows)
         rows = []
         for row in self.rows:
             place = [row.unit, row.segment, row.offset, *([row.parts] if divided else [])]
             names, shape = list(row.names), list(row.shape)
-            rows.append([names, shape, row.source.value, row.klass, number(row.columns), *place])
+            number = shared.setdefault(row.columns, len(shared))
+            rows.append([names, shape, row.source.value, row.klass, number, *place])
         tied = any(segment.copies for segment in self.segments)
         segments = []
         for segment in self.segments:
             extent = [segment.numel, segment.padded, *([list(segment.copies)] if tied else [])]
-            segments.append([segment.unit, number(segment.columns), list(segment.rows), *extent])
+            number = shared.setdefault(segment.columns, len(shared))
+            segments.append([segment.unit, number, list(segment.rows), *extent])
         return {
             "source": self.source,
             "policy": encode(self.policy),
@@ -252,7 +241,7 @@ class Plan:
             ),
             boundaries=tuple(
                 decode(Boundary, dict(zip(BOUNDARY_FIELDS, values, strict=True)))
-                for values in data.get("boundaries", ())
+                for values in data["boundaries"]
             ),
             notes=tuple(data["notes"]),
         )

@@ -8,11 +8,11 @@ Invariant: pure. An action begins as soon as its rank is free and the actions th
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Units of time of each kind of action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a pipeline."""
-
     ranks: tuple[tuple[Action, ...], ...]
-    """Actions of each rank, in order."""
     paired: frozenset[Action] = frozenset()
     """Forwards that are interleaved with the backward behind them."""
 
@@ -49,10 +46,11 @@ class Timeline:
             for number, rank in enumerate(self.ranks):
                 while len(starts[number]) < len(rank):
                     action = rank[len(starts[number])]
-                    ends = [_end_of(ended, need) for need in dependencies(action, last)]
-                    if any(end is None for end in ends):
+                    needs = dependencies(action, last)
+                    ends = [ended[way] for ways in needs for way in ways if way in ended]
+                    if len(ends) < len(needs):
                         break
-                    begin = max([free[number], *(end for end in ends if end is not None)])
+                    begin = max([free[number], *ends])
                     starts[number].append(begin)
                     free[number] = ended[action] = begin + TIME[action.kind]
                     moved = True
@@ -80,7 +78,11 @@ class Timeline:
     @property
     def most_alive(self) -> tuple[int, ...]:
         """The most micro-batches per rank that hold activations for a later backward."""
-        return tuple(_alive(rank) for rank in self.ranks)
+        change = {"F": 1, "B": -1, "I": -1}
+        return tuple(
+            max(itertools.accumulate((change.get(action.kind, 0) for action in rank), initial=0))
+            for rank in self.ranks
+        )
 
 
 def dependencies(action: Action, last: int) -> list[tuple[Action, ...]]:
@@ -92,15 +94,3 @@ def dependencies(action: Action, last: int) -> list[tuple[Action, ...]]:
         return [(Action("I", piece, micro),)]
     own: list[tuple[Action, ...]] = [(Action("F", piece, micro),)]
     return own if piece == last else [*own, (Action("B", piece + 1, micro), Action("I", piece + 1, micro))]
-
-
-def _end_of(ended: dict[Action, int], ways: tuple[Action, ...]) -> int | None:
-    return next((ended[way] for way in ways if way in ended), None)
-
-
-def _alive(rank: tuple[Action, ...]) -> int:
-    now = most = 0
-    for action in rank:
-        now += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-        most = max(most, now)
-    return most

@@ -21,12 +21,9 @@ HiddenKind = Literal["refused", "pin cast", "promotion", "compute", "unused"]
 
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """An input or output of an operation."""
-
     memory: int
     """Number of the tensor's memory; a view has the number of its base."""
     dtype: str
-    """Short name, such as `bf16`."""
     dims: int = 1
     """Number of dimensions; a tensor without dimensions widens nothing."""
     bytes: int = 0
@@ -39,16 +36,13 @@ class TracedOperation:
     module: str
     """Path of the module whose forward runs the operation, `""` for the model itself."""
     call: int
-    """Number of the module's call, from 0."""
     name: str
-    """torch's name, such as `mm`."""
     inputs: tuple[TracedTensor, ...]
     outputs: tuple[TracedTensor, ...]
     line: str
     """Line of the model's code, such as `modeling_llama.py:92`; empty if unknown."""
     backward: bool = False
     cast_by: CastBy = ""
-    """Origin of the cast if the operation casts its one input."""
     flops: int = 0
     """Floating-point operations of products, by torch's formulas."""
 
@@ -60,7 +54,6 @@ class Refusal:
     module: str
     name: str
     inputs: tuple[str, ...]
-    """Dtypes of its floating inputs."""
     said: str
     """The reason, in torch's words or ours."""
     line: str
@@ -77,9 +70,7 @@ class Trace:
     loss: str
     """The start of the backward in words; empty without a backward."""
     operations: tuple[TracedOperation, ...]
-    """Operations in order of execution."""
     classes: Mapping[str, str]
-    """Module path -> class name."""
     parameters: Mapping[int, str]
     """Memory -> name of the parameter in the plan."""
     kept: Mapping[int, str]
@@ -93,10 +84,8 @@ class Hidden:
 
     kind: HiddenKind
     name: str
-    """Path of the module, or name of the parameter."""
     what: str
     """The effect, as a clause."""
     line: str
-    """Line of the model's code; empty if unknown."""
     do: str
     """The cost and the remedy."""

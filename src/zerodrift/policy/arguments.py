@@ -24,15 +24,11 @@ MOST = 3.4e38
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The accepted values of one argument."""
-
     words: str
-    """The accepted values in words: "must be ..."."""
     fits: Callable[[Any], bool]
     integer: bool = False
     """Whether the argument is a whole number, which configs also write as `2e3`."""
     do: str = ""
-    """Advice for any other value."""
 
 
 def _number(value: Any, least: float = 0.0) -> bool:
@@ -71,111 +67,99 @@ BELOW = Argument("a number of at least 0, and below the rate of the optimizer", 
 SIGNED = Argument("a number", lambda value: _number(value, -MOST))
 ABOVE = Argument("a number above 0", lambda value: _number(value) and value > 0)
 FLAG = Argument("true or false", lambda value: isinstance(value, bool))
-BETAS = Argument("two numbers in [0, 1)", lambda value: _numbers(value, _is_fraction) and len(value) == 2)
 STEPS = _count("a whole number above 0", 1)
 STAIRS = _count("a whole number of at least 0", 0)
-LAST = _count("a whole number of at least -1", -1)
-RATES = Argument(
-    "a number of at least 0, or a list of them, one per parameter group",
-    lambda value: _number(value) or _numbers(value),
-)
-MOMENTA = Argument(
-    "a number in [0, 1), or a list of them, one per parameter group",
-    lambda value: _is_fraction(value) or _numbers(value, _is_fraction),
-)
-WARMUP_TYPE = _word("log", "linear")
-CURVE = _word("linear", "cosine", "1-sqrt")
+_EACH = ", or a list of them, one per parameter group"
+RATES = Argument(f"a number of at least 0{_EACH}", lambda v: _number(v) or _numbers(v))
+MOMENTA = Argument(f"a number in [0, 1){_EACH}", lambda v: _is_fraction(v) or _numbers(v, _is_fraction))
 SHARE = Argument("a number from 0 to 1", lambda value: _number(value) and value <= 1)
 
 Table = Mapping[str, Argument]
 
 ANY: Table = {
-    "adam_w_mode": FLAG,
-    "torch_adam": FLAG,
-    "foreach": FLAG,
-    "fused": FLAG,
-    "fp32_optimizer_states": _only(True),
-    "bias_correction": _only(True),
+    **dict.fromkeys(("adam_w_mode", "torch_adam", "foreach", "fused"), FLAG),
+    **dict.fromkeys(("fp32_optimizer_states", "bias_correction"), _only(True)),
     "amsgrad": _only(False),
 }
-"""Arguments that every elementwise optimizer accepts: the choice of an Adam, and flags at the only value that
-is supported."""
+"""Arguments that every elementwise optimizer accepts, some at one value only."""
 
 _OF_OPTIMIZERS: Table = {
     **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "eps", "ns_eps"), NUMBER),
     **dict.fromkeys(("maximize", "nesterov"), FLAG),
-    "betas": BETAS,
+    "betas": Argument("two numbers in [0, 1)", lambda v: _numbers(v, _is_fraction) and len(v) == 2),
     "dampening": SIGNED,
-    "ns_coefficients": Argument(
-        "three numbers", lambda value: _numbers(value, SIGNED.fits) and len(value) == 3
-    ),
+    "ns_coefficients": Argument("three numbers", lambda v: _numbers(v, SIGNED.fits) and len(v) == 3),
     "ns_steps": _count("a whole number from 1 to 99", 1, 99),
     "ns_dtype": _word("bf16", "fp32"),
     "ns_method": _word("gram", "standard"),  # two ways to the same polynomial, which is computed as it is
     "adjust_lr_fn": _word("original", "match_rms_adamw"),
 }
-"""Every argument of the optimizers in `optimizers.py`; each has one meaning."""
 
 OPTIMIZERS: Mapping[str, Table] = {
     name: {key: _OF_OPTIMIZERS[key] for key in of_type(name).arguments} for name in TYPES.values()
 }
 
-_WARMUP: Table = {"warmup_num_steps": STEPS, "warmup_type": WARMUP_TYPE, "last_batch_iteration": LAST}
 
-_HF_WARMUP: Table = {"num_warmup_steps": STAIRS, "last_batch_iteration": LAST}
-_HF_LENGTH: Table = {**_HF_WARMUP, "num_training_steps": STEPS}
-_HF_COSINE: Table = {**_HF_LENGTH, "num_cycles": ABOVE}
-_HF_LEAST: Table = {**_HF_COSINE, "min_lr": BELOW, "min_lr_rate": SHARE}
+def _each(argument: Argument, names: str) -> Table:
+    return dict.fromkeys(names.split(), argument)
+
+
+_OF_SCHEDULES: Table = {
+    **_each(STEPS, "warmup_num_steps total_num_steps num_training_steps timescale num_decay_steps"),
+    **_each(STEPS, "lr_range_test_step_size"),
+    **_each(STAIRS, "num_warmup_steps num_stable_steps"),
+    **_each(STAIRS, "cycle_first_stair_count cycle_second_stair_count decay_step_size"),
+    **_each(_count("a whole number of at least -1", -1), "last_batch_iteration"),
+    **_each(RATES, "warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_lr lr_range_test_min_lr"),
+    **_each(MOMENTA, "cycle_min_mom cycle_max_mom"),
+    **_each(NUMBER, "warmup_min_ratio cos_min_ratio decay_lr_rate cycle_second_step_size decay_mom_rate"),
+    **_each(NUMBER, "lr_range_test_step_rate power"),
+    **_each(ABOVE, "cycle_first_step_size num_cycles"),
+    **_each(FLAG, "cycle_momentum lr_range_test_staircase"),
+    **_each(BELOW, "min_lr lr_end"),
+    **_each(SHARE, "min_lr_rate warmup_lr_rate min_lr_ratio"),
+    "warmup_type": _word("log", "linear"),
+}
+
+
+def _takes(names: str, **other: Argument) -> Table:
+    """Return the arguments of a schedule; `other` are those that mean something else in it."""
+    return {name: other.get(name) or _OF_SCHEDULES[name] for name in names.split()}
+
+
+_WARMUP = "warmup_num_steps warmup_type last_batch_iteration"
+_HF_WARMUP = "num_warmup_steps last_batch_iteration"
+_HF_LENGTH = f"{_HF_WARMUP} num_training_steps"
+_HF_LEAST = f"{_HF_LENGTH} num_cycles min_lr min_lr_rate"
+_CURVE = _word("linear", "cosine", "1-sqrt")
 
 SCHEDULES: Mapping[str, Table] = {
-    "WarmupLR": {**_WARMUP, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
-    "WarmupDecayLR": {**_WARMUP, "total_num_steps": STEPS, "warmup_min_lr": RATES, "warmup_max_lr": RATES},
-    "WarmupCosineLR": {
-        **_WARMUP,
-        "total_num_steps": STEPS,
-        "warmup_min_ratio": NUMBER,
-        "cos_min_ratio": NUMBER,
-    },
-    "OneCycle": {
-        "cycle_min_lr": RATES,
-        "cycle_max_lr": RATES,
-        "decay_lr_rate": NUMBER,
-        "cycle_first_step_size": ABOVE,
-        "cycle_second_step_size": NUMBER,
-        "cycle_first_stair_count": STAIRS,
-        "cycle_second_stair_count": STAIRS,
-        "decay_step_size": NUMBER,
-        "cycle_momentum": FLAG,
-        "cycle_min_mom": MOMENTA,
-        "cycle_max_mom": MOMENTA,
-        "decay_mom_rate": NUMBER,
-        "last_batch_iteration": LAST,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": RATES,
-        "lr_range_test_step_size": STEPS,
-        "lr_range_test_step_rate": NUMBER,
-        "lr_range_test_staircase": FLAG,
-        "last_batch_iteration": LAST,
-    },
-    "constant": {"last_batch_iteration": LAST},
-    "constant_with_warmup": _HF_WARMUP,
-    "linear": _HF_LENGTH,
-    "cosine": _HF_COSINE,
-    "cosine_with_restarts": {**_HF_LENGTH, "num_cycles": STEPS},
-    "cosine_with_min_lr": _HF_LEAST,
-    "cosine_warmup_with_min_lr": {**_HF_LEAST, "warmup_lr_rate": SHARE},
-    "polynomial": {**_HF_LENGTH, "lr_end": BELOW, "power": NUMBER},
-    "inverse_sqrt": {**_HF_WARMUP, "timescale": STEPS},
-    "warmup_stable_decay": {
-        **_HF_LENGTH,
-        "num_decay_steps": STEPS,
-        "num_stable_steps": STAIRS,
-        "warmup_type": CURVE,
-        "decay_type": CURVE,
-        "min_lr_ratio": SHARE,
-        "num_cycles": ABOVE,
-    },
+    "WarmupLR": _takes(f"{_WARMUP} warmup_min_lr warmup_max_lr"),
+    "WarmupDecayLR": _takes(f"{_WARMUP} total_num_steps warmup_min_lr warmup_max_lr"),
+    "WarmupCosineLR": _takes(f"{_WARMUP} total_num_steps warmup_min_ratio cos_min_ratio"),
+    "OneCycle": _takes(
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+        "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+        "cycle_max_mom decay_mom_rate last_batch_iteration"
+    ),
+    "LRRangeTest": _takes(
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+        "last_batch_iteration"
+    ),
+    "constant": _takes("last_batch_iteration"),
+    "constant_with_warmup": _takes(_HF_WARMUP),
+    "linear": _takes(_HF_LENGTH),
+    "cosine": _takes(f"{_HF_LENGTH} num_cycles"),
+    "cosine_with_restarts": _takes(f"{_HF_LENGTH} num_cycles", num_cycles=STEPS),
+    "cosine_with_min_lr": _takes(_HF_LEAST),
+    "cosine_warmup_with_min_lr": _takes(f"{_HF_LEAST} warmup_lr_rate"),
+    "polynomial": _takes(f"{_HF_LENGTH} lr_end power"),
+    "inverse_sqrt": _takes(f"{_HF_WARMUP} timescale"),
+    "warmup_stable_decay": _takes(
+        f"{_HF_LENGTH} num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles",
+        warmup_type=_CURVE,
+        decay_type=_CURVE,
+    ),
 }
 
 ALIASES: Mapping[str, str] = {"wsd": "warmup_stable_decay"}
@@ -233,11 +217,11 @@ def _check_together(where: str, kind: str, given: Mapping[str, Any], problems: P
     """Check arguments of a schedule that depend on each other; None is a number that is not known yet."""
 
     def one_of(first: str, second: str) -> bool:
-        if (first in given) != (second in given):
-            return True
-        got = "both" if first in given else "neither"
-        problems.add(join(where, first), f"must be given, or `{second}`, and not both", got=got)
-        return False
+        is_one = (first in given) != (second in given)
+        if not is_one:
+            got = "both" if first in given else "neither"
+            problems.add(join(where, first), f"must be given, or `{second}`, and not both", got=got)
+        return is_one
 
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         one_of("min_lr", "min_lr_rate")

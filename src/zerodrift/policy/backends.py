@@ -46,8 +46,7 @@ class Backend:
     refuse_columns: Callable[[Columns, Place, Problems], None] = lambda *_: None
     """Adds a problem for each unsupported column of a parameter."""
     refuse_sum: Callable[[DType, bool, int], str] = lambda *_: ""
-    """Returns why gradients cannot be summed in a dtype, with or without a pipeline, at a stage; `""` if they
-    can. The first reason is the one to fix first."""
+    """Returns why gradients cannot be summed in (dtype, with a pipeline, stage); `""` if they can."""
     refuse_state: Callable[[State], str] = lambda _: ""
     """Returns why moments cannot be kept in a state; `""` if they can."""
 

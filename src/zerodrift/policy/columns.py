@@ -9,7 +9,7 @@ Invariant: `complete` is a pure function of its arguments, and its result needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
@@ -36,8 +36,6 @@ from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_v
 
 @dataclass(frozen=True, slots=True)
 class ColumnContext:
-    """The settings that columns of all parameters depend on."""
-
     mode: Mode
     backend: Backend
     stage: int
@@ -50,14 +48,11 @@ class ColumnContext:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTraits:
-    """The properties of a parameter that its columns depend on."""
-
     source: DType
     trained: bool
     safe: bool
     """Autocast only: every module that owns the parameter is in the safe list."""
     checkpoint: DType | None
-    """Dtype in the checkpoint that the weights come from."""
     dimensions: int
     not_hidden: str
     """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
@@ -74,54 +69,45 @@ def complete(
     problems: Problems,
 ) -> Columns:
     """Decide every column of a parameter."""
-    if not traits.source.is_floating:
-        return _with_experts(_integer_columns(traits.source, output), traits)
-    fill = _ColumnFiller(demands, context, traits, problems)
-    storage = fill.storage()
-    compute = fill.compute()
-    gather = fill.gather(storage, compute)
-    update = fill.update(storage, compute) if traits.trained else None
-    export = fill.export(compute)
-    why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
-    columns = Columns(
-        Placed(storage, fill.storage_axis), gather, compute, update, export, output, pinned, why
-    )
-    context.backend.refuse_columns(columns, fill.place, problems)
-    return _with_experts(columns, traits)
-
-
-def _with_experts(columns: Columns, traits: ParameterTraits) -> Columns:
-    """Mark the columns of a stack of experts as divided over the expert axis."""
+    if traits.source.is_floating:
+        fill = _ColumnFiller(demands, context, traits, problems)
+        storage = fill.storage()
+        compute = fill.compute()
+        gather = fill.gather(storage, compute)
+        update = fill.update(storage, compute) if traits.trained else None
+        export = fill.export(compute)
+        why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
+        placed = Placed(storage, fill.storage_axis)
+        columns = Columns(placed, gather, compute, update, export, output, pinned, why)
+        context.backend.refuse_columns(columns, fill.place, problems)
+    else:  # an integer or boolean parameter keeps its dtype
+        dtype = traits.source
+        reason = f"{dtype} is not a floating dtype: kept as it is"
+        why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
+        columns = Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
     if not traits.expert:
         return columns
     return replace(columns, parallel="expert", why=(*columns.why, ("parallel", traits.expert)))
 
 
-def _integer_columns(dtype: DType, output: Output | None) -> Columns:
-    """Return the columns of an integer or boolean parameter, which keeps its dtype."""
-    reason = f"{dtype} is not a floating dtype: kept as it is"
-    why = tuple((column, reason) for column in ("storage", "gather", "compute", "export"))
-    return Columns(Placed(dtype, ""), dtype, dtype, None, dtype, output, False, why)
-
-
+@dataclass
 class _ColumnFiller:
-    """Fills the columns of one parameter in order and stores each reason in `why`."""
+    demands: Demands
+    context: ColumnContext
+    traits: ParameterTraits
+    problems: Problems
+    why: dict[str, str] = field(default_factory=dict)
 
-    def __init__(
-        self, demands: Demands, context: ColumnContext, traits: ParameterTraits, problems: Problems
-    ) -> None:
-        self.demands = demands
-        self.context = context
-        self.traits = traits
-        self.problems = problems
-        self.why: dict[str, str] = {}
-        self.storage_axis: Axis = "shard" if context.stage == 3 or context.backend.storage_sharded else ""
+    @property
+    def storage_axis(self) -> Axis:
+        return "shard" if self.context.stage == 3 or self.context.backend.storage_sharded else ""
+
+    def _text(self, column: str, default: str, reason: str) -> str:
+        value, self.why[column] = self.demands.get(column, (default, reason))
+        return value
 
     def _demanded(self, column: str, default: DType, reason: str) -> DType:
-        """Return the demanded dtype of a column or the default, and store the reason."""
-        value, why = self.demands.get(column, (default.value, reason))
-        self.why[column] = why
-        return DType(value)
+        return DType(self._text(column, default.value, reason))
 
     def place(self, column: str) -> str:
         """Return the key that set a column, for messages; the mode's key if none did."""
@@ -178,7 +164,9 @@ class _ColumnFiller:
         if grad is not compute:
             must = f"`grad` must be the compute dtype, {compute}: autograd leaves gradients in it"
             self._refuse("grad", must, grad, "Set `accumulate` for the dtype that gradients are summed in.")
-        accumulate = self._accumulate(compute)
+        reason = "default: micro-batches are summed in fp32 in every mode"
+        accumulate = self._demanded("accumulate", DEFAULT_ACCUMULATE, reason)
+        self._allow("accumulate", accumulate, compute)
         reduce = self._reduce(accumulate)
         axis: Axis = "shard" if self.context.stage >= 1 else self.storage_axis
         optimizer = self._optimizer()
@@ -192,13 +180,6 @@ class _ColumnFiller:
             placement=self._placement(optimizer),
             optimizer=optimizer,
         )
-
-    def _accumulate(self, compute: DType) -> DType:
-        dtype = self._demanded(
-            "accumulate", DEFAULT_ACCUMULATE, "default: micro-batches are summed in fp32 in every mode"
-        )
-        self._allow("accumulate", dtype, compute)
-        return dtype
 
     def _reduce(self, accumulate: DType) -> Reduction:
         mode, stage = self.context.mode, self.context.stage
@@ -214,11 +195,10 @@ class _ColumnFiller:
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
-        every = stage >= 2
-        default_when = "every" if every else "last"
-        reason = f"stage {stage}: " + (
-            "the accumulator is sharded, so each micro-batch is reduced" if every else "reduced once per step"
-        )
+        default_when, reason = "last", f"stage {stage}: reduced once per step"
+        if stage >= 2:
+            reason = f"stage {stage}: the accumulator is sharded, so each micro-batch is reduced"
+            default_when = "every"
         when, why = self.demands.get("reduce.when", (default_when, reason))
         wire_why, sum_why = self.why.pop("reduce.wire"), self.why.pop("reduce.sum")
         self.why["accumulate"] += f"; {'sharded' if when == 'every' else 'whole'}, reduce.when is {when}"
@@ -259,9 +239,7 @@ class _ColumnFiller:
             Master.SPLIT: "bf16 storage holds the high half: exact fp32 in 16 more bits",
             Master.FP32: f"{storage} storage cannot hold half of an fp32 value: a copy in fp32",
         }[default]
-        value, why = self.demands.get("master", (default.value, reason))
-        self.why["master"] = why
-        master = Master(value)
+        master = Master(self._text("master", default.value, reason))
         if master is Master.SPLIT and storage is not DType.BF16:
             must = "`master: split` must have bf16 storage, whose bits are the high half of an fp32 value"
             self._refuse("master", must, f"storage {storage} in mode {mode}", "Use `master: fp32`.")
@@ -278,10 +256,8 @@ class _ColumnFiller:
             return ""
         traits = self.traits
         default: MuonUpdate = "AdamW" if traits.not_hidden else "Muon"
-        value, why = self.demands.get(
-            "optimizer", (default, f"Muon's rule: {traits.not_hidden or 'a hidden matrix'}")
-        )
-        self.why["optimizer"] = why
+        reason = f"Muon's rule: {traits.not_hidden or 'a hidden matrix'}"
+        value = self._text("optimizer", default, reason)
         if value == "Muon" and traits.dimensions < 2:
             must = "`optimizer: Muon` must be for matrices"
             do = "Use `optimizer: AdamW`, or a rule that matches less."
@@ -308,9 +284,7 @@ class _ColumnFiller:
         return "matrices" if value == "matrices" else "whole"
 
     def _state(self, optimizer: MuonUpdate) -> State:
-        value, why = self.demands.get("state", ("fp32", "default: moments in fp32"))
-        self.why["state"] = why
-        state = State(value)
+        state = State(self._text("state", "fp32", "default: moments in fp32"))
         beta2 = None if optimizer == "Muon" else self.context.beta2
         backend = self.context.backend
         verdict = state_verdict(state, backend.name, beta2)
@@ -321,12 +295,11 @@ class _ColumnFiller:
 
     def export(self, compute: DType) -> DType:
         checkpoint = self.traits.checkpoint
+        default, reason = compute, "no source checkpoint: the compute dtype"
         if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
-            return self._demanded("export", checkpoint, "the dtype of the source checkpoint")
-        if checkpoint is not None:
-            return self._demanded(
-                "export", compute, f"compute: {checkpoint} of the source means nothing by itself"
-            )
-        if self.context.mode.autocast:
-            return self._demanded("export", DType.FP32, "no source checkpoint: autocast trains fp32 weights")
-        return self._demanded("export", compute, "no source checkpoint: the compute dtype")
+            default, reason = checkpoint, "the dtype of the source checkpoint"
+        elif checkpoint is not None:
+            reason = f"compute: {checkpoint} of the source means nothing by itself"
+        elif self.context.mode.autocast:
+            default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
+        return self._demanded("export", default, reason)

@@ -1,7 +1,7 @@
 """The mode of a config: the rule for `auto`, and for flags that contradict each other.
 
-The rule is a table of flags, the same on every backend. `docs/auto.md` shows the table and a test checks
-every row. Nothing else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
+The rule is the table of flags in `docs/auto.md`, the same on every backend; a test checks every row. Nothing
+else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
 
 Invariant: the mode depends on the written flags only, never on a device, a backend or a model.
 """
@@ -17,37 +17,17 @@ from zerodrift.policy.nouns import Decision, Mode
 
 Flag = Literal["absent", "auto", "true", "false"]
 
-RULE: tuple[tuple[str, str, str, str], ...] = (
-    ("true", "not true", "bf16", "`bf16.enabled` is true"),
-    ("not true", "true", "fp16", "`fp16.enabled` is true"),
-    ("true", "true", "error", "both flags are true"),
-    ("auto", "auto", "bf16", "both are auto: bf16 needs no loss scale"),
-    ("auto", "absent", "bf16", "bf16 is auto and nothing rules it out"),
-    ("absent", "auto", "bf16", "mixed precision is asked for and bf16 is not ruled out"),
-    ("auto", "false", "bf16", "fp16 is ruled out and bf16 is auto"),
-    ("false", "auto", "fp32", "bf16 is ruled out, and fp16 is never chosen by itself"),
-    ("false", "false", "fp32", "both are ruled out"),
-    ("absent", "absent", "fp32", "nothing asks for mixed precision"),
-    ("false", "absent", "fp32", "bf16 is ruled out and nothing asks for fp16"),
-    ("absent", "false", "fp32", "nothing asks for mixed precision"),
-)
-"""The documented rule: (bf16.enabled, fp16.enabled, mode, reason). With `precision.mode: auto` an absent flag
-counts as auto. `from_flags` computes the same."""
-
 
 def flag(value: bool | str | None) -> Flag:
     """Return the written form of a key that may be true, false, auto or absent."""
-    if value is None:
-        return "absent"
-    if value == "auto":
-        return "auto"
+    if value is None or value == "auto":
+        return "auto" if value else "absent"
     return "true" if value else "false"
 
 
 def from_flags(bf16: Flag, fp16: Flag, asks: bool) -> tuple[Mode | None, str]:
-    """Return the mode and its reason; None if both flags are true. `asks` is True for `precision.mode:
-    auto`."""
-    if bf16 == "true" and fp16 == "true":
+    """Return the mode and its reason; None if both are true. `asks`: `precision.mode` is `auto`."""
+    if bf16 == fp16 == "true":
         return None, "both `bf16.enabled` and `fp16.enabled` are true"
     if bf16 == "true":
         return Mode.BF16, "`bf16.enabled` is true"
@@ -79,26 +59,20 @@ def decide_mode(config: Config, problems: Problems) -> Decision:
             mode = Mode.BF16
         return Decision("precision.mode", str(mode), why)
     mode = Mode(written)
-    _contradictions(config, mode, bf16, fp16, problems)
-    return Decision("precision.mode", str(mode), "`precision.mode`")
-
-
-def _contradictions(config: Config, mode: Mode, bf16: Flag, fp16: Flag, problems: Problems) -> None:
-    """Refuse DeepSpeed's flags that contradict `precision.mode`."""
     must = f"must agree with `precision.mode`, which is {mode}"
     for key, state, own in (("bf16.enabled", bf16, Mode.BF16), ("fp16.enabled", fp16, Mode.FP16)):
         if state == ("false" if mode is own else "true"):
             problems.add(key, must, got=state, do=f"Remove `{key}` or `precision.mode`.")
-    autocast, do = config.torch_autocast, "Remove one of the two keys."
     if mode.autocast and autocast is not None:
+        do = "Remove one of the two keys."
         if autocast.enabled is False:
             problems.add("torch_autocast.enabled", must, got="false", do=do)
         if autocast.dtype not in (None, mode.dtype):
             problems.add("torch_autocast.dtype", must, got=autocast.dtype, do=do)
+    return Decision("precision.mode", str(mode), "`precision.mode`")
 
 
 def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, problems: Problems) -> Decision:
-    """Decide the mode under `torch_autocast.enabled: true`."""
     dtype = block.dtype or DType.BF16
     why = "`torch_autocast.enabled` is true"
     if block.dtype is None:
@@ -131,8 +105,7 @@ def _autocast(config: Config, block: TorchAutocast, bf16: Flag, fp16: Flag, prob
 
 def low_masters(config: Config, dtype: DType) -> bool:
     """Return True if the block of `dtype` is enabled and keeps masters and accumulator in that dtype."""
-    if dtype is DType.BF16:
-        block = config.bf16
-        return block is not None and block.enabled is True and bool(block.bf16_master_weights_and_grads)
-    fp16 = config.fp16
-    return fp16 is not None and fp16.enabled is True and bool(fp16.fp16_master_weights_and_grads)
+    block = config.bf16 if dtype is DType.BF16 else config.fp16
+    if block is None or block.enabled is not True:
+        return False
+    return bool(getattr(block, f"{dtype}_master_weights_and_grads"))

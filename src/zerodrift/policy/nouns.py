@@ -40,7 +40,6 @@ class Mode(_TextEnum):
 
     @property
     def autocast(self) -> bool:
-        """Whether the forward runs under `torch.autocast`."""
         return self in (Mode.AUTOCAST_BF16, Mode.AUTOCAST_FP16)
 
     @property
@@ -58,11 +57,9 @@ class Master(_TextEnum):
     """The values that the optimizer updates."""
 
     FP32 = "fp32"
-    """A copy in fp32."""
     SPLIT = "split"
     """Exact fp32: bf16 storage holds the high half, 16 extra bits the low half."""
     SAME = "same"
-    """Storage itself."""
 
 
 class State(_TextEnum):
@@ -81,17 +78,14 @@ class State(_TextEnum):
 
     @property
     def drawn(self) -> bool:
-        """Whether random bits decide the rounding."""
         return self in (State.BF16_STOCHASTIC, State.EIGHT_BIT)
 
 
 Axis = Literal["", "shard"]
-"""The sharding of a column: `""` is whole on every rank, `"shard"` is an equal slice per rank of that
-axis."""
+"""The sharding of a column: whole on every rank (`""`), or an equal slice per rank (`"shard"`)."""
 
 Placement = Literal["sliced", "matrices", "whole"]
-"""The places where a slice may end: anywhere, between the matrices of the last two dimensions, or between
-parameters only."""
+"""The places where a slice may end: anywhere, between matrices, or between parameters only."""
 
 MuonUpdate = Literal["", "Muon", "AdamW"]
 """The part of an optimizer that updates a parameter; `""` if the optimizer updates all parameters alike."""
@@ -109,8 +103,6 @@ Output = Literal["keep", "input"]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A dtype and its sharding axis."""
-
     dtype: DType
     axis: Axis
 
@@ -125,10 +117,8 @@ class Reduction:
     wire: DType
     sum: DType
     when: Literal["last", "every"]
-    """Reduce once after the last micro-batch, or after every micro-batch."""
     order: Order = field(default="rank", metadata={"omitted": True})
-    """Sum in the order of ranks, by one tree over all micro-batches (`policy/order.py`), or in the carrier's
-    order."""
+    """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +131,6 @@ class Update:
     master: Master
     state: State
     axis: Axis
-    """Sharding axis of master and state."""
     placement: Placement = "sliced"
     optimizer: MuonUpdate = ""
 
@@ -154,16 +143,13 @@ class Columns:
     gather: DType
     compute: DType
     update: Update | None
-    """None for a frozen parameter."""
     export: DType
     output: Output | None
-    """Output that a rule sets; None without such a rule. The plan's boundaries decide the outputs of
-    modules."""
+    """Output that a rule sets; None without such a rule. Boundaries decide the outputs of modules."""
     pinned: bool
     """Whether a rule holds this parameter to fp32 in every column."""
     why: tuple[tuple[str, str], ...]
-    """(name, reason) for every column of the parameter in the order of COLUMNS, then for every option in the
-    order of OPTIONS."""
+    """(name, reason) for every column of the parameter, in the order of COLUMNS and OPTIONS."""
     parallel: Parallel = field(default="", metadata={"omitted": True})
 
     @property
@@ -197,7 +183,6 @@ class Columns:
         return {column: shown.get(column, "-") for column in COLUMNS}
 
     def options(self) -> dict[str, str]:
-        """Return the options with unusual values."""
         update = self.update
         options: dict[str, str] = {"parallel": self.parallel}
         if update is not None:
@@ -233,9 +218,7 @@ class Pipelining:
     chunks: int
     """Pieces of the model on each rank of the axis."""
     split: Literal["layers", "cost"]
-    """Quantity that all pieces have the same amount of."""
     weight_grads: Literal["queue", "autograd"]
-    """Method that computes the weight gradients that a schedule delays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +240,6 @@ class ResolvedRule:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The multiplier of the loss."""
-
     dynamic: bool
     initial: float
     window: int
@@ -274,7 +255,6 @@ class Batch:
     micro: int
     """Samples per forward on one rank."""
     accumulation: int
-    """Micro-batches per optimizer step."""
     train: int
     """Samples per optimizer step over all ranks."""
 
@@ -284,7 +264,6 @@ class Averaging:
     """The division that turns a sum over ranks into a gradient."""
 
     mean: bool
-    """Divide by the data-parallel ranks, or only sum."""
     before: float
     """Divisor before the reduction; the rest of the division follows the reduction."""
 
@@ -294,16 +273,13 @@ class ShardingPolicy:
     """The sharding of parameters over ranks and the lifetime of their copies."""
 
     stage: Literal[0, 1, 2, 3]
-    """ZeRO stage for titles and messages; the columns carry its meaning."""
     units: tuple[str, ...]
     """Globs on module paths; empty finds the blocks by name."""
     keep_gathered: Literal["never", "micro-batch", "step"]
     free_accumulator: bool
     offload: bool
-    """Master and state rest in host memory."""
     prefetch: int = field(default=0, metadata={"omitted": True})
-    """Bytes for the unit that runs and the units gathered ahead; 0 is the size of the largest two
-    neighbours."""
+    """Bytes for the unit that runs and those gathered ahead; 0 is the largest two neighbours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,12 @@
-"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the same
-tree.
+"""`reduce.order: tree`: the micro-batches of each rank, and the cases in which no assignment makes the tree.
 
-The micro-batches of a step are numbered over all ranks, g = 0 ... M - 1, and their gradients are summed by
-one binary tree over g. A node of level k is the sum of 2^k neighbours, left + right; a missing right half is
-skipped. Gradients are summed in three turns: over the micro-batches of a rank, over the ranks of a shard
-group, over replicas. With `when: every` the second turn comes first. So the tree is the same on any number of
-ranks if every turn sums whole nodes: aligned blocks of a power of two.
+The micro-batches of a step are numbered over all ranks, and their gradients are summed by one binary tree: a
+node of level k is the sum of 2^k neighbours, left + right. Gradients are summed in three turns: over the
+micro-batches of a rank, over the ranks of a shard group, over replicas; with `when: every` the second turn
+comes first. So the tree is the same on any number of ranks if every turn sums aligned blocks of a power of
+two. `comm/fold.py` has the tree and the exchange of halves.
 
-`comm/fold.py` has the tree and the exchange of halves.
-
-Invariant: pure; every number from 0 to M - 1 belongs to one rank, and the numbers of a rank increase.
+Invariant: pure; every number belongs to one rank, and the numbers of a rank increase.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ KEY = "precision.reduce.order"
 
 
 def micro_batches_of_rank(when: When, micro_batches: int, mesh: MeshShape, rank: int) -> tuple[int, ...]:
-    """Return the micro-batch numbers of a data rank in increasing order; `micro_batches` is their count per
-    rank."""
+    """Return a data rank's micro-batch numbers in increasing order; each rank has `micro_batches`."""
     replica, shard = divmod(rank, mesh.shard)
     first = replica * mesh.shard * micro_batches
     if when == "every":
@@ -45,7 +41,8 @@ def is_tree(when: When, micro_batches: int, shard: int, replicate: int = 1) -> b
     """Return True if the sums of every turn but the last are whole nodes of the tree."""
     turns = (shard, micro_batches) if when == "every" else (micro_batches, shard)
     first, both = turns[0], micro_batches * shard
-    return (_is_power(first) or turns[1] * replicate == 1) and (_is_power(both) or replicate == 1)
+    is_node = first & (first - 1) == 0 or turns[1] * replicate == 1
+    return is_node and (both & (both - 1) == 0 or replicate == 1)
 
 
 def assignment(whens: Collection[When], micro_batches: int, mesh: MeshShape) -> When | None:
@@ -63,9 +60,10 @@ def numbers_of_ranks(whens: Collection[When], total: int, replicate: int = 1) ->
 
     Without replicas 1 is one of the numbers.
     """
+    low = [number for number in range(1, int(total**0.5) + 1) if total % number == 0]
     return tuple(
         ranks
-        for ranks in _divisors(total)
+        for ranks in sorted({*low, *(total // number for number in low)})
         if ranks % replicate == 0
         and assignment(whens, total // ranks, MeshShape(ranks // replicate, replicate)) is not None
     )
@@ -162,7 +160,6 @@ CARRIED = OrderRefusal(
     "a carrier adds in the dtype that travels",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-"""The refusal of `order: native`."""
 RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
 RANKS = OrderRefusal(
@@ -172,10 +169,8 @@ RANKS = OrderRefusal(
 )
 
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
-"""The refusals that `zerodrift support` prints."""
 
 GIVEN_UP = "the same bits at every stage, and in every run, are given up"
-"""The price of `order: native`."""
 
 
 def decide_order(
@@ -212,19 +207,9 @@ def decide_order(
 
 
 def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
-    """Add a refusal to the problems of a key."""
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")
         return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
     problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _divisors(number: int) -> list[int]:
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})

@@ -3,11 +3,9 @@
 Rules are matched by name. Columns are completed once per distinct input and equal results are one object, so
 46,000 parameters cost a few dozen completions.
 
-Muon updates hidden matrices by default. It makes every direction of a matrix's update equally long, which is
-meant for matrices between hidden activations. A row of an embedding or of the head belongs to one token, a
-row of a router to one expert, and most of these rows see few gradients. The rule is DeepSpeed's (two
-dimensions or more, and no name with `embed` or `lm_head`) with a few more cases; every row of a plan says
-which case applied.
+Muon updates hidden matrices by default, since it makes every direction of an update equally long: rows of an
+embedding, a head or a router see few gradients. The rule is DeepSpeed's (two dimensions or more, and no name
+with `embed` or `lm_head`) with a few more cases; every row of a plan says which case applied.
 
 Invariant: the result depends on the policy, the parameter and its checkpoint dtype alone.
 """
@@ -17,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from zerodrift import dtypes
@@ -27,7 +26,7 @@ from zerodrift.optimizers import of_type
 from zerodrift.policy import rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
-from zerodrift.policy.nouns import Columns, ComponentSpec, Policy, ResolvedRule
+from zerodrift.policy.nouns import Columns, ComponentSpec, Policy
 
 MUON_RULE = (
     "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"
@@ -44,15 +43,20 @@ _CONVOLUTION = re.compile(r"(Lazy)?Conv(Transpose)?[123]d")
 """Classes of torch's convolutions. `Conv1D`, which GPT-2 has, is a linear layer."""
 
 
+_COMPUTED_WITH = re.compile(
+    r"(?P<path>.*?)(\.parametrizations\.\w+\.\d+\._[uv]|\.running_(mean|var)|\.\w+_[uv])"
+)
+"""Names of buffers that torch computes with parameters: running statistics and vectors of spectral norms."""
+
+
 class ColumnsOf:
     """A cache of columns: `columns_of(parameter)` returns one object for equal inputs."""
 
     def __init__(self, policy: Policy, model: ModelSpec) -> None:
-        self._rules = policy.rules
+        self._policy = policy
         self._base: rules.Demands = {column: (value, why) for column, value, why in policy.demands}
-        self._safe = policy.safe
-        self._experts = policy.experts
-        self._checkpoint = _Checkpoint(model.checkpoint)
+        self._checkpoint = dict(model.checkpoint)
+        self._checkpoint_below = _dtypes_below(self._checkpoint)
         self._context = ColumnContext(
             policy.mode,
             BACKENDS[policy.backend],
@@ -62,26 +66,33 @@ class ColumnsOf:
             policy.optimizer is not None and of_type(policy.optimizer.type).matrices,
         )
         self._known: dict[Any, Columns] = {}
-        self._buffer_dtypes = _buffer_dtypes(model)
+        matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
+        self._statistics = {found["path"]: dtype for found, dtype in matches if found and dtype.is_floating}
+        """Path of a module -> dtype of its statistics."""
         self._refused: set[str] = set()
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
-        demands, matched = rules.demands(self._base, self._rules, parameter)
+        demands, matched = rules.demands(self._base, self._policy.rules, parameter)
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
-        pinned = _is_pinned(demands, matched)
+        # A later rule may have changed a column of a pin.
+        pinned = any(rule.pin for rule in matched) and all(
+            demands.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
+        )
         if parameter.trained and not parameter.dtype.is_floating:
             must = "must be of real floating numbers to be trained"
             do = "Hold a complex one as `torch.view_as_real` of it, or freeze it before `initialize`."
             self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
+        safe, stacks = self._policy.safe, self._policy.experts
+        stack = next((glob for glob in stacks if any(map(rules.glob(glob), parameter.names))), "")
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
-            self._is_safe(parameter),
-            self._checkpoint.dtype(parameter),
+            bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
+            self._checkpoint_dtype(parameter),
             len(parameter.shape),
             not_hidden(parameter) if self._context.muon else "",
-            self._expert(parameter),
+            f"experts: '{stack}'" if stack else "",
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -99,7 +110,7 @@ class ColumnsOf:
         """
         for owner in parameter.owners:
             path = owner.path.partition(".parametrizations.")[0]
-            held = self._buffer_dtypes.get(path)
+            held = self._statistics.get(path)
             if path in self._refused or held is None or not columns.compute.is_floating:
                 continue
             if held.size > columns.compute.size:
@@ -108,55 +119,26 @@ class ColumnsOf:
                 do = f"Write the rule `{{match: '{path}.*', pin: fp32, output: input}}`."
                 self.problems.add(path, must, got=columns.compute, do=do)
 
-    def _expert(self, parameter: ParameterSpec) -> str:
-        """Return the pattern that makes the parameter a stack of experts, or `""`."""
-        patterns = (p for p in self._experts if any(rules.glob(p)(name) for name in parameter.names))
-        return f"experts: '{pattern}'" if (pattern := next(patterns, "")) else ""
-
-    def _is_safe(self, parameter: ParameterSpec) -> bool:
-        """Return True if every module that owns the parameter is in autocast's safe list."""
-        return bool(self._safe) and all(_in_safe_list(owner.klass, self._safe) for owner in parameter.owners)
-
-
-_COMPUTED_WITH = re.compile(
-    r"(?P<path>.*?)(\.parametrizations\.\w+\.\d+\._[uv]|\.running_(mean|var)|\.\w+_[uv])"
-)
-"""Names of buffers that torch computes with parameters: running statistics and vectors of spectral norms."""
-
-
-def _buffer_dtypes(model: ModelSpec) -> dict[str, DType]:
-    """Map module paths to the dtype of their statistics."""
-    matches = ((_COMPUTED_WITH.fullmatch(buffer.name), buffer.dtype) for buffer in model.buffers)
-    return {match["path"]: dtype for match, dtype in matches if match is not None and dtype.is_floating}
-
-
-class _Checkpoint:
-    """The dtypes of the checkpoint that the weights come from."""
-
-    def __init__(self, tensors: tuple[tuple[str, DType], ...]) -> None:
-        self._tensors = dict(tensors)
-
-    def dtype(self, parameter: ParameterSpec) -> DType | None:
+    def _checkpoint_dtype(self, parameter: ParameterSpec) -> DType | None:
         for name in parameter.names:
-            if name in self._tensors:
-                return self._tensors[name]
-        below = {dtype for owner in parameter.owners for dtype in self._below.get(owner.path, ())}
+            if name in self._checkpoint:
+                return self._checkpoint[name]
+        paths = [owner.path for owner in parameter.owners]
+        below = {dtype for path in paths for dtype in self._checkpoint_below.get(path, ())}
         return dtypes.widest(tuple(below)) if below else None
 
-    @functools.cached_property
-    def _below(self) -> dict[str, set[DType]]:
-        """Map module paths to the dtypes of the tensors below them.
 
-        A model may merge tensors of a file: `experts.gate_up_proj` for `experts.0.gate_proj.weight` and the
-        rest.
-        """
-        below: dict[str, set[DType]] = {}
-        for name, dtype in self._tensors.items():
-            path = name
-            while "." in path:
-                path = path.rpartition(".")[0]
-                below.setdefault(path, set()).add(dtype)
-        return below
+def _dtypes_below(checkpoint: Mapping[str, DType]) -> dict[str, set[DType]]:
+    """Map module paths to the dtypes of the tensors below them.
+
+    A model may merge tensors of a file: `experts.gate_up_proj` for `experts.0.gate_proj.weight` and the rest.
+    """
+    below: dict[str, set[DType]] = {}
+    for path, dtype in checkpoint.items():
+        while "." in path:
+            path = path.rpartition(".")[0]
+            below.setdefault(path, set()).add(dtype)
+    return below
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,16 +146,8 @@ def _in_safe_list(klass: str, safe: tuple[str, ...]) -> bool:
     return any(rules.is_class(klass, wanted) for wanted in safe)
 
 
-def _is_pinned(demands: rules.Demands, matched: tuple[ResolvedRule, ...]) -> bool:
-    """Return True if a pin matched and no later rule changed one of its columns."""
-    return any(rule.pin for rule in matched) and all(
-        demands.get(column, ("", ""))[0] == value for column, value in rules.PIN if column != "export"
-    )
-
-
 def _beta2(optimizer: ComponentSpec | None) -> float | None:
-    """Return the decay of the second moment, or None if the config's optimizer has none; Muon's AdamW has
-    one."""
+    """Return the decay of the optimizer's second moment, or None without one; Muon's AdamW has one."""
     if optimizer is None:
         return None
     algorithm = of_type(optimizer.type).rest or of_type(optimizer.type)
@@ -204,16 +178,12 @@ def _role(name: str, klass: str) -> str:
     """
     parts = name.lower().split(".")
     module = parts[-2] if len(parts) > 1 else ""
-    if klass.startswith("Embedding") or "embed" in name.lower() or module in ("wte", "wpe"):
-        return "an embedding"
-    if module in HEADS:
-        return "an output head"
-    if any(part in ROUTERS for part in parts):
-        return "a router"
-    if parts[-1].endswith("bias"):
-        return "a bias"
-    if "norm" in module:
-        return "a norm"
-    if _CONVOLUTION.fullmatch(klass):
-        return "a convolution"
-    return ""
+    roles = {
+        "an embedding": klass.startswith("Embedding") or "embed" in name.lower() or module in ("wte", "wpe"),
+        "an output head": module in HEADS,
+        "a router": any(part in ROUTERS for part in parts),
+        "a bias": parts[-1].endswith("bias"),
+        "a norm": "norm" in module,
+        "a convolution": _CONVOLUTION.fullmatch(klass) is not None,
+    }
+    return next((role for role, fits in roles.items() if fits), "")

@@ -8,7 +8,7 @@ Invariant: a policy has a `Pipelining` exactly if the mesh has more than one ran
 
 from __future__ import annotations
 
-from zerodrift.config.schema import Config, Pipeline
+from zerodrift.config.schema import Config
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.nouns import Decision, Pipelining, Schedule
@@ -20,10 +20,8 @@ V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules with two pieces on each rank, the last one beside the first."""
 
 MOST_MICRO_BATCHES = 1 << 16
-"""Most micro-batches per step of a pipeline."""
 
 SPLIT: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv", "dualpipev")
-"""Schedules that delay weight gradients."""
 
 
 def decide_pipeline(
@@ -39,7 +37,10 @@ def decide_pipeline(
     schedule: Schedule = block.schedule or ("1f1b" if micro_batches >= mesh.pipeline else "gpipe")
     chunks = block.chunks or (1 if schedule in SINGLE else 2)
     _check_sizes(schedule, chunks, mesh.pipeline, micro_batches, problems)
-    _check_gathered(config, problems)
+    if config.sharding.keep_gathered == "never":
+        must = "must be `step` or `micro-batch` with a pipeline, whose backwards come in two parts"
+        do = "Leave it out for `step`, or use `micro-batch`, which gathers for each forward and backward."
+        problems.add("sharding.keep_gathered", must, got="'never'", do=do)
     if block.weight_grads == "autograd" and config.sharding.keep_gathered == "micro-batch":
         why = "the second pass of autograd reads parameters, a queue does not"
         must = f"must be `queue` with `sharding.keep_gathered: micro-batch`: {why}"
@@ -53,12 +54,24 @@ def decide_pipeline(
         problems.add("precision.statistics", must, got="true", do="Measure without a pipeline.")
     by_autograd = tree and config.sharding.keep_gathered != "micro-batch"
     weight_grads = block.weight_grads or ("autograd" if by_autograd else "queue")
-    pipelining_policy = Pipelining(schedule, chunks, block.split or "layers", weight_grads)
-    return pipelining_policy, tuple(_decisions(block, pipelining_policy, mesh.pipeline))
+    split = block.split or "layers"
+    default = "default" if schedule == "1f1b" else f"default below {mesh.pipeline} micro-batches"
+    pieces = f"{chunks * mesh.pipeline} pieces by {split}"
+    decisions = [
+        Decision("pipeline.schedule", schedule, "`pipeline.schedule`" if block.schedule else default),
+        Decision("pipeline.split", pieces, "`pipeline.split`" if block.split else "default"),
+    ]
+    if schedule in SPLIT:
+        why = "default: formed in the accumulate dtype"
+        if block.weight_grads:
+            why = "`pipeline.weight_grads`"
+        elif weight_grads == "autograd":
+            why = "default with `precision.reduce.order: tree`"
+        decisions.append(Decision("pipeline.weight_grads", weight_grads, why))
+    return Pipelining(schedule, chunks, split, weight_grads), tuple(decisions)
 
 
 def queues(pipeline: Pipelining | None) -> bool:
-    """Return True if weight gradients wait in a queue."""
     return pipeline is not None and pipeline.schedule in SPLIT and pipeline.weight_grads == "queue"
 
 
@@ -97,30 +110,3 @@ def _check_sizes(schedule: Schedule, chunks: int, ranks: int, count: int, proble
         must = f"must be a multiple of its rounds over {ranks} ranks, {rounds}, with schedule {schedule}"
         do = f"Use {count // ranks * ranks} or {(count // ranks + 1) * ranks}."
         problems.add("pipeline.micro_batches", must, got=count, do=do)
-
-
-def _check_gathered(config: Config, problems: Problems) -> None:
-    if config.sharding.keep_gathered == "never":
-        must = "must be `step` or `micro-batch` with a pipeline, whose backwards come in two parts"
-        do = "Leave it out for `step`, or use `micro-batch`, which gathers for each forward and backward."
-        problems.add("sharding.keep_gathered", must, got="'never'", do=do)
-
-
-def _decisions(block: Pipeline, pipelining: Pipelining, ranks: int) -> list[Decision]:
-    pieces = pipelining.chunks * ranks
-    split_why = "`pipeline.split`" if block.split else "default"
-    default = "default" if pipelining.schedule == "1f1b" else f"default below {ranks} micro-batches"
-    decisions = [
-        Decision(
-            "pipeline.schedule", pipelining.schedule, "`pipeline.schedule`" if block.schedule else default
-        ),
-        Decision("pipeline.split", f"{pieces} pieces by {pipelining.split}", split_why),
-    ]
-    if pipelining.schedule in SPLIT:
-        reasons = {
-            "queue": "default: formed in the accumulate dtype",
-            "autograd": "default with `precision.reduce.order: tree`",
-        }
-        why = "`pipeline.weight_grads`" if block.weight_grads else reasons[pipelining.weight_grads]
-        decisions.append(Decision("pipeline.weight_grads", pipelining.weight_grads, why))
-    return decisions

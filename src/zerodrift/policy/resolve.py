@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from zerodrift import mesh as meshes
 from zerodrift.config.load import ConfigSource, load
-from zerodrift.config.schema import BackendName, Config
+from zerodrift.config.schema import Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
@@ -65,30 +65,37 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     precision = config.precision
     backend = BACKENDS[config.backend or "native"]
     stage = config.zero_optimization.stage or 0
-    optimizer = choices.decide_optimizer(config, numbers, problems)
+    optimizer, update_decisions = choices.decide_optimizer(config, numbers, problems)
     demands = _demands(config, mode, problems)
-    _check_param_dtype(config, mode, problems)
-    allow_narrow = bool(precision.allow_narrow)
-    _check_supported(demands, mode, mesh, stage, backend.name, allow_narrow, problems)
-    sizes, sizes_why = choices.decide_batch(
+    _check_dtypes(config, demands, mode, mesh, problems)
+    batch, batch_decision = choices.decide_batch(
         numbers.integer(choices.TRAIN, config.train_batch_size),
         numbers.integer(choices.MICRO, config.train_micro_batch_size_per_gpu),
         pipelining.decide_micro_batches(
             config, numbers.integer(choices.STEPS, config.gradient_accumulation_steps), problems
         ),
-        mesh.data,
+        mesh,
         problems,
     )
-    clip, clip_why = choices.decide_clip(config, numbers)
-    averaging, averaging_why = choices.decide_averaging(config, mesh, problems)
-    scale = choices.decide_loss_scale(config, mode, numbers)
-    buffers, buffers_why = _buffers(config, problems)
+    clip = numbers.number("gradient_clipping", config.gradient_clipping, 1.0)
+    clip_why = "`gradient_clipping`" if config.gradient_clipping is not None else _CLIP_DEFAULT
+    averaging, averaging_decision = choices.decide_averaging(config, mesh, problems)
+    scale, scale_decision = choices.decide_loss_scale(config, mode, numbers)
+    buffers, theirs = precision.buffers, config.data_types.buffer_dtype if config.data_types else None
+    buffers_why = "default: buffers are kept as the model made them"
+    if buffers is not None:
+        buffers_why = "precision.buffers"
+        if theirs is not None and theirs != buffers:
+            must = f"must agree with `precision.buffers`, which says {buffers}"
+            problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
+    elif isinstance(theirs, DType):
+        buffers, buffers_why = theirs, "data_types.buffer_dtype"
     sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
     order_of_sums = demands.get("reduce.order", ("rank", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
-        config, mesh, sizes.accumulation, order_of_sums == "tree", problems
+        config, mesh, batch.accumulation, order_of_sums == "tree", problems
     )
-    safe = _safe_modules(config, mode)
+    safe, safe_decisions = _safe_modules(config, mode)
     schedule = choices.decide_schedule(config, numbers, optimizer, problems)
     experts, expert_decisions = choices.decide_experts(config, mesh, averaging, problems)
     order_decisions = order.decide_order(config, mesh, backend, averaging, pipeline, order_of_sums, problems)
@@ -106,13 +113,13 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         Decision("backend", backend.name, "`backend`" if config.backend else "default"),
         *sharding_decisions,
         *pipeline_decisions,
-        Decision("batch", choices.describe_batch(sizes, mesh), sizes_why),
+        batch_decision,
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
-        Decision("averaging", choices.describe_averaging(averaging, mesh), averaging_why),
+        averaging_decision,
         *order_decisions,
-        choices.describe_loss_scale(scale, mode, config),
-        *_safe_decision(safe, config),
-        *choices.describe_updates(optimizer, config),
+        scale_decision,
+        *safe_decisions,
+        *update_decisions,
         *expert_decisions,
     )
     return Policy(
@@ -121,11 +128,11 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         demands=tuple((column, value, why) for column, (value, why) in demands.items()),
         rules=rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ()),
         safe=safe,
-        buffers=buffers,
+        buffers=buffers if isinstance(buffers, DType) else None,
         buffers_why=buffers_why,
-        allow_narrow=allow_narrow,
+        allow_narrow=bool(precision.allow_narrow),
         sharding=sharding,
-        batch=sizes,
+        batch=batch,
         averaging=averaging,
         clip=clip,
         loss_scale=scale,
@@ -142,100 +149,62 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     )
 
 
-# --- one key, one meaning ---------------------------------------------------------------------------
+_CLIP_DEFAULT = "default, as in DeepSpeed; 0 is off"
 
 
 def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
-    written: list[tuple[str, str, str]] = []
-    for column, value in rules.column_values(config.precision):
-        written.append((column, value, f"precision.{column}"))
-    types = config.data_types
-    for key, dtype in (
-        ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
-        ("data_types.grad_accum_dtype", types.grad_accum_dtype if types else None),
-    ):
-        if dtype is not None:
-            written.append(("accumulate", str(dtype), key))
-    if config.communication_data_type is not None:
-        written.append(("reduce.wire", str(config.communication_data_type), "communication_data_type"))
-    written += _low_precision_flags(config, mode)
-    demands: rules.Demands = {}
-    for column, value, key in written:
-        if column in demands and demands[column][0] != value:
-            must = f"must agree with `{demands[column][1]}`, which says {demands[column][0]} for `{column}`"
-            problems.add(key, must, got=value, do="Keep one of the two keys.")
-            continue
-        demands.setdefault(column, (value, key))
-    return demands
-
-
-def _low_precision_flags(config: Config, mode: Mode) -> list[tuple[str, str, str]]:
-    """Return the columns that DeepSpeed's `..._master_weights_and_grads` and `bf16_optimizer_states` set."""
-    written = []
+    types, bf16 = config.data_types, config.bf16
+    written: list[tuple[str, object, str]] = [
+        *((column, value, f"precision.{column}") for column, value in rules.column_values(config.precision)),
+        ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
+        ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
+        ("reduce.wire", config.communication_data_type, "communication_data_type"),
+    ]
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
             key = f"{dtype}.{dtype}_master_weights_and_grads"
-            written += [("master", "same", key), ("accumulate", str(dtype), key)]
+            written += [("master", "same", key), ("accumulate", dtype, key)]
             if mode.autocast:
-                written += [("storage", str(dtype), key), ("compute", str(dtype), key)]
-    if config.bf16 is not None and config.bf16.bf16_optimizer_states:
+                written += [("storage", dtype, key), ("compute", dtype, key)]
+    if bf16 is not None and bf16.bf16_optimizer_states:
         written.append(("state", "bf16-stochastic", "bf16.bf16_optimizer_states"))
-    return written
+    demands: rules.Demands = {}
+    for column, value, key in written:
+        if value is None:
+            continue
+        said, by = demands.setdefault(column, (str(value), key))
+        if said != str(value):
+            must = f"must agree with `{by}`, which says {said} for `{column}`"
+            problems.add(key, must, got=value, do="Keep one of the two keys.")
+    return demands
 
 
-def _check_param_dtype(config: Config, mode: Mode, problems: Problems) -> None:
+def _check_dtypes(
+    config: Config, demands: rules.Demands, mode: Mode, mesh: MeshShape, problems: Problems
+) -> None:
+    """Refuse parameters of another dtype than the mode's, and an `accumulate` that is not supported."""
     dtype = config.data_types.param_dtype if config.data_types else None
     expected = DType.FP32 if mode.autocast else mode.dtype
     if dtype is not None and dtype is not expected:
         must = f"must agree with mode {mode}, whose parameters are {expected}"
         do = "Remove it, or choose the mode with `bf16`, `fp16` or `precision.mode`."
         problems.add("data_types.param_dtype", must, got=dtype, do=do)
-
-
-def _check_supported(
-    demands: rules.Demands,
-    mode: Mode,
-    mesh: MeshShape,
-    stage: int,
-    backend: BackendName,
-    allow_narrow: bool,
-    problems: Problems,
-) -> None:
-    """Refuse an `accumulate` that the support table does not allow."""
     value, key = demands.get("accumulate", (str(DEFAULT_ACCUMULATE), "precision.mode"))
+    stage, backend = config.zero_optimization.stage or 0, config.backend or "native"
     supported = verdict(mode, DType(value), mesh.pipeline > 1, stage, backend)
-    lifted = "compute" in demands and demands["compute"][0] == value
-    if supported.status == "no" or (supported.status == "narrow" and not allow_narrow and not lifted):
+    allowed = config.precision.allow_narrow or demands.get("compute", ("",))[0] == value
+    if supported.status == "no" or (supported.status == "narrow" and not allowed):
         must = f"must be a supported `accumulate` in mode {mode} at stage {stage}, backend {backend}"
         problems.add(key, must, got=f"{value}: {supported.reason}")
 
 
-def _buffers(config: Config, problems: Problems) -> tuple[DType | None, str]:
-    ours = config.precision.buffers
-    theirs = config.data_types.buffer_dtype if config.data_types else None
-    if ours is not None and theirs is not None and ours != theirs:
-        must = f"must agree with `precision.buffers`, which says {ours}"
-        problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
-    if isinstance(ours, DType):
-        return ours, "precision.buffers"
-    if ours is None and isinstance(theirs, DType):
-        return theirs, "data_types.buffer_dtype"
-    return None, "precision.buffers" if ours == "keep" else "default: buffers are kept as the model made them"
-
-
-def _safe_modules(config: Config, mode: Mode) -> tuple[str, ...]:
+def _safe_modules(config: Config, mode: Mode) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
+    """Return the classes whose parameters autocast reads in the low dtype; none in other modes."""
     if not mode.autocast:
-        return ()
-    block = config.torch_autocast
-    given = block.lower_precision_safe_modules if block else None
-    return SAFE_MODULES if given is None else tuple(given)
-
-
-def _safe_decision(safe: tuple[str, ...], config: Config) -> tuple[Decision, ...]:
-    if not safe:
-        return ()
-    block = config.torch_autocast
-    given = block is not None and block.lower_precision_safe_modules is not None
-    why = "`torch_autocast.lower_precision_safe_modules`" if given else "default list"
-    return (Decision("safe modules", ", ".join(name.rpartition(".")[2] for name in safe), why),)
+        return (), ()
+    given = config.torch_autocast.lower_precision_safe_modules if config.torch_autocast else None
+    safe = SAFE_MODULES if given is None else tuple(given)
+    why = "default list" if given is None else "`torch_autocast.lower_precision_safe_modules`"
+    text = ", ".join(name.rpartition(".")[2] for name in safe)
+    return safe, (Decision("safe modules", text, why),) if safe else ()

@@ -37,7 +37,6 @@ _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state
 _OF_RULES = ("placement", "optimizer")
 
 Demands = dict[str, tuple[str, str]]
-"""column -> (value, why)."""
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
@@ -56,25 +55,22 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
-    """Return the rules of a config in order: DeepSpeed's pinned substrings, then `precision.rules`, which
-    win."""
+    """Return the rules in order: DeepSpeed's pinned substrings, then `precision.rules`, which win."""
     key = "zero_optimization.fp32_pinned_parameters"
-    pins = (
+    resolved = [
         ResolvedRule("substring", text, "", PIN, True, None, f"{key}[{number}]: '{text}'")
         for number, text in enumerate(substrings)
-    )
-    return (*pins, *(_from_block(number, rule) for number, rule in enumerate(rules)))
-
-
-def _from_block(number: int, block: schema.Rule) -> ResolvedRule:
-    sets = dict(PIN) if block.pin is not None else {}
-    sets |= dict(column_values(block))
-    pattern, klass = block.match or "", block.class_ or ""
-    kind = "glob+class" if pattern and klass else "glob" if pattern else "class"
-    shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
-    pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-    why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
-    return ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
+    ]
+    for number, block in enumerate(rules):
+        sets = (dict(PIN) if block.pin is not None else {}) | dict(column_values(block))
+        pattern, klass = block.match or "", block.class_ or ""
+        kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
+        shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
+        pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
+        why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+        rule = ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
+        resolved.append(rule)
+    return tuple(resolved)
 
 
 def is_class(klass: str, wanted: str) -> bool:
@@ -131,18 +127,15 @@ def _wider(left: Demands, right: Demands) -> Demands:
     for column in left.keys() & right.keys():
         (one, one_why), (other, other_why) = left[column], right[column]
         if one != other:
-            wide = _widest_value(one, other)
+            if {one, other} <= DType._value2member_map_.keys():
+                wide = str(dtypes.widest((DType(one), DType(other))))
+            elif "fp32" in (one, other):
+                wide = "fp32"
+            else:
+                wide = max(one, other, key=lambda value: _WIDTH.get(value, 0))
             why = other_why if wide == other else one_why if wide == one else f"{one_why}; {other_why}"
             out[column] = (wide, f"{why} (widest of tied names)")
     return out
-
-
-def _widest_value(left: str, right: str) -> str:
-    if left in DType._value2member_map_ and right in DType._value2member_map_:
-        return str(dtypes.widest((DType(left), DType(right))))
-    if "fp32" in (left, right):
-        return "fp32"
-    return max(left, right, key=lambda value: _WIDTH.get(value, 0))
 
 
 def require_matches(rules: Iterable[ResolvedRule], model: ModelSpec, problems: Problems) -> None:
@@ -193,19 +186,11 @@ def _hint(rule: ResolvedRule, model: ModelSpec) -> str:
         return f"Classes here: {', '.join(near or classes[:4])}."
     names = [name for parameter in model.parameters for name in parameter.names]
     shapes = {re.sub(r"\d+", "*", name): None for name in names}
-    core = rule.pattern.strip("*")
-    words = [word for word in re.split(r"[.*]+", core) if word]
+    words = [word for word in re.split(r"[.*]+", rule.pattern) if word]
     inside = [name for name in shapes if words and all(word in name for word in words)]
-    close = inside or nearest(core, shapes, count=3) or _by_word(words, shapes) or list(shapes)
-    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."
-
-
-def _by_word(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names with a component close to a word of the pattern that is no component itself."""
-    names = list(names)
     parts = {part for name in names for part in name.split(".")}
-    for word in (word for word in reversed(words) if word not in parts):
-        near = nearest(word, parts, count=3)
-        if near:
-            return [name for name in names if any(part in name.split(".") for part in near)]
-    return []
+    # A component of the pattern that no name has may be misspelt.
+    odd = next((near for word in reversed(words) if word not in parts if (near := nearest(word, parts))), [])
+    by_word = [name for name in shapes if any(part in name.split(".") for part in odd)]
+    close = inside or nearest(rule.pattern.strip("*"), shapes, count=3) or by_word or list(shapes)
+    return "Nearest: " + ", ".join(f"`{name}`" for name in close[:3]) + "."

@@ -22,17 +22,12 @@ Status = Literal["yes", "narrow", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The support status of a combination, with the reason."""
-
     status: Status
     reason: str = ""
-    """Empty for `yes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupportCell:
-    """One cell of the table."""
-
     mode: str
     accumulate: str
     """`default`, `fp32`, `bf16` or `fp16`."""
@@ -45,8 +40,6 @@ class SupportCell:
 
 @dataclass(frozen=True, slots=True)
 class StateCell:
-    """One cell of the table of optimizer states."""
-
     state: str
     backend: BackendName
     beta2: float
@@ -98,25 +91,18 @@ def states() -> tuple[StateCell, ...]:
     """List every state on every backend, with a beta2 that bf16 can represent and one that it cannot."""
     cells = []
     for state, backend, beta2 in product(State, BACKENDS, (MAX_NEAREST_BETA2, USUAL_BETA2)):
-        verdict = state_verdict(state, backend, beta2)
-        cells.append(StateCell(str(state), backend, beta2, verdict.status, verdict.reason))
+        found = state_verdict(state, backend, beta2)
+        cells.append(StateCell(str(state), backend, beta2, found.status, found.reason))
     return tuple(cells)
 
 
 def table() -> tuple[SupportCell, ...]:
     """List every (mode, accumulate, pipeline, stage, backend), in that order."""
-    choices: tuple[tuple[str, DType], ...] = (
-        ("default", DEFAULT_ACCUMULATE),
-        ("fp32", DType.FP32),
-        ("bf16", DType.BF16),
-        ("fp16", DType.FP16),
-    )
+    choices = {"default": DEFAULT_ACCUMULATE, "fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
     cells = []
-    for mode, (label, dtype), pipeline, stage, backend in product(
-        Mode, choices, (False, True), range(4), BACKENDS
-    ):
-        cell = verdict(mode, dtype, pipeline, stage, backend)
-        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, cell.status, cell.reason))
+    for mode, label, pipeline, stage, backend in product(Mode, choices, (False, True), range(4), BACKENDS):
+        found = verdict(mode, choices[label], pipeline, stage, backend)
+        cells.append(SupportCell(str(mode), label, pipeline, stage, backend, found.status, found.reason))
     return tuple(cells)
 
 
@@ -124,8 +110,6 @@ DEFAULT_ACCUMULATE = DType.FP32
 """Default of every mode; a sum over micro-batches loses bits in anything narrower."""
 
 MAX_NEAREST_BETA2 = 0.98
-"""Largest beta2 of a bf16 second moment that is rounded to nearest; above it (1 - beta2) is under half an
-ulp."""
+"""Largest beta2 of a second moment in bf16; above it (1 - beta2) is under half an ulp."""
 
 USUAL_BETA2 = 0.999
-"""The default of every Adam."""

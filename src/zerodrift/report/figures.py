@@ -39,6 +39,12 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.{digits}f}%"
 
 
+def per_parameter(count: int, parameters: int) -> str:
+    """Format bytes per parameter: `2`, `0.0625`, `<0.001`."""
+    each = count / parameters if parameters else 0.0
+    return "<0.001" if 0.0 < each < 0.001 else significant(each)
+
+
 def significant(value: float, digits: int = 3) -> str:
     """Format a number with `digits` significant digits, without an exponent. All integer digits stay."""
     if value == 0:

@@ -70,6 +70,27 @@ def grid(
     return table
 
 
+def columns(
+    widths: Sequence[int],
+    rows: Iterable[Sequence[RenderableType]],
+    right: Collection[int] = (),
+    gap: int = 0,
+    folds: bool = False,
+) -> RenderableType:
+    """Set cells in columns of fixed widths, those in `right` aligned right. Long cells fold or are cut."""
+    table = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
+    for number, width in enumerate(widths):
+        table.add_column(
+            width=width,
+            justify="right" if number in right else "left",
+            overflow="fold" if folds else "ellipsis",
+            no_wrap=not folds,
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def legible_text(text: str, style: str = "") -> Text:
     """Return foreign text as legible `Text`, without markup."""
     return Text(legible(text), style=style)

@@ -12,6 +12,7 @@ from zerodrift.plan.stages import activation_dtype, activation_width, crossings,
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.report import figures
+from zerodrift.report.rows import ranges
 
 SHOWN = 60
 """Most actions of a rank that are written out."""
@@ -35,27 +36,20 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
         return ()
     count = plan.policy.batch.accumulation
     total = pieces(pipeline, plan.mesh)
-    lines = [
-        (
-            "schedule",
-            f"{pipeline.schedule}, {count} micro-batches through {total} pieces on {plan.mesh.pipeline} "
-            f"ranks",
-        )
-    ]
-    lines.append(("travels", _travels(plan)))
+    ranks, schedule = plan.mesh.pipeline, pipeline.schedule
+    bubble = f"not computed for {count * total:,} forwards"
     if timeline is not None:
-        lines.append(
-            (
-                "bubble",
-                f"{figures.percent(timeline.bubble)} of the ranks' time, if a forward, the gradient of an "
-                f"input and those of weights take one unit of time each and messages none: "
-                f"{timeline.length} units in all",
-            )
+        bubble = (
+            f"{figures.percent(timeline.bubble)} of the ranks' time, if a forward, the gradient of an "
+            f"input and those of weights take one unit of time each and messages none: "
+            f"{timeline.length} units in all"
         )
-    else:
-        lines.append(("bubble", f"not computed for {count * total:,} forwards"))
-    lines.append(("imbalance", _imbalance(plan)))
-    return tuple(lines)
+    return (
+        ("schedule", f"{schedule}, {count} micro-batches through {total} pieces on {ranks} ranks"),
+        ("travels", _travels(plan)),
+        ("bubble", bubble),
+        ("imbalance", _imbalance(plan)),
+    )
 
 
 def _imbalance(plan: Plan) -> str:
@@ -115,30 +109,16 @@ HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
 def _piece(plan: Plan, piece: int) -> str:
     """Describe the units of a piece: `0: root, model.layers.0-7`."""
     units = [unit for unit in plan.units if unit.stage == piece]
-    names = [unit.name for unit in units if unit.name]
     words = ["root"] if any(not unit.name and unit.rows for unit in units) else []
-    runs: list[tuple[str, int, int]] = []
-    for name in names:
-        head, number = _numbered(name)
-        if runs and runs[-1][0] == head and runs[-1][2] == number - 1:
-            runs[-1] = (head, runs[-1][1], number)
-        else:
-            runs.append((head, number, number))
-    for head, first, last in runs:
-        words.append(head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else ""))
-    tied = [
-        name
-        for segment in plan.segments
-        if piece in segment.copies
-        for index in segment.rows
-        for name in plan.rows[index].names[1:]
-    ]
-    return f"{piece}: {', '.join([*words, *tied])}"
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.*?)(\d+)", name)
-    return (match[1], int(match[2])) if match else (name, -1)
+    numbers: dict[str, list[int]] = {}
+    for unit in units:
+        head, number = re.fullmatch(r"(.*?)(\d*)", unit.name).groups()  # type: ignore[union-attr]
+        numbers.setdefault(head, []).extend([int(number)] if number else [])
+    words += [head + ranges(found) for head, found in numbers.items() if head or found]
+    for segment in plan.segments:
+        if piece in segment.copies:
+            words += [name for index in segment.rows for name in plan.rows[index].names[1:]]
+    return f"{piece}: {', '.join(words)}"
 
 
 def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:

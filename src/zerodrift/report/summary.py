@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from zerodrift.errors import listed, several
 from zerodrift.plan.cost import Cost, accumulators_of
 from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Boundary, Plan
-from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec
+from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -32,29 +31,15 @@ OPTION_WORDS = {
 }
 """`placement` and `parallel` in words."""
 
+_OPTION_MARKS = (
+    ("whole", "a rank's slice holds whole parameters, for an optimizer that works on matrices"),
+    ("matrices", "a rank's slice holds whole matrices of the last two dimensions"),
+    ("Muon", "updated by Muon"),
+    ("AdamW", "updated by AdamW, next to Muon"),
+)
+
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
 """`output` in words: the dtype that a module with a boundary returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReasonUse:
-    """Column sets and cells that a reason set."""
-
-    letters: tuple[str, ...]
-    where: str
-    """Letters with runs shortened: `A C-F`."""
-    cells: tuple[tuple[str, str], ...]
-    """(column, cell text) pairs, in the order of COLUMNS."""
-    every: bool
-    """True if these are all columns of the sets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """One distinct reason and all cells that it set."""
-
-    text: str
-    uses: tuple[ReasonUse, ...]
 
 
 # --- the head of a report -----------------------------------------------------------------------------
@@ -63,19 +48,23 @@ class Reason:
 def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Return (label, value) pairs that identify a plan."""
     policy = plan.policy
+    cells = [row.columns.cells() for row in {id(row.columns): row for row in plan.rows}.values()]
+    sharded = [column for column in COLUMNS if any(cell[column].endswith("/") for cell in cells)]
     pairs = [
         ("model", plan.source),
         ("parameters", _parameters(plan)),
         ("mode", str(policy.mode)),
-        ("stage", _stage(plan)),
+        ("stage", f"{policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"),
         ("mesh", f"{plan.mesh} ({several(plan.mesh.world, 'rank')})" if plan.mesh.world > 1 else "1 rank"),
         ("backend", policy.backend),
     ]
     if policy.tree:
         pairs.append(("order", _order(plan)))
     for label, recipe in (("optimizer", policy.optimizer), ("schedule", policy.schedule)):
-        if recipe is not None:
-            pairs.append((label, _recipe(recipe)))
+        if recipe is not None:  # AdamW, lr 0.0001, betas [0.9, 0.95]
+            params = json.loads(recipe.params) if recipe.params else {}
+            words = (recipe.type, *(f"{key} {value}" for key, value in params.items()))
+            pairs.append((label, ", ".join(words)))
     return tuple(pairs)
 
 
@@ -100,30 +89,14 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join([*first, *(["..."] if len(numbers) > 3 else []), *map(str, numbers[2:][-1:])])
 
 
-def _recipe(recipe: ComponentSpec) -> str:
-    """Format an optimizer or a schedule: `AdamW, lr 0.0001, betas [0.9, 0.95]`."""
-    params = json.loads(recipe.params) if recipe.params else {}
-    return ", ".join([recipe.type, *(f"{key} {value}" for key, value in params.items())])
-
-
 def _parameters(plan: Plan) -> str:
     total = sum(row.whole_numel for row in plan.rows)
     text = f"{figures.elements(total)} in {several(len(plan.rows), 'tensor')}"
     pinned = sum(row.whole_numel for row in plan.rows if row.columns.pinned)
     frozen = sum(row.whole_numel for row in plan.rows if not row.trained)
-    parts = [
-        f"{figures.elements(count)} {word}"
-        for word, count in (("pinned", pinned), ("frozen", frozen))
-        if count
-    ]
-    return ", ".join([text, *parts])
-
-
-def _stage(plan: Plan) -> str:
-    """Return the stage and the columns that are sharded."""
-    cells = [row.columns.cells() for row in {id(row.columns): row for row in plan.rows}.values()]
-    sharded = [column for column in COLUMNS if any(cell[column].endswith("/") for cell in cells)]
-    return f"{plan.policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"
+    for word, count in (("pinned", pinned), ("frozen", frozen)):
+        text += f", {figures.elements(count)} {word}" if count else ""
+    return text
 
 
 # --- lines and sets -----------------------------------------------------------------------------------
@@ -184,7 +157,8 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
         marks.append(("frozen", "not trained: columns marked - do not exist"))
     if any(update is not None for update in updates):
         marks.append(("reduce", _when(sets)))
-    marks += _option_marks(sets)
+    words = {value for item in sets for value in item.columns.options().values()}
+    marks += [(word, meaning) for word, meaning in _OPTION_MARKS if word in words]
     if any(line.count > 1 for line in table.lines):
         marks.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
     if any(":" in line.pattern for line in table.lines):
@@ -194,49 +168,37 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     return tuple(marks)
 
 
-def _option_marks(sets: Sequence[ColumnSet]) -> list[tuple[str, str]]:
-    words = {value for item in sets for value in item.columns.options().values()}
-    meanings = {
-        "whole": "a rank's slice holds whole parameters, for an optimizer that works on matrices",
-        "matrices": "a rank's slice holds whole matrices of the last two dimensions",
-        "Muon": "updated by Muon",
-        "AdamW": "updated by AdamW, next to Muon",
-    }
-    return [(word, meaning) for word, meaning in meanings.items() if word in words]
-
-
 def _when(sets: Iterable[ColumnSet]) -> str:
-    """Describe when gradients are reduced."""
-    updates = [(item.letter, item.columns.update) for item in sets]
-    return _by_set((letter, WHEN[update.reduce.when]) for letter, update in updates if update is not None)
-
-
-def _by_set(pairs: Iterable[tuple[str, str]]) -> str:
-    """Join (letter, text) pairs into a clause. The letters are left out if all texts are equal."""
+    """Describe when gradients are reduced. The letters are left out if all sets agree."""
     letters_of: dict[str, list[str]] = {}
-    for letter, text in pairs:
-        letters_of.setdefault(text, []).append(letter)
+    for item in sets:
+        if item.columns.update is not None:
+            letters_of.setdefault(WHEN[item.columns.update.reduce.when], []).append(item.letter)
     if len(letters_of) == 1:
         return next(iter(letters_of))
     return "; ".join(f"{', '.join(letters)}: {text}" for text, letters in letters_of.items())
 
 
-def reasons(sets: Sequence[ColumnSet]) -> tuple[Reason, ...]:
-    """Return each distinct reason with the cells that it set, in the order of sets and columns."""
+def reasons(sets: Sequence[ColumnSet]) -> list[tuple[str, str, str]]:
+    """Return (sets, cells, reason) rows in the order of sets and columns. A reason that set other cells of
+    other sets has several rows, and is written out in the first."""
     order = [item.letter for item in sets]
-    uses_of: dict[str, dict[tuple[tuple[tuple[str, str], ...], bool], list[str]]] = {}
+    letters_of: dict[str, dict[str, list[str]]] = {}
     for item in sets:
         cells = item.columns.cells() | item.columns.options()
-        mine: dict[str, list[tuple[str, str]]] = {}
+        mine: dict[str, list[str]] = {}
         for column, text in item.columns.why:
-            mine.setdefault(text, []).append((column, cells[column]))
-        for text, pairs in mine.items():
-            every = len(pairs) == sum(name in COLUMNS for name, _ in item.columns.why) > 1
-            uses_of.setdefault(text, {}).setdefault((tuple(pairs), every), []).append(item.letter)
-    return tuple(
-        Reason(text, tuple(ReasonUse(tuple(found), _runs(found, order), *use) for use, found in uses.items()))
-        for text, uses in uses_of.items()
-    )
+            # A column stays with its value: NBSP does not break.
+            mine.setdefault(text, []).append(f"{column}\N{NO-BREAK SPACE}{cells[column]}")
+        for text, shown in mine.items():
+            is_every = len(shown) == sum(name in COLUMNS for name, _ in item.columns.why) > 1
+            words = "every column" if is_every else ", ".join(shown)
+            letters_of.setdefault(text, {}).setdefault(words, []).append(item.letter)
+    return [
+        (_runs(letters, order), words, '"' if number else text)
+        for text, uses in letters_of.items()
+        for number, (words, letters) in enumerate(uses.items())
+    ]
 
 
 def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
@@ -312,32 +274,14 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     """Return (column, bytes) pairs at rest between steps."""
-    rest = cost.rest
-    return (
-        ("storage", rest.storage),
-        ("buffers", rest.buffers),
-        ("accumulate", rest.accumulate),
-        ("master", rest.master),
-        ("state", rest.state),
-    )
+    columns = ("storage", "buffers", "accumulate", "master", "state")
+    return tuple((column, getattr(cost.rest, column)) for column in columns)
 
 
 def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     """Return (part, bytes) pairs at the peak of a step."""
-    peak = cost.peak
-    return (
-        ("at rest", peak.rest),
-        ("gathered", peak.gathered),
-        ("accumulate", peak.accumulate),
-        ("gradient", peak.gradient),
-        ("wire", peak.wire),
-    )
-
-
-def per_parameter(count: int, cost: Cost) -> str:
-    """Format the bytes per parameter of one rank."""
-    bytes_each = count / cost.parameters if cost.parameters else 0.0
-    return "<0.001" if 0.0 < bytes_each < 0.001 else figures.significant(bytes_each)
+    parts = ("gathered", "accumulate", "gradient", "wire")
+    return (("at rest", cost.peak.rest), *((part, getattr(cost.peak, part)) for part in parts))
 
 
 def padding(plan: Plan, cost: Cost) -> str:

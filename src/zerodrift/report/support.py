@@ -8,6 +8,8 @@ Invariant: every cell of the table is shown, and every refusal has its reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, product
+from operator import itemgetter
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -41,12 +43,9 @@ class _Matrix:
             (cell.backend, (cell.mode, cell.accumulate), (cell.pipeline, cell.stage)): cell for cell in cells
         }
         self.letters: dict[str, str] = {}
-        for backend in self.backends:
-            for row in self.rows:
-                for place in self.places:
-                    reason = self._cells[backend, row, place].reason
-                    if reason:
-                        self.letters.setdefault(reason, letter(len(self.letters)).lower())
+        for key in product(self.backends, self.rows, self.places):
+            if reason := self._cells[key].reason:
+                self.letters.setdefault(reason, letter(len(self.letters)).lower())
 
     def at(self, backend: str, row: tuple[str, str], place: Place) -> tuple[str, str]:
         """Return the status and the letter of the reason, or `""`."""
@@ -98,20 +97,17 @@ def _side_by_side(places: Sequence[Place], room: int) -> Iterator[Sequence[Place
 
 def _block(matrix: _Matrix, backend: str, places: Sequence[Place]) -> Iterator[Text]:
     over = Text(" " * (_MODE + _ACCUMULATE))
-    for pipeline in dict.fromkeys(place[0] for place in places):
-        count = sum(place[0] is pipeline for place in places)
-        over.append(_PIPELINE[pipeline].ljust(_CELL * count))
-    yield over
     head = Text("mode".ljust(_MODE) + "accumulate".ljust(_ACCUMULATE), style="bold")
-    for _, stage in places:
-        head.append(f"stage {stage}".ljust(_CELL))
-    yield head
+    for pipeline, group in groupby(places, key=itemgetter(0)):
+        stages = [f"stage {stage}".ljust(_CELL) for _, stage in group]
+        over.append(_PIPELINE[pipeline].ljust(_CELL * len(stages)))
+        head.append("".join(stages))
+    yield from (over, head)
     last = ""
-    for row in matrix.rows:
-        mode, accumulate = row
+    for mode, accumulate in matrix.rows:
         line = Text((mode if mode != last else "").ljust(_MODE) + accumulate.ljust(_ACCUMULATE))
         for place in places:
-            status, mark = matrix.at(backend, row, place)
+            status, mark = matrix.at(backend, (mode, accumulate), place)
             line.append(status, style=_STYLES[status])
             line.append(f" {mark}".ljust(_CELL - len(status)))
         line.rstrip()
@@ -122,24 +118,17 @@ def _block(matrix: _Matrix, backend: str, places: Sequence[Place]) -> Iterator[T
 _PIPELINE = {False: "without a pipeline", True: "with a pipeline"}
 
 
-# --- states -------------------------------------------------------------------------------------------
-
-
 def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
     """Yield each state with its bytes and its status per backend."""
-    for state in dict.fromkeys(cell.state for cell in cells):
-        size = block_bytes(State(state)) / BLOCK
-        yield state, "; ".join([f"{size:.7g} bytes per element and moment", *_verdicts(cells, state)])
-
-
-def _verdicts(cells: Sequence[StateCell], state: str) -> Iterator[str]:
-    mine = [cell for cell in cells if cell.state == state]
-    for backend in dict.fromkeys(cell.backend for cell in mine):
-        of_backend = [cell for cell in mine if cell.backend == backend]
-        alike = len({cell.status for cell in of_backend}) == 1
-        for cell in of_backend[:1] if alike else of_backend:
-            where = f"backend {backend}" if alike else f"backend {backend} with beta2 {cell.beta2:g}"
-            yield f"{where}: {cell.status}" + (f", {cell.reason}" if cell.reason else "")
+    for state, of_state in groupby(cells, key=lambda cell: cell.state):
+        words = [f"{block_bytes(State(state)) / BLOCK:.7g} bytes per element and moment"]
+        for backend, group in groupby(of_state, key=lambda cell: cell.backend):
+            mine = list(group)
+            alike = len({cell.status for cell in mine}) == 1
+            for cell in mine[:1] if alike else mine:
+                where = f"backend {backend}" + ("" if alike else f" with beta2 {cell.beta2:g}")
+                words.append(f"{where}: {cell.status}" + (f", {cell.reason}" if cell.reason else ""))
+        yield state, "; ".join(words)
 
 
 # --- Markdown -----------------------------------------------------------------------------------------
@@ -182,12 +171,8 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
 
 def _markdown_table(matrix: _Matrix, backend: str, pipeline: bool) -> Iterator[str]:
     places = [place for place in matrix.places if place[0] is pipeline]
-    yield _markdown_row("mode", "accumulate", *(f"stage {stage}" for _, stage in places))
-    yield _markdown_row(*["---"] * (2 + len(places)))
+    rows = [["mode", "accumulate", *(f"stage {stage}" for _, stage in places)], ["---"] * (2 + len(places))]
     for row in matrix.rows:
         cells = (matrix.at(backend, row, place) for place in places)
-        yield _markdown_row(*row, *(" ".join(filter(None, cell)) for cell in cells))
-
-
-def _markdown_row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append([*row, *(" ".join(filter(None, cell)) for cell in cells)])
+    yield from (f"| {' | '.join(row)} |" for row in rows)

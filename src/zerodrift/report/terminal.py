@@ -9,13 +9,11 @@ Invariant: no line is wider than asked for, and colour carries no information of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table as Grid
 from rich.text import Text
 
 from zerodrift.errors import listed
@@ -25,9 +23,9 @@ from zerodrift.plan.table import Boundary, Plan
 from zerodrift.plan.timeline import Timeline
 from zerodrift.policy.nouns import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
-from zerodrift.report.explain import Explanation, OwnedRange
-from zerodrift.report.frame import WIDTH, elide, grid, pairs, render, section, title
-from zerodrift.report.rows import ColumnSet, Line, Table
+from zerodrift.report.explain import Explanation
+from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
+from zerodrift.report.rows import Line, Table
 
 _INDENT = 3
 _BILL = 47
@@ -48,24 +46,24 @@ def plan_text(
         title("plan", plan.digest, width),
         pairs(summary.facts(plan), width=width),
         Text(),
-        _Columns.of(table.shown(), width).draw(table),
+        _table(table, width),
         section("marks"),
         _legend(plan, table, width),
         section("why"),
-        _reasons(table.shown(), width),
+        grid(summary.reasons(table.shown()), (9, 34), ("bold", ""), width),
         *_boundaries(plan, table, width),
         section("decisions"),
         grid(
-            [(item.key, item.value, item.why) for item in plan.policy.decisions],
-            most=(24, 38),
-            styles=("", "bold"),
-            width=width,
+            [(each.key, each.value, each.why) for each in plan.policy.decisions],
+            (24, 38),
+            ("", "bold"),
+            width,
         ),
     ]
     if plan.buffers:
-        parts += [section("buffers"), grid(summary.buffers(plan), most=(40,), styles=("",), width=width)]
+        parts += [section("buffers"), grid(summary.buffers(plan), (40,), ("",), width)]
     if plan.policy.ignored:
-        parts += [section("ignored keys"), grid(plan.policy.ignored, most=(46,), styles=("",), width=width)]
+        parts += [section("ignored keys"), grid(plan.policy.ignored, (46,), ("",), width)]
     if plan.policy.pipeline is not None:
         parts += [section("pipeline"), *_pipeline(plan, timeline, width)]
     parts += [section("cost", summary.basis(plan, cost)), *_cost(plan, cost, width)]
@@ -107,11 +105,11 @@ def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> s
         title("rows", plan.digest, width),
         pairs([("model", plan.source), ("shown", shown)], width=width),
         Text(),
-        _Columns.of(table.shown(), width).draw(table),
+        _table(table, width),
         section("marks"),
         _legend(plan, table, width),
         section("why"),
-        _reasons(table.shown(), width),
+        grid(summary.reasons(table.shown()), (9, 34), ("bold", ""), width),
         *_boundaries(plan, table, width),
     ]
     return render(parts, color, width)
@@ -148,73 +146,49 @@ def _boundary(boundary: Boundary, klass: str) -> str:
 # --- the table ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Positions of the nine columns on a line."""
+def _table(table: Table, width: int) -> RenderableType:
+    """Render the headers, and each column set followed by its lines.
 
-    widths: tuple[int, ...]
-    gap: int
-    left: int
-    """Cells before the first column."""
-    width: int
+    Where the nine columns do not fit on a line, each cell is written behind its name.
+    """
+    sets = [(item, item.columns.cells()) for item in table.shown()]
+    widths = [max(len(column), *(len(cells[column]) for _, cells in sets)) for column in COLUMNS]
+    # Two blanks between columns, one where rare dtypes make all of them wide.
+    gap = 2 if sum(widths) + 2 * len(widths) <= width - 6 else 1
+    left = max(0, width - sum(widths) - gap * len(widths))
+    fits = left >= len("set") or width >= WIDTH
 
-    @staticmethod
-    def of(sets: Sequence[ColumnSet], width: int) -> _Columns:
-        cells = [item.columns.cells() for item in sets]
-        widths = tuple(max(len(column), *(len(cell[column]) for cell in cells)) for column in COLUMNS)
-        # Two blanks between columns, one where rare dtypes make all of them wide.
-        gap = 2 if sum(widths) + 2 * len(widths) <= width - 6 else 1
-        return _Columns(widths, gap, max(0, width - sum(widths) - gap * len(widths)), width)
+    def line(label: Text, cells: Iterable[Text]) -> Text:
+        shown = label.copy()
+        shown.append(" " * (left - len(label)))
+        for cell, wide in zip(cells, widths, strict=True):
+            shown.append(" " * gap).append_text(cell).append(" " * (wide - len(cell)))
+        shown.rstrip()
+        return shown
 
-    @property
-    def fits(self) -> bool:
-        """True if all columns fit on a line. Otherwise each cell is written behind its name."""
-        return self.left >= len("set") or self.width >= WIDTH
-
-    def draw(self, table: Table) -> RenderableType:
-        """Render the headers, and each column set followed by its lines."""
-        heads = [self._line(Text("set"), map(Text, COLUMNS))] if self.fits else [Text("set")]
-        parts: list[RenderableType] = [*heads, Rule(style="dim")]
-        for number, item in enumerate(table.shown()):
-            if number:
-                parts.append(Text())
-            parts.append(self._head(item, table))
-            parts.extend(_lines(table.members(item), item.columns.pinned, self.width))
-        return Group(*parts)
-
-    def _head(self, item: ColumnSet, table: Table) -> RenderableType:
-        cells = item.columns.cells()
-        if not self.fits:
-            return self._named(item, table)
-        label = Text().append(item.letter, style="bold")
+    parts: list[RenderableType] = [line(Text("set"), map(Text, COLUMNS)) if fits else Text("set")]
+    parts.append(Rule(style="dim"))
+    for number, (item, cells) in enumerate(sets):
+        parts += [Text()] if number else []
         kind, share = summary.kind(item.columns), summary.percent_of_elements(item, table)
-        for words in ((kind, share), (kind or share,)):
-            text = "  ".join(filter(None, words))
-            if text and len(label) + 2 + len(text) <= self.left:
-                label.append("  ").append(text, style="bold yellow" if kind else "dim")
-                break
-        return self._line(label, (_cell(cells[column]) for column in COLUMNS))
-
-    def _named(self, item: ColumnSet, table: Table) -> RenderableType:
-        """Render the cells of a set behind their names, on several lines."""
-        words = filter(None, (summary.kind(item.columns), summary.percent_of_elements(item, table)))
-        label = Text(f"{item.letter}  {'  '.join(words)}", style="bold")
-        # A column stays with its value: NBSP does not break.
-        cells = [
-            Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text))
-            for name, text in item.columns.cells().items()
-        ]
-        return Group(label, Padding(Text("  ").join(cells), (0, 0, 0, _INDENT)))
-
-    def _line(self, label: Text, cells: Iterable[Text]) -> Text:
-        line = label.copy()
-        line.append(" " * (self.left - len(label)))
-        for cell, width in zip(cells, self.widths, strict=True):
-            line.append(" " * self.gap)
-            line.append_text(cell)
-            line.append(" " * (width - len(cell)))
-        line.rstrip()
-        return line
+        label = Text(item.letter, style="bold")
+        if fits:
+            for words in ((kind, share), (kind or share,)):
+                text = "  ".join(filter(None, words))
+                if text and len(label) + 2 + len(text) <= left:
+                    style = "bold yellow" if kind else "dim"
+                    label = Text.assemble((item.letter, "bold"), "  ", (text, style))
+                    break
+            parts.append(line(label, (_cell(cells[column]) for column in COLUMNS)))
+        else:
+            label.append("".join(f"  {word}" for word in (kind, share) if word))
+            # A column stays with its value: NBSP does not break.
+            named = [
+                Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text)) for name, text in cells.items()
+            ]
+            parts += [label, Padding(Text("  ").join(named), (0, 0, 0, _INDENT))]
+        parts.extend(_lines(table.members(item), item.columns.pinned, width))
+    return Group(*parts)
 
 
 def _cell(text: str) -> Text:
@@ -262,31 +236,13 @@ def _legend(plan: Plan, table: Table, width: int) -> RenderableType:
     return pairs([percent, *summary.marks(table, plan)], bold=True, width=width)
 
 
-def _reasons(sets: Sequence[ColumnSet], width: int) -> RenderableType:
-    """Render each reason once, with its sets and cells."""
-    rows = []
-    for reason in summary.reasons(sets):
-        for number, use in enumerate(reason.uses):
-            # A column stays with its value: NBSP does not break.
-            cells = ", ".join(f"{column}\N{NO-BREAK SPACE}{text}" for column, text in use.cells)
-            shown = "every column" if use.every else cells
-            rows.append((use.where, shown, '"' if number else reason.text))
-    return grid(rows, most=(9, 34), styles=("bold", ""), width=width)
-
-
 def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
     rest = _bill("at rest", summary.rest_parts(cost), cost.rest.total, cost)
     peak = _bill("at peak, without activations", summary.peak_parts(cost), cost.peak.total, cost)
     if width >= 2 * _BILL:
-        both = Grid.grid(padding=0)
-        both.add_column(width=width // 2)
-        both.add_column(width=width // 2)
-        both.add_row(rest, peak)
-        yield both
+        yield columns([width // 2] * 2, [(rest, peak)], folds=True)
     else:
-        yield rest
-        yield Text()
-        yield peak
+        yield from (rest, Text(), peak)
     yield Text()
     yield from _wire(cost, width)
     yield Text()
@@ -296,22 +252,14 @@ def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
 def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost) -> RenderableType:
     """Render bytes by part with bars. Zero parts are left out."""
     most = max(cost.rest.total, cost.peak.total)
-    table = Grid.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=10, no_wrap=True)
-    table.add_column(width=9, justify="right", no_wrap=True)
-    table.add_column(width=7, justify="right", no_wrap=True)
-    table.add_column(width=14, no_wrap=True)
-    shown = [(label, count) for label, count in parts if count]
-    for label, count in shown:
-        per_parameter = summary.per_parameter(count, cost)
-        table.add_row(label, figures.size(count), per_parameter, Text(_bar(count, most, 14), style="blue"))
-    table.add_row(
-        Text("total", style="bold"),
-        Text(figures.size(total), style="bold"),
-        Text(summary.per_parameter(total, cost), style="bold"),
-        Text("bytes/param", style="dim"),
-    )
-    return Group(Text(heading, style="bold"), table)
+    rows: list[Sequence[RenderableType]] = []
+    for label, count in parts:
+        if count:
+            per_parameter, bar = figures.per_parameter(count, cost.parameters), _bar(count, most, 14)
+            rows.append((label, figures.size(count), per_parameter, Text(bar, style="blue")))
+    totals = ("total", figures.size(total), figures.per_parameter(total, cost.parameters))
+    rows.append((*(Text(text, style="bold") for text in totals), Text("bytes/param", style="dim")))
+    return Group(Text(heading, style="bold"), columns((10, 9, 7, 14), rows, right=(1, 2), gap=2))
 
 
 def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
@@ -321,23 +269,16 @@ def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
         return
     yield Text("on the wire, sent by one rank per step", style="bold")
     gap = 2 if width >= WIDTH - 20 else 1
-    table = Grid.grid(padding=(0, gap, 0, 0))
-    axis = max(9, *(len(line.axis) for line in cost.traffic))
-    columns, numbers = (14, 9, 5, axis), (8, 9)
-    length = max(0, width - sum(columns) - sum(numbers) - gap * 6)
-    for wide in columns:
-        table.add_column(width=wide, no_wrap=True)
-    for wide in numbers:
-        table.add_column(width=wide, justify="right", no_wrap=True)
-    if length:
-        table.add_column(width=length, no_wrap=True)
+    widths = [14, 9, 5, max(9, *(len(line.axis) for line in cost.traffic)), 8, 9]
+    length = max(0, width - sum(widths) - gap * 6)
     most = max(line.bytes for line in cost.traffic)
+    rows: list[Sequence[RenderableType]] = []
     for line in cost.traffic:
         bar = Text(_bar(line.bytes, most, length), style="blue")
         row = (line.op, line.purpose, line.dtype, line.axis, f"x{line.count:,}", figures.size(line.bytes))
-        table.add_row(*row, *([bar] if length else []))
-    table.add_row(Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold"))
-    yield table
+        rows.append((*row, bar)[: 7 if length else 6])
+    rows.append((Text("total", style="bold"), "", "", "", "", Text(figures.size(cost.wire), style="bold")))
+    yield columns([*widths, *([length] if length else [])], rows, right=(4, 5), gap=gap)
 
 
 def _bar(value: int, of: int, width: int) -> str:
@@ -350,18 +291,13 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     if not explanation.sharded or explanation.shard == 1:
         whose = "on every rank" if not explanation.divided else "on the ranks that have its experts"
         return [("slices", f"none: whole {whose}")] if explanation.shard > 1 else []
-    first, last = explanation.slices[:_MOST_SLICES], explanation.slices[:0]
-    more = len(explanation.slices) - _MOST_SLICES
-    if more > 0:
-        first, last = explanation.slices[:3], explanation.slices[-2:]
-    lines = [_slice(owned, explanation) for owned in first]
-    lines += [f"... {more + 1} more ranks ..."] if more > 0 else []
-    lines += [_slice(owned, explanation) for owned in last]
+    lines = [
+        f"rank {owned.rank} of {explanation.shard}: elements {owned.start:,} to {owned.stop - 1:,}"
+        for owned in explanation.slices
+    ]
+    if len(lines) > _MOST_SLICES:
+        lines[3:-2] = [f"... {len(lines) - 5} more ranks ..."]
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
-
-
-def _slice(owned: OwnedRange, explanation: Explanation) -> str:
-    return f"rank {owned.rank} of {explanation.shard}: elements {owned.start:,} to {owned.stop - 1:,}"
 
 
 # --- a plan in a few lines ----------------------------------------------------------------------------

@@ -8,8 +8,8 @@ Invariant: no line is wider than WIDTH, and the lines name every module with an 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from rich.console import RenderableType
@@ -42,7 +42,7 @@ def trace_text(plan: Plan, trace: Trace, found: Sequence[Hidden], *, color: bool
         title("plan --trace", plan.digest, WIDTH),
         pairs(_facts(plan, trace), width=WIDTH),
         section("findings", "" if found else "none"),
-        *_findings(hidden_lines(found)),
+        *_findings(found),
         section("operations", "views are left out, and what has only whole numbers"),
         grid(list(_rows(modules)), (_MODULE, _DTYPES), ("", "bold"), WIDTH),
         Text("\n<  in the backward, in any order", style="dim"),
@@ -64,24 +64,20 @@ def _facts(plan: Plan, trace: Trace) -> list[tuple[str, str]]:
     return facts if trace.refused is None else facts[:-1]
 
 
-def _findings(lines: Sequence[HiddenLine]) -> Iterator[RenderableType]:
+def _findings(found: Sequence[Hidden]) -> Iterator[RenderableType]:
     """Render findings by kind. Names with the same text share it."""
-    for number, (kind, alike) in enumerate(groupby(lines, key=lambda line: line.first.kind)):
+    for number, (kind, alike) in enumerate(groupby(hidden_lines(found), key=lambda line: line[2].kind)):
         if number:
             yield Text()
         yield Text(_KINDS[kind], style="bold yellow")
-        said: dict[str, list[str]] = {}
-        for line in alike:
-            at = f" ({line.first.line})" if line.first.line else ""
-            text = f"{line.first.what}{at}. {line.first.do}"
-            said.setdefault(text, []).append(_counted(line.pattern, line.count))
-        for text, names in said.items():
+        names_of: dict[str, list[str]] = {}
+        for pattern, count, first in alike:
+            at = f" ({first.line})" if first.line else ""
+            name = f"{pattern or 'the model itself'}{f' x{count:,}' if count > 1 else ''}"
+            names_of.setdefault(f"{first.what}{at}. {first.do}", []).append(name)
+        for text, names in names_of.items():
             yield Padding(legible_text(", ".join(names), "bold"), (0, 0, 0, 2))
             yield Padding(legible_text(text), (0, 0, 0, 4))
-
-
-def _counted(pattern: str, count: int) -> str:
-    return f"{pattern or 'the model itself'}{f' x{count:,}' if count > 1 else ''}"
 
 
 # --- the tree -----------------------------------------------------------------------------------------
@@ -202,15 +198,6 @@ class OperationRun:
     backward: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenLine:
-    """Findings that differ only in the numbers of their names."""
-
-    pattern: str
-    count: int
-    first: Hidden
-
-
 def traced_modules(trace: Trace) -> list[TracedModule]:
     """Group modules into lines, in the order of their first operations."""
     forward: dict[str, dict[int, list[TracedOperation]]] = defaultdict(lambda: defaultdict(list))
@@ -222,36 +209,24 @@ def traced_modules(trace: Trace) -> list[TracedModule]:
             backward[operation.module].append(operation)
         else:
             forward[operation.module][operation.call].append(operation)
-    entries: list[tuple[str, int, list[TracedOperation]]] = []
+    modules, keys = [], []
     for path in order:
         calls = list(forward[path].values())
         same = len({_alike(call) for call in calls}) == 1
         shown = calls[0] if same else [operation for call in calls for operation in call]
-        entries.append((path, len(calls) if same else 1, shown))
-    keys = [
-        (path, (trace.classes.get(path, ""), calls, _alike(shown), _without_sums(backward[path])))
-        for path, calls, shown in entries
-    ]
+        klass, count, back = trace.classes.get(path, ""), len(calls) if same else 1, backward[path]
+        modules.append(TracedModule(path, (path,), klass, count, tuple(shown), tuple(back)))
+        # Sums of gradients run in whichever module has the last gradient.
+        unordered = frozenset((each.name, dtypes(each)) for each in back if each.name != "add")
+        keys.append((path, (klass, count, _alike(shown), unordered)))
     return [
-        TracedModule(
-            pattern=pattern,
-            paths=tuple(entries[index][0] for index in indices),
-            klass=trace.classes.get(entries[indices[0]][0], ""),
-            calls=entries[indices[0]][1],
-            forward=tuple(entries[indices[0]][2]),
-            backward=tuple(backward[entries[indices[0]][0]]),
-        )
+        replace(modules[indices[0]], pattern=pattern, paths=tuple(modules[n].pattern for n in indices))
         for pattern, indices in fold_names(keys)
     ]
 
 
 def _alike(operations: Iterable[TracedOperation]) -> tuple[tuple[str, str, str], ...]:
     return tuple((shown_name(operation), dtypes(operation), operation.line) for operation in operations)
-
-
-def _without_sums(backward: Iterable[TracedOperation]) -> frozenset[tuple[str, str]]:
-    """Return a backward without sums of gradients. They run in whichever module has the last gradient."""
-    return frozenset((operation.name, dtypes(operation)) for operation in backward if operation.name != "add")
 
 
 def operation_runs(module: TracedModule) -> list[OperationRun]:
@@ -285,32 +260,22 @@ def shown_name(operation: TracedOperation) -> str:
 
 def dtypes(operation: TracedOperation) -> str:
     """Format dtypes: `bf16`, `bf16 -> fp32`, `bf16 fp32 -> fp32`. `""` without floating numbers."""
-    inputs, outputs = (
-        [tensor.dtype for tensor in tensors] for tensors in (operation.inputs, operation.outputs)
-    )
-    if not any(map(_floats, (*inputs, *outputs))):
-        return ""
-    one, other = _join_floating(inputs), _join_floating(outputs)
-    return one if one == other or not other else f"{one} -> {other}" if one else other
+    sides, has_floating = [], False
+    for tensors in (operation.inputs, operation.outputs):
+        names = {tensor.dtype for tensor in tensors}
+        floating = {name for name in names if name in _FLOATING or name.startswith("complex")}
+        has_floating = has_floating or bool(floating)
+        sides.append(" ".join(sorted(floating or names)))
+    return " -> ".join(filter(None, dict.fromkeys(sides))) if has_floating else ""
 
 
-def _floats(dtype: str) -> bool:
-    known = {each.value for each in DType if each.is_floating}
-    return dtype in known or dtype.startswith("complex")
+_FLOATING = {dtype.value for dtype in DType if dtype.is_floating}
 
 
-def _join_floating(names: Sequence[str]) -> str:
-    """Join the floating dtypes, or all dtypes if none is floating."""
-    floating = [dtype for dtype in names if _floats(dtype)]
-    return " ".join(sorted(dict.fromkeys(floating or names)))
-
-
-def hidden_lines(found: Sequence[Hidden]) -> list[HiddenLine]:
-    """Return one line per pattern of findings."""
-    keys = [(each.name, (each.kind, each.what, each.line, each.do)) for each in found]
-    distinct = list(dict.fromkeys(keys))
-    first = {key: found[index] for index, key in reversed(list(enumerate(keys)))}
-    return [
-        HiddenLine(pattern, len(indices), first[distinct[indices[0]]])
-        for pattern, indices in fold_names(distinct)
-    ]
+def hidden_lines(found: Sequence[Hidden]) -> list[tuple[str, int, Hidden]]:
+    """Return (pattern, count, first) of findings that differ only in the numbers of their names."""
+    first: dict[tuple[str, Hashable], Hidden] = {}
+    for each in found:
+        first.setdefault((each.name, (each.kind, each.what, each.line, each.do)), each)
+    distinct = list(first)
+    return [(pattern, len(indices), first[distinct[indices[0]]]) for pattern, indices in fold_names(distinct)]

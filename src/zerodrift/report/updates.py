@@ -82,19 +82,21 @@ class UpdateReport:
 
     def text(self, shown: int = SHOWN, *, color: bool = False) -> str:
         """Render a table of the parameters that lost most, and their total."""
-        return _text(self, shown, color)
+        worst = sorted(self.lines, key=lambda line: (-line.lost_share, -line.underflow_share, -line.ratio))
+        rows = [("parameter", "elements", "unseen", "lost", "ratio", "underflow")]
+        for line in (*worst[:shown], self.total):
+            unseen, lost = figures.percent(line.unseen_share), figures.percent(line.lost_share)
+            underflow, size = figures.percent(line.underflow_share), figures.elements(line.numel)
+            rows.append((line.name, size, unseen, lost, f"{line.ratio:.2e}", underflow))
+        parts: list[RenderableType] = [Text(f"update {self.step}", style="bold")]
+        parts.append(text_table(rows, (WIDTH - 50, 8, 7, 7, 8, 9)))
+        if (left := len(worst) - shown) > 0:
+            parts.append(Text(f"and {left:,} more, which lost no more than these", style="dim"))
+        return render([*parts, Text(), pairs(_WORDS)], color)
 
     def to_json(self) -> dict[str, Any]:
-        lines = [
-            {
-                **asdict(line),
-                "unseen_share": line.unseen_share,
-                "lost_share": line.lost_share,
-                "underflow_share": line.underflow_share,
-                "ratio": line.ratio,
-            }
-            for line in self.lines
-        ]
+        computed = ("unseen_share", "lost_share", "underflow_share", "ratio")
+        lines = [asdict(line) | {key: getattr(line, key) for key in computed} for line in self.lines]
         return {"step": self.step, "parameters": lines}
 
     def __str__(self) -> str:
@@ -103,44 +105,15 @@ class UpdateReport:
 
 def combine_lines(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
     """Combine lines into one."""
-    return UpdateLine(
-        name,
-        sum(line.numel for line in lines),
-        sum(line.moved for line in lines),
-        sum(line.unseen for line in lines),
-        sum(line.lost for line in lines),
-        sum(line.underflow for line in lines),
-        math.hypot(*(line.change_norm for line in lines)),
-        math.hypot(*(line.weight_norm for line in lines)),
-    )
+    counted = ("numel", "moved", "unseen", "lost", "underflow")
+    counts = (sum(getattr(line, key) for line in lines) for key in counted)
+    norms = (math.hypot(*(getattr(line, key) for line in lines)) for key in ("change_norm", "weight_norm"))
+    return UpdateLine(name, *counts, *norms)
 
 
-def _text(report: UpdateReport, shown: int, color: bool) -> str:
-    worst = sorted(report.lines, key=lambda line: (-line.lost_share, -line.underflow_share, -line.ratio))
-    left = len(worst) - shown
-    parts: list[RenderableType] = [Text(f"update {report.step}", style="bold"), _table(report, worst[:shown])]
-    if left > 0:
-        parts.append(Text(f"and {left:,} more, which lost no more than these", style="dim"))
-    words = [
-        ("unseen", "of the elements that were to change: the weight that the model sees has the same bits"),
-        ("lost", "of the same: no master remembers it either; all of the update was rounded away"),
-        ("ratio", "norm of the wanted change over norm of the weight"),
-        ("underflow", "elements with a gradient whose last moment is stored as zero"),
-    ]
-    return render([*parts, Text(), pairs(words)], color)
-
-
-def _table(report: UpdateReport, lines: Sequence[UpdateLine]) -> Text:
-    rows = [("parameter", "elements", "unseen", "lost", "ratio", "underflow")]
-    for line in (*lines, report.total):
-        rows.append(
-            (
-                line.name,
-                figures.elements(line.numel),
-                figures.percent(line.unseen_share),
-                figures.percent(line.lost_share),
-                f"{line.ratio:.2e}",
-                figures.percent(line.underflow_share),
-            )
-        )
-    return text_table(rows, (WIDTH - 50, 8, 7, 7, 8, 9))
+_WORDS = (
+    ("unseen", "of the elements that were to change: the weight that the model sees has the same bits"),
+    ("lost", "of the same: no master remembers it either; all of the update was rounded away"),
+    ("ratio", "norm of the wanted change over norm of the weight"),
+    ("underflow", "elements with a gradient whose last moment is stored as zero"),
+)

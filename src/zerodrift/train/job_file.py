@@ -36,9 +36,15 @@ def read_job(
     override(tree, [text for text in overrides if not text.startswith(UNDER_CONFIG)], problems)
     given = tree.get("config")
     job = _validated(tree, problems)
-    config, wrong = _config(given, for_config)
-    if wrong is not None:
-        raise ConfigError.joined([ConfigError.of(problems, heading), wrong] if problems else [wrong])
+    config = None
+    if given is None or isinstance(given, (dict, str)):  # any other is a problem of the job's key
+        try:
+            config = load({} if given is None else given, for_config)
+        except ConfigError as error:
+            is_file = isinstance(given, str)
+            wrong = error if is_file else ConfigError.of(error.problems, "`config` of the job")
+            joined = [ConfigError.of(problems, heading), wrong] if problems else [wrong]
+            raise ConfigError.joined(joined) from None
     problems.raise_as(ConfigError, heading)
     if job is None or config is None:
         raise AssertionError("a job that is not valid must have a problem")
@@ -64,18 +70,6 @@ def read_back(path: Path) -> Job:
 def _validated(tree: dict[str, Any], problems: Problems) -> Job | None:
     walk = TreeReader(KEYS, problems)
     return walk.validate(walk.select_used(tree))
-
-
-def _config(given: Any, overrides: list[str]) -> tuple[Config | None, ConfigError | None]:
-    """Return the engine's config, or the error of its file or block."""
-    if given is not None and not isinstance(given, (dict, str)):
-        return None, None  # already a problem of the job's key
-    try:
-        return load({} if given is None else given, overrides), None
-    except ConfigError as error:
-        return None, error if isinstance(given, str) else ConfigError.of(
-            error.problems, "`config` of the job"
-        )
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:

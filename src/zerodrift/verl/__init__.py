@@ -3,8 +3,7 @@
     python -m verl.trainer.sft_trainer engine=zerodrift engine.config=zero3.yaml ...
 
 verl finds the engine where zerodrift is installed. `config.py` has the user's block and refuses unsupported
-settings, `engine.py` trains, `model.py` builds the model and hands its weights to a sampler, and
-`checkpoints.py` saves.
+settings, `engine.py` trains, and `model.py` builds the model, hands its weights to a sampler, and saves.
 
 Invariant: no code of verl decides a dtype.
 """

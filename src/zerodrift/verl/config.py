@@ -21,14 +21,8 @@ from zerodrift.config.tree import tree_of
 from zerodrift.errors import ConfigError, Problems
 
 NAME = "zerodrift"
-MODES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp32": "fp32",
-}
+MODES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+MODES |= {mode: mode for mode in MODES.values()}
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """The words of verl's `checkpoint` block."""
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -127,7 +121,14 @@ def require_supported(
             problems.add("model.lora_rank", must, got="0", do=rank)
     if checkpoint is not None:
         settings.append(("checkpoint.async_save", checkpoint.async_save, False, ""))
-        _check_contents(checkpoint, problems)
+        for key in ("save_contents", "load_contents"):
+            unknown = [word for word in getattr(checkpoint, key) if word not in CONTENTS]
+            if unknown:
+                problems.add(f"checkpoint.{key}", f"must be of {', '.join(CONTENTS)}", got=repr(unknown))
+        contents = set(checkpoint.load_contents)
+        if contents & {"optimizer", "extra"} and "model" not in contents:
+            must = "must have `model` beside others"
+            problems.add("checkpoint.load_contents", must, got=repr(sorted(contents)))
     for where, value, wanted, do in settings:
         if value != wanted:
             problems.add(where, f"must be {wanted!r} with this engine", got=repr(value), do=do)
@@ -139,16 +140,6 @@ def require_supported(
         do = "Write `optim=fsdp`, or `_target_: verl.workers.config.FSDPOptimizerConfig`."
         problems.add("optim", must, got=type(optimizer).__name__, do=do)
     problems.raise_as(ConfigError)
-
-
-def _check_contents(checkpoint: Any, problems: Problems) -> None:
-    for key in ("save_contents", "load_contents"):
-        unknown = [word for word in getattr(checkpoint, key) if word not in CONTENTS]
-        if unknown:
-            problems.add(f"checkpoint.{key}", f"must be of {', '.join(CONTENTS)}", got=repr(unknown))
-    load = set(checkpoint.load_contents)
-    if load & {"optimizer", "extra"} and "model" not in load:
-        problems.add("checkpoint.load_contents", "must have `model` beside others", got=repr(sorted(load)))
 
 
 # --- hydra's groups ---------------------------------------------------------------------------------------

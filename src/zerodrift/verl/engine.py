@@ -30,16 +30,15 @@ from verl.workers.engine.utils import (
 from zerodrift.api import initialize
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, UnsupportedError, first_line
-from zerodrift.verl.checkpoints import SavedRuns
 from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported, written
 from zerodrift.verl.model import (
+    SavedRuns,
     Weights,
     adapter_of,
     adapter_weights,
     counted,
-    empty_model,
     model_weights,
-    read_model,
+    prepared_model,
 )
 
 
@@ -55,10 +54,8 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         optimizer_config: Any,
         checkpoint_config: Any,
     ) -> None:
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.optimizer_config = optimizer_config
-        self.checkpoint_config = checkpoint_config
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         require_supported(engine_config, model_config, optimizer_config, checkpoint_config)
         self.mode: str | None = None
         self.rank = torch.distributed.get_rank()
@@ -74,7 +71,10 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self.ulysses_sequence_parallel_size = 1
         self.pad_to_length = engine_config.pad_to_length
         self.pad_to_length_bucket = engine_config.pad_to_length_bucket
-        self.compute_entropy_from_logits = _entropy(engine_config)
+        chunking = "_with_chunking" if engine_config.entropy_from_logits_with_chunking else ""
+        entropy: Any = getattr(torch_functional, f"entropy_from_logits{chunking}")
+        compiles = engine_config.use_torch_compile
+        self.compute_entropy_from_logits = torch.compile(entropy, dynamic=True) if compiles else entropy
         if engine_config.full_determinism:
             enable_full_determinism(seed=engine_config.seed)
 
@@ -91,11 +91,7 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         given, trains = self.model_config, not self.engine_config.forward_only
         clip = float(self.optimizer_config.clip_grad or 0.0) if trains else 0.0
         config = written(self.engine_config, clip)
-        weights = None
-        if given.model_type == "language_model" and not given.lora_rank:
-            model, weights = empty_model(given), given.local_path
-        else:
-            model = read_model(given)
+        model, weights = prepared_model(given)
         self.pass_packed_cu_seqlens = "cu_seqlens" in signature(model.forward).parameters
         if given.lora_rank:
             model = self._build_lora_module(model)
@@ -163,13 +159,12 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
         self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
         engine, group = self.engine, self.get_data_parallel_group()
-        if not forward_only and engine.micro_batches and not self._reduces_every:
-            raise UnsupportedError(
-                "forward_backward_batch",
-                "must be followed by `optimizer_step` or `optimizer_zero_grad` where `reduce.when` is last",
-                got="a second call in a step",
-                do="Write `precision: {reduce: {when: every}}`.",
-            )
+        updates = [row.columns.update for row in engine.plan.rows]
+        reduces_every = all(update.reduce.when == "every" for update in updates if update is not None)
+        if not forward_only and engine.micro_batches and not reduces_every:
+            must = "must be followed by `optimizer_step` or `optimizer_zero_grad` where `reduce.when` is last"
+            got, do = "a second call in a step", "Write `precision: {reduce: {when: every}}`."
+            raise UnsupportedError("forward_backward_batch", must, got=got, do=do)
         tensordict_utils.assign_non_tensor(data, sp_size=1)
         keeps = tensordict_utils.get_non_tensor_data(data=data, key="return_model_output", default=False)
         tokens = data["loss_mask"].sum().to(engine.mesh.device)
@@ -192,11 +187,6 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
 
     def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return FSDPEngineWithLMHead.prepare_model_outputs(self, _to_fp32(output), *args, **kwargs)
-
-    @property
-    def _reduces_every(self) -> bool:
-        updates = [row.columns.update for row in self.engine.plan.rows]
-        return all(update.reduce.when == "every" for update in updates if update is not None)
 
     def forward_step(
         self, micro_batch: Any, loss_function: Any, forward_only: bool
@@ -241,12 +231,9 @@ class ZeroDriftEngine(FSDPEngineWithLMHead):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         there = self.engine.mesh.device.type
         if device != there and (model or optimizer or grad):
-            raise UnsupportedError(
-                "to",
-                "must leave weights, moments and gradients where they are",
-                got=f"{device!r}, and they are on {there}",
-                do="Write `zero_optimization: {offload_optimizer: {device: cpu}}` for moments on the host.",
-            )
+            must, got = "must leave weights, moments and gradients where they are", f"{device!r}, not {there}"
+            do = "Write `zero_optimization: {offload_optimizer: {device: cpu}}` for moments on the host."
+            raise UnsupportedError("to", must, got=got, do=do)
 
     # --- weights for a sampler --------------------------------------------------------------------------
 
@@ -308,12 +295,6 @@ def _to_fp32(output: Any) -> Any:
     if output.logits.dtype.itemsize < 4:
         output.logits = output.logits.float()
     return output
-
-
-def _entropy(config: ZeroDriftEngineConfig) -> Callable[..., torch.Tensor]:
-    chunking = "_with_chunking" if config.entropy_from_logits_with_chunking else ""
-    entropy: Any = getattr(torch_functional, f"entropy_from_logits{chunking}")
-    return torch.compile(entropy, dynamic=True) if config.use_torch_compile else entropy
 
 
 class _Callable:

@@ -1,44 +1,56 @@
-"""The model of verl's `model` block, and its weights for a sampler with a digest of every tensor.
+"""The model of verl's `model` block, its weights for a sampler, and its checkpoints.
+
+verl's `checkpoint.save_contents` and `load_contents` are kept in the engine's own checkpoints: `model`,
+`optimizer` and `extra` in one, which loads at any stage on any number of ranks, and is saved if any of them
+is asked for. The folder `huggingface` beside it has what `transformers` needs: with `hf_model` the weights
+too, in the dtypes of the `export` column, or the adapter.
 
 Invariants: a language model without an adapter takes no memory here, because the engine reads its weights.
-All tensors that are handed out together belong to one step.
+All tensors that are handed out together belong to one step. An error on one rank is an error on all.
 """
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForTokenClassification
+from transformers.dynamic_module_utils import custom_object_save
 from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils import hdfs_io
 from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from zerodrift.api import empty
+from zerodrift.api import empty, export
+from zerodrift.checkpoint.checkpoints import Checkpoints, Part
+from zerodrift.checkpoint.differences import Allowed
+from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.digest import tensor_digest
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import RankError, UnsupportedError, first_line
+from zerodrift.errors import CheckpointError, RankError, UnsupportedError, first_line
 from zerodrift.weights.export import whole_values
+
+TAG = "state"
+FOLDER = "huggingface"
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def empty_model(given: Any) -> nn.Module:
-    """Build a language model without weights."""
-    build = get_hf_auto_model_class(hf_config=given.hf_config)
-    with empty():
-        model = build.from_config(
-            given.hf_config, dtype=given.hf_config.dtype, trust_remote_code=given.trust_remote_code
-        )
-    return _patched(model, given)
-
-
-def read_model(given: Any) -> nn.Module:
-    """Read a model with its weights, for one that gets an adapter or has a new head."""
+def prepared_model(given: Any) -> tuple[nn.Module, Any]:
+    """Build a language model without weights, and return the path of its weights; or read a model that gets
+    an adapter or has a new head."""
     build, config = get_hf_auto_model_class(hf_config=given.hf_config), given.hf_config
+    if given.model_type == "language_model" and not given.lora_rank:
+        with empty():
+            model = build.from_config(config, dtype=config.dtype, trust_remote_code=given.trust_remote_code)
+        return _patched(model, given), given.local_path
     if given.model_type == "value_model":
         build = AutoModelForTokenClassification
         if type(config) not in build._model_mapping:
@@ -48,7 +60,7 @@ def read_model(given: Any) -> nn.Module:
     model = build.from_pretrained(
         given.local_path, dtype=torch.float32, config=config, trust_remote_code=given.trust_remote_code
     )
-    return _patched(model, given)
+    return _patched(model, given), None
 
 
 def _patched(model: Any, given: Any) -> nn.Module:
@@ -59,10 +71,11 @@ def _patched(model: Any, given: Any) -> nn.Module:
     try:
         apply_monkey_patch(model=model, use_remove_padding=given.use_remove_padding, ulysses_sp_size=1)
     except (AssertionError, AttributeError, KeyError, NotImplementedError) as error:
-        got = f"{type(model).__name__}: {first_line(error)}"
-        raise UnsupportedError(
-            "model.path", "must be of an architecture that verl can patch", got=got
-        ) from error
+        must, got = (
+            "must be of an architecture that verl can patch",
+            f"{type(model).__name__}: {first_line(error)}",
+        )
+        raise UnsupportedError("model.path", must, got=got) from error
     if given.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     patched: nn.Module = model
@@ -126,11 +139,12 @@ def counted(weights: Weights, sent: dict[str, str], changes: Callable[[], int]) 
     def read() -> Weights:
         for name, value in weights:
             if changes() != before:
-                raise UnsupportedError(
-                    "get_per_tensor_param",
+                must, got = (
                     "must be read to its end before weights change",
-                    got=f"an update after {len(sent)} tensors",
-                    do="Send the weights, then train.",
+                    f"an update after {len(sent)} tensors",
+                )
+                raise UnsupportedError(
+                    "get_per_tensor_param", must, got=got, do="Send the weights, then train."
                 )
             sent[name] = tensor_digest(name, value)
             yield name, value
@@ -147,9 +161,97 @@ def require_same(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     """Raise if a sampler holds other tensors than it was sent."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
-        raise RankError(
-            "sampler",
-            "must hold the weights that it was sent",
-            got=f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first",
-            do="Look for what casts them on their way, or loads them under other names.",
-        )
+        got = f"other bits in {len(wrong)} of {len(sent)} tensors, `{wrong[0]}` first"
+        do = "Look for what casts them on their way, or loads them under other names."
+        raise RankError("sampler", "must hold the weights that it was sent", got=got, do=do)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+class SavedRuns:
+    """Saves and loads the checkpoints of one engine."""
+
+    def __init__(self, contents: Any, model: Any) -> None:
+        """`contents` is verl's `checkpoint` block, `model` its `model`."""
+        self._contents, self._model = contents, model
+        self._adapter_alone = bool(contents.save_lora_only and model.lora_rank)
+        self._saved: list[Path] = []
+
+    def save(self, engine: Engine, path: Path, schedule: Any, to: str | None, keep: int | None) -> None:
+        """Save a checkpoint, copy it to `to`, and keep the last `keep` of this process."""
+        wanted = set(self._contents.save_contents)
+        client = {"lr_scheduler": None if schedule is None else schedule.state_dict()}
+        if wanted - {"hf_model"}:
+            saving = Checkpoints(engine, path, quiet=True, shared=True)
+            saving.save(TAG, client, frozen=not self._adapter_alone)
+        if "hf_model" in wanted:
+            _export(engine, path / FOLDER)
+        with raise_on_all_ranks(engine.comm):
+            if engine.mesh.rank() == 0:
+                self._describe(engine, path / FOLDER)
+                if to is not None:
+                    hdfs_io.makedirs(to, exist_ok=True)
+                    hdfs_io.copy(str(path), to, dirs_exist_ok=True)
+                self._delete_old(path, keep)
+
+    def _describe(self, engine: Engine, folder: Path) -> None:
+        """Write the model's config, tokenizer and code, unless an export wrote them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        given, model = self._model, engine.module
+        if hasattr(model, "get_base_model"):  # an adapter's
+            model = model.get_base_model()  # type: ignore[operator]
+        config = copy.deepcopy(given.hf_config)
+        config.architectures = [type(model).__name__]
+        for name, part in (("config.json", config), ("generation_config.json", given.generation_config)):
+            if part is not None and not (folder / name).is_file():
+                part.save_pretrained(folder)
+        if given.get_processor() is not None:
+            given.get_processor().save_pretrained(folder)
+        if getattr(config, "auto_map", None):
+            custom_object_save(model, folder, config=config)
+
+    def _delete_old(self, path: Path, keep: int | None) -> None:
+        self._saved = [*(old for old in self._saved if old != path), path]
+        if keep:
+            for old in self._saved[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+            self._saved = self._saved[-keep:]
+
+    def load(self, engine: Engine, path: Path, schedule: Any) -> None:
+        """Load the weights, and moments and schedule if they are trained and asked for."""
+        wanted = set(self._contents.load_contents)
+        if not wanted - {"hf_model"}:
+            return
+        parts: frozenset[Part] = frozenset()
+        if engine.updater is not None and "optimizer" in wanted:
+            parts = frozenset({"optimizer", "counts"})
+        without: tuple[Allowed, ...] = ("model",) if self._adapter_alone else ()
+        with raise_on_all_ranks(engine.comm):
+            _require_own(path)
+        loaded = Checkpoints(engine, path, quiet=True, shared=True).load_parts(TAG, parts, without)
+        if schedule is not None and "extra" in wanted:
+            schedule.load_state_dict(loaded.client["lr_scheduler"])
+
+
+def _export(engine: Engine, folder: Path) -> None:
+    """Write a folder that `transformers` loads, or `peft` if there is an adapter."""
+    settings = adapter_of(engine)
+    if settings is None:
+        export(engine, folder, overwrite=True)
+        return
+    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(engine)}
+    with raise_on_all_ranks(engine.comm):
+        if engine.mesh.rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            settings = copy.copy(settings)
+            settings.inference_mode = True
+            settings.save_pretrained(folder)
+
+
+def _require_own(path: Path) -> None:
+    if (path / "fsdp_config.json").is_file() and not (path / TAG).is_dir():
+        must, got = "must have been saved by this engine", "a checkpoint of verl's engine for fsdp"
+        do = "Merge it with `python -m verl.model_merger`, and name what comes of it in `model.path`."
+        raise CheckpointError(str(path), must, got=got, do=do)

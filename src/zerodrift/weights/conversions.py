@@ -106,9 +106,8 @@ def _view(tensor: SymbolicTensor, shape: Sequence[int]) -> Layout:
 def _squeeze(tensor: SymbolicTensor, dims: int | Sequence[int] | None = None) -> Layout:
     every = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {dim % tensor.dim() for dim in every}
-    return tensor.elements.reshape(
-        tuple(n for dim, n in enumerate(tensor.shape) if dim not in gone or n != 1)
-    )
+    shape = tuple(n for dim, n in enumerate(tensor.shape) if dim not in gone or n != 1)
+    return tensor.elements.reshape(shape)
 
 
 def _copy(tensor: SymbolicTensor, dtype: torch.dtype | None = None, **_: Any) -> Layout:
@@ -147,30 +146,20 @@ class ModelTensors:
 
 def convert(model: nn.Module, names: Sequence[str], tensors: Sequence[StoredTensor]) -> ModelTensors:
     """Find which tensors make which of the model's `names`, as `from_pretrained` would."""
-    library, known = _library(model), dict.fromkeys(names, True)
-    if library is not None:
-        return library.run(known, tensors)
-    result = ModelTensors()
+    known, result = dict.fromkeys(names, True), ModelTensors()
+    loading = _loader() if hasattr(model, "base_model_prefix") and hasattr(model, "config") else None
+    if loading is not None:
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            _convert_with(loading, model, known, tensors, result)
+            return result
     for number, tensor in enumerate(tensors):
         if tensor.name in known:
             result.layouts[tensor.name] = Layout.of(number, tensor.shape)
         else:
             result.unexpected.append(tensor.name)
     return result
-
-
-def _library(model: nn.Module) -> _Library | None:
-    """Return the conversions of a model of `transformers` 5; None for other modules and for version 4, which
-    has one form."""
-    loading = _loader() if hasattr(model, "base_model_prefix") and hasattr(model, "config") else None
-    if loading is None:
-        return None
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    if not isinstance(model, PreTrainedModel):
-        return None
-    return _Library(loading, model, get_model_conversion_mapping(model))
 
 
 _PRIVATE = (
@@ -180,8 +169,8 @@ _PRIVATE = (
 
 
 def _loader() -> Any:
-    """Return the module of `transformers` that converts weights; None for version 4. Private names; tested
-    with transformers 5.0 to 5.24."""
+    """Return the module of `transformers` 5 that converts weights; None for version 4, which has one form.
+    Private names; tested with transformers 5.0 to 5.24."""
     try:
         import transformers
     except ImportError:
@@ -193,61 +182,46 @@ def _loader() -> Any:
         attrgetter(*_PRIVATE)(loading)
         attrgetter("get_model_conversion_mapping")(importlib.import_module("transformers.conversion_mapping"))
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__}",
-            "must have the functions by which weights of its models are converted",
-            got=str(error),
-            do="Install a version that docs/versions.md names.",
-        ) from error
+        where = f"transformers {transformers.__version__}"
+        must = "must have the functions by which weights of its models are converted"
+        do = "Install a version that docs/versions.md names."
+        raise UnsupportedError(where, must, got=str(error), do=do) from error
     return loading
 
 
-class _Library:
-    """The steps of `transformers`' own loader, without its reading."""
+def _convert_with(
+    loading: Any, model: Any, known: Mapping[str, bool], tensors: Sequence[StoredTensor], result: ModelTensors
+) -> None:
+    """Take the steps of `transformers`' own loader, without its reading."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    def __init__(self, loading: Any, model: Any, transforms: Sequence[Any]) -> None:
-        self._loading, self._model, self._transforms = loading, model, transforms
-        self._renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-        self._converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
-
-    def run(self, known: Mapping[str, bool], tensors: Sequence[StoredTensor]) -> ModelTensors:
-        result = ModelTensors()
-        pending: dict[str, Any] = {}
-        for number in sorted(
-            range(len(tensors)), key=lambda n: self._loading.dot_natural_key(tensors[n].name)
-        ):
-            tensor = tensors[number]
-            name, pattern = self._renamed(tensor.name, known)
-            layout = Layout.of(number, tensor.shape)
-            if name not in known:
-                result.unexpected.append(tensor.name)
-            elif pattern is None and name in result.layouts:
-                result.refused.append((name, f"`{tensor.name}` is a second tensor for it"))
-            elif pattern is None:
-                result.layouts[name] = layout
-            else:
-                if name not in pending:
-                    pending[name] = deepcopy(self._by_pattern[pattern])
-                symbolic = SymbolicTensor.make(layout, tensor.dtype.torch)
-                pending[name].add_tensor(name, tensor.name, pattern, symbolic)
-        for name, converter in pending.items():
-            self._convert(name, converter, result)
-        names = [tensor.name for tensor in tensors]
-        result.used = [transform for transform in self._transforms if _was_used(transform, names)]
-        return result
-
-    def _renamed(self, name: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
-        rename, prefix = self._loading.rename_source_key, self._model.base_model_prefix
-        renamed, pattern = rename(name, self._renamings, self._converters, prefix, known)
-        if renamed not in known and name in known:
-            return rename(name, [], [], prefix, known)
-        return renamed, pattern
-
-    def _convert(self, name: str, converter: Any, result: ModelTensors) -> None:
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    rename, prefix = loading.rename_source_key, model.base_model_prefix
+    pending: dict[str, Any] = {}
+    for number in sorted(range(len(tensors)), key=lambda n: loading.dot_natural_key(tensors[n].name)):
+        tensor = tensors[number]
+        name, pattern = rename(tensor.name, renamings, converters, prefix, known)
+        if name not in known and tensor.name in known:
+            name, pattern = rename(tensor.name, [], [], prefix, known)
+        layout = Layout.of(number, tensor.shape)
+        if name not in known:
+            result.unexpected.append(tensor.name)
+        elif pattern is None and name in result.layouts:
+            result.refused.append((name, f"`{tensor.name}` is a second tensor for it"))
+        elif pattern is None:
+            result.layouts[name] = layout
+        else:
+            if name not in pending:
+                pending[name] = deepcopy(by_pattern[pattern])
+            symbolic = SymbolicTensor.make(layout, tensor.dtype.torch)
+            pending[name].add_tensor(name, tensor.name, pattern, symbolic)
+    for name, converter in pending.items():
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         try:
-            converted = converter.convert(name, model=self._model, config=self._model.config)
+            converted = converter.convert(name, model=model, config=model.config)
             if isinstance(converted, tuple):  # transformers 5.0 adds the errors, None here
                 converted, _ = converted
             for target, value in converted.items():
@@ -258,6 +232,8 @@ class _Library:
         except Exception as error:  # its code raises anything on tensors that do not fit
             text = " ".join(str(error).split())[:300]
             result.refused.append((name, f"{operations} of `transformers` failed: {text}"))
+    names = [tensor.name for tensor in tensors]
+    result.used = [transform for transform in transforms if _was_used(transform, names)]
 
 
 def _was_used(transform: Any, names: Sequence[str]) -> bool:
@@ -276,8 +252,8 @@ def saved_form(
     """Return the tensors that a checkpoint of `model` holds, in the form that `from_pretrained` reads; for
     any other module the parameters themselves. A tensor of several parameters has the widest of their
     dtypes."""
-    revert = _revert(model)
-    if revert is None:
+    loading = _loader() if hasattr(model, "save_pretrained") and hasattr(model, "config") else None
+    if loading is None:
         return tuple(SavedTensor.of(name, shape, dtypes[name]) for name, shape in shapes.items())
     names, where = list(shapes), type(model).__name__
     state = {
@@ -285,7 +261,7 @@ def saved_form(
         for number, name in enumerate(names)
     }
     try:
-        reverted = revert(model, dict(state))
+        reverted = loading.revert_weight_conversion(model, dict(state))
     except (NotTraceableError, NoStridesError) as error:
         raise _refused(where, str(error)) from error
     saved = []
@@ -305,13 +281,6 @@ def saved_form(
         return min((order[part.parameter] for part in tensor.parts), default=last), natural(tensor.name)
 
     return tuple(sorted(saved, key=place))
-
-
-def _revert(model: nn.Module) -> Any:
-    """Return the function of `transformers` 5 that takes a state dict to the checkpoint's form, None for
-    other modules."""
-    loading = _loader() if hasattr(model, "save_pretrained") and hasattr(model, "config") else None
-    return None if loading is None else loading.revert_weight_conversion
 
 
 def _check_complete(saved: Sequence[SavedTensor], shapes: Mapping[str, Shape], where: str) -> None:

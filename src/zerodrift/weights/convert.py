@@ -24,7 +24,7 @@ from zerodrift.checkpoint.contents import VERSIONS
 from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, is_deepspeed
 from zerodrift.checkpoint.manifest import MANIFEST, Manifest, SavedParameter
 from zerodrift.checkpoint.paths import kind_at, short, writing
-from zerodrift.checkpoint.save import Head, RankContents, write_head, write_rank_files
+from zerodrift.checkpoint.save import Head, write_head, write_rank_files
 from zerodrift.checkpoint.state import packed
 from zerodrift.checkpoint.tensors import Item, moment_key, weight_key
 from zerodrift.dtypes import DType
@@ -36,7 +36,7 @@ from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 from zerodrift.weights.export import exported_dtype, write_config
-from zerodrift.weights.progress import ProgressBar
+from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, pack, size_in_bytes
 
@@ -265,7 +265,7 @@ def to_checkpoint(source: ConvertSource, target: Path, shown: bool = False) -> C
 def _write_checkpoint(
     source: ConvertSource, trained: TrainingState, path: Path, tag: str, shown: bool
 ) -> int:
-    entries = tuple(_as_fp32(entry) for entry in source.entries)
+    entries = tuple(map(_as_fp32, source.entries))
     total = 4 * sum((1 + len(e.moments)) * math.prod(e.shape) for e in entries)
     shared = {
         "global_steps": trained.step,
@@ -301,7 +301,7 @@ def _write_checkpoint(
     head = Head(manifest, entries, None, packed(shared, "schedule"))
     bar = ProgressBar(f"writing {path.parent}", total, shown)
     try:
-        chunks, sums = write_rank_files(path, 0, RankContents(_items(source, bar), own))
+        chunks, sums = write_rank_files(path, 0, _items(source, bar), own)
     finally:
         bar.close()
     return write_head(path, head, 1, chunks, sums).bytes

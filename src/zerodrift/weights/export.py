@@ -27,11 +27,12 @@ from zerodrift.checkpoint.save import everywhere
 from zerodrift.dtypes import ADMITTED, DType, parse
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import CheckpointError, ConfigError
+from zerodrift.model.module import non_persistent_buffers
 from zerodrift.plan.stages import whole_row
 from zerodrift.plan.table import Plan, Row
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
-from zerodrift.weights.progress import ProgressBar
+from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +84,12 @@ def export(
         return pack(saved_form(model, shapes, dtypes), size)
 
     files = everywhere(comm, lay_out)
-    buffers = _own_buffers(engine)
+    buffers = dict(engine.module.named_buffers())
+    stages = comm.all_gather_object(tuple(buffers), "pipeline")
+    # One data rank writes the buffers that no stage before it has.
+    before = {name for names in stages[: engine.mesh.rank("pipeline")] for name in names}
+    writes = engine.mesh.rank("data") == 0
+    buffers = {name: buffer for name, buffer in buffers.items() if writes and name not in before}
     started: list[NewFolder] = []
     """On rank 0 alone."""
 
@@ -116,16 +122,6 @@ def export(
     return Exported(target, names, size, tuple(sorted(counts.items())), time.monotonic() - begin)
 
 
-def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the buffers that this rank writes: on one data rank, those that no stage before it has."""
-    mine = dict(engine.module.named_buffers())
-    stages = engine.comm.all_gather_object(tuple(mine), "pipeline")
-    before = {name for names in stages[: engine.mesh.rank("pipeline")] for name in names}
-    if engine.mesh.rank("data"):
-        return {}
-    return {name: buffer for name, buffer in mine.items() if name not in before}
-
-
 def exported_dtype(text: str | None) -> DType | None:
     """Parse a dtype that replaces the `export` column."""
     dtype = None if text is None else parse(text)
@@ -140,24 +136,22 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
     ignored = {str(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()}
     shapes: dict[str, Shape] = {}
     dtypes: dict[str, DType] = {}
-    for name, is_kept in _state_names(model):
+    hidden = non_persistent_buffers(model)
+    names = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for held in (module._parameters, module._buffers)
+        for name, value in held.items()
+        if value is not None
+    ]
+    for name in names:
         row = None if name in ignored else plan.row(name)
         if row is not None and name == saved_name(row, model):
             shapes[name] = row.whole_shape
             dtypes[name] = row.columns.export if dtype is None or row.columns.pinned else dtype
-        elif row is None and is_kept and name in buffers and name not in ignored:
+        elif row is None and name in buffers and name not in hidden | ignored:
             shapes[name], dtypes[name] = buffers[name].shape, buffers[name].storage
     return shapes, dtypes
-
-
-def _state_names(model: nn.Module) -> list[tuple[str, bool]]:
-    """List names as a state dict has them, each with whether the state dict keeps it."""
-    names = []
-    for path, module in model.named_modules():
-        prefix, hidden = f"{path}." if path else "", module._non_persistent_buffers_set
-        names += [(prefix + name, True) for name, value in module._parameters.items() if value is not None]
-        names += [(prefix + n, n not in hidden) for n, value in module._buffers.items() if value is not None]
-    return names
 
 
 def saved_name(row: Row, model: nn.Module) -> str:
@@ -217,21 +211,18 @@ def write_config(path: Path, files: tuple[TensorFile, ...], model: Any | None) -
         return
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(_main_dtype(files).torch).removeprefix("torch.")
+    counts: Counter[DType] = Counter()
+    for tensor in (tensor for file in files for tensor in file.tensors if tensor.dtype.is_floating):
+        counts[tensor.dtype] += tensor.numel
+    # A loader takes the dtype of most elements for all by default.
+    main = counts.most_common(1)[0][0] if counts else DType.FP32
+    config.dtype = str(main.torch).removeprefix("torch.")
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # trained weights are not quantized
     config.save_pretrained(path)
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(model, "can_generate") and model.can_generate():
         generation.save_pretrained(path)
-
-
-def _main_dtype(files: tuple[TensorFile, ...]) -> DType:
-    """Return the floating dtype of most elements, which a loader takes for all by default."""
-    counts: Counter[DType] = Counter()
-    for tensor in (tensor for file in files for tensor in file.tensors if tensor.dtype.is_floating):
-        counts[tensor.dtype] += tensor.numel
-    return counts.most_common(1)[0][0] if counts else DType.FP32
 
 
 def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list[torch.Tensor | None]:

@@ -47,8 +47,7 @@ from zerodrift.weights.matching import (
     expected_tensors,
     match,
 )
-from zerodrift.weights.progress import ProgressBar
-from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.weights.reader import ProgressBar, SafetensorsReader
 
 if TYPE_CHECKING:
     from zerodrift.engine.engine import Engine
@@ -159,16 +158,11 @@ class SafetensorsWeights:
         self.close()
         if hasattr(model, "base_model_prefix"):  # as `from_pretrained` does, to save in the same form
             model._weight_conversions = self.match.conversions  # type: ignore[assignment]
-        mine = (self._reader.count, time.monotonic() - self._begin, peak_memory())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        mine = (self._reader.count, time.monotonic() - self._begin, peak)
         counts, seconds, peaks = zip(*comm.all_gather_object(mine), strict=True)
         names = tuple(self.match.missing), tuple(self.match.unexpected)
         return LoadedWeights(self.match.path, sum(counts), max(counts), max(seconds), max(peaks), *names)
-
-
-def peak_memory() -> int:
-    """Return the largest number of resident bytes of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _size(count: float) -> str:
@@ -211,7 +205,10 @@ class InitialValues:
         with raise_on_all_ranks(comm):
             spec, files = describe(model), None
             if weights is not None:
-                _check_plain(model)
+                if spread := [name for name, value in model.named_parameters() if is_dtensor(value)]:
+                    must = "must be read where parameters are plain tensors"
+                    got, do = f"DTensors: {listed(spread)}", "Load them before `parallelize_module`."
+                    raise ModelError("weights", must, got=got, do=do)
                 want = expected_tensors(spec.parameters, spec.buffers, model)
                 files = SafetensorsWeights.open(weights, model, want, strict)
                 spec = replace(spec, checkpoint=tuple(dtypes(files.match).items()))
@@ -251,14 +248,6 @@ class InitialValues:
     def finish(self) -> LoadedWeights | None:
         """Close the files, and sum up what was read. Collective."""
         return None if self.files is None else self.files.finish(self.model, self.comm)
-
-
-def _check_plain(model: nn.Module) -> None:
-    spread = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
-    if spread:
-        must, got = "must be read where parameters are plain tensors", f"DTensors: {listed(spread)}"
-        do = "Load them into the model before `parallelize_module`."
-        raise ModelError("weights", must, got=got, do=do)
 
 
 def _check_sources(bare: dict[str, nn.Parameter], buffers: list[str]) -> None:

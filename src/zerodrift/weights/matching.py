@@ -126,9 +126,8 @@ def match(
             exact = widest(sources) if sources[0].is_floating else sources[0]
             result.filled[entry.name] = TensorPlaces(places[0], exact, tuple(places[1:]))
     placed = set(names)
-    unexpected = [*converted.unexpected, *(name for name in converted.layouts if name not in placed)]
-    allowed = _Allowance(model, strict, [*names, *(tensor.name for tensor in tensors)], problems)
-    _check_names(result, unexpected, allowed, problems)
+    result.unexpected = [*converted.unexpected, *(name for name in converted.layouts if name not in placed)]
+    _check_names(model, result, strict, [*names, *(tensor.name for tensor in tensors)], problems)
     if problems:
         _explain(Path(path), problems)
     problems.raise_as(ModelError, f"weights of {path}")
@@ -166,49 +165,41 @@ def _scale_of(stored: StoredTensor, known: Collection[str]) -> str:
     return next((name for name in likely if name in known), "")
 
 
-class _Allowance:
-    """The names that the caller, or the model itself, allows to be missing or unexpected."""
-
-    def __init__(self, model: nn.Module, strict: Strict, known: Sequence[str], problems: Problems) -> None:
-        self._all = strict is False
-        self._patterns: list[re.Pattern[str]] = []
-        globs = [strict] if isinstance(strict, str) else [] if isinstance(strict, bool) else list(strict)
-        for text in globs:
-            self._patterns.append(re.compile(fnmatch.translate(text)))
-            if not any(self._patterns[-1].match(name) for name in known):
-                must = "must match a name in the model or in the files"
-                problems.add("strict", must, got=repr(text), do=did_you_mean(text, known))
-        # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
-        self.missing = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-        self.unexpected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        buffers = [name for name, _ in model.named_buffers()]
-        # Old files hold tensors that are buffers outside of the state dict by now.
-        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-            self.unexpected.append(r"rotary_emb\.inv_freq")
-        if any(name.endswith("position_ids") for name in buffers):
-            self.unexpected.append(r"(^|\.)position_ids$")
-
-    def refused(self, names: Sequence[str], declared: Sequence[str]) -> list[str]:
-        """Return the names that neither the caller's globs nor the model's own patterns allow."""
-        return [
-            name
-            for name in names
-            if not self._all
-            and not any(pattern.match(name) for pattern in self._patterns)
-            and not any(re.search(pattern, name) for pattern in declared)
-        ]
+OUTSIDE_STATE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""Ends of names of buffers that state dicts do not hold by now -> a pattern of their names in old files."""
 
 
-def _check_names(result: Match, unexpected: Sequence[str], allowed: _Allowance, problems: Problems) -> None:
-    if lacking := allowed.refused(result.missing, allowed.missing):
+def _check_names(
+    model: nn.Module, result: Match, strict: Strict, known: Sequence[str], problems: Problems
+) -> None:
+    """Report names that are missing or unexpected, unless the caller or the model itself allows them."""
+    patterns: list[re.Pattern[str]] = []
+    globs = [strict] if isinstance(strict, str) else [] if isinstance(strict, bool) else list(strict)
+    for text in globs:
+        patterns.append(re.compile(fnmatch.translate(text)))
+        if not any(patterns[-1].match(name) for name in known):
+            must = "must match a name in the model or in the files"
+            problems.add("strict", must, got=repr(text), do=did_you_mean(text, known))
+
+    def refused(names: Sequence[str], declared: Sequence[str]) -> list[str]:
+        names = [] if strict is False else names
+        names = [name for name in names if not any(pattern.match(name) for pattern in patterns)]
+        return [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
+
+    # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
+    may_lack = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    may_hold = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    may_hold += [p for end, p in OUTSIDE_STATE.items() if any(name.endswith(end) for name in buffers)]
+    if lacking := refused(result.missing, may_lack):
         must = "must hold every parameter and buffer of the model"
         do = "If they are to start from the model's own values, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=f"no {listed(lacking)}", do=do)
-    if extra := allowed.refused(unexpected, allowed.unexpected):
+    if extra := refused(result.unexpected, may_hold):
         must = "must hold nothing that the model has no place for"
         do = "If they are to be left out, allow it: `strict=[...]` with globs."
         problems.add(result.path, must, got=listed(extra), do=do)
-    result.unexpected = [name for name in unexpected if name not in extra]
+    result.unexpected = [name for name in result.unexpected if name not in extra]
 
 
 def _explain(path: Path, problems: Problems) -> None:

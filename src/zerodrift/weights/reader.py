@@ -1,4 +1,5 @@
 """Read boxes of tensors from files: positioned reads, and a bounded buffer for what cannot go to its place.
+A bar on a terminal shows how far a reader or a writer is.
 
 Invariant: no more than CHUNK bytes are held, and `count` is the number of bytes that were read.
 """
@@ -9,14 +10,19 @@ import ctypes
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerodrift.errors import ModelError
 from zerodrift.model.header import StoredTensor
 from zerodrift.weights.boxes import Box, simplified
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 CHUNK = 2 << 20
 """Bytes of one read. A larger one is not faster: its values leave the cache before they are converted."""
@@ -153,3 +159,49 @@ class Pages:
         count = tensor.data_ptr() + tensor.nbytes - low
         if self._ask(ctypes.c_void_p(low), ctypes.c_size_t(count), POPULATE_WRITE):
             self._ask = None
+
+
+# --- the bar -----------------------------------------------------------------------------------------------
+
+PATIENCE = 2.0
+"""Seconds before a bar is shown."""
+
+
+class ProgressBar:
+    """Counts bytes, and shows them if `shown` and there is a terminal."""
+
+    def __init__(self, title: str, total: int, shown: bool) -> None:
+        self._title, self._total = title, total
+        self._shown = shown and sys.stderr.isatty()
+        self._begin = time.monotonic()
+        self._count = 0
+        self._bar: Progress | None = None
+
+    def __call__(self, count: int) -> None:
+        self._count += count
+        if self._shown and self._bar is None and time.monotonic() - self._begin > PATIENCE:
+            self._bar = _start(self._title, self._total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._count)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._shown, self._bar = False, None
+
+
+def _start(title: str, total: int) -> Progress:
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=False),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task(title, total=total)
+    bar.start()
+    return bar

@@ -2,13 +2,9 @@
 
 Between uses a sharded parameter has its shape, its dtype and its hooks, and no values. Python asks a tensor's
 class before anything is computed with it, so a parameter is of a class of its own while it is absent, and of
-its usual class while it is gathered: nothing that runs in a forward is asked. torch's lazy parameters change
-their class in the same way. `CollectedGradient` is the same for `param.grad` (`gradient_exposure.py`).
-
-Where a state dict may be taken while values are absent, as with DeepSpeed, ranks that save nothing copy, cast
-and cut their entries just as the rank does that saves them. So these entries are `AbsentValue`s without any
-memory: one can be taken for no other, and given to no other tensor. `param.data` is one too there, because
-torch lets it become any tensor's without asking its class.
+its usual class while it is gathered, as torch's lazy parameters are. `CollectedGradient` is the same for
+`param.grad` (`gradient_exposure.py`). Where a state dict may be taken while values are absent, as with
+DeepSpeed, its entries and `param.data` are `AbsentValue`s without any memory.
 
 Invariant: no number comes out of an absent parameter, and nothing that is written to one is lost.
 """
@@ -56,8 +52,7 @@ end. Addresses are read to find out what is shared."""
 
 
 class AbsentParameter(nn.Parameter):
-    """The class of a parameter while its values are elsewhere. Each parameter has a subclass of its own, so
-    that coming and going sets nothing else."""
+    """The class of a parameter while its values are elsewhere."""
 
     path: str
     kind: type = nn.Parameter
@@ -231,7 +226,6 @@ class AbsentValue(torch.Tensor):
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace tensors in lists, tuples and dicts by ones on the meta device."""
     if isinstance(value, torch.Tensor):
         return value.to("meta")
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
@@ -253,7 +247,6 @@ def _like(first: AbsentValue, made: Any) -> Any:
 
 
 def _wanted_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype that a move casts to."""
     wanted = (getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values()))
     return next((value for value in wanted if isinstance(value, torch.dtype)), None)
 
@@ -295,7 +288,6 @@ def absent_class(path: str, borrow: Callable[[], bool], advice: str = GATHER) ->
 
 
 def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
-    """Give each parameter its class for absent values."""
     for parameter, absent in zip(parameters, classes, strict=True):
         kind = type(parameter)
         if kind is not absent:
@@ -305,18 +297,10 @@ def mark_absent(parameters: Iterable[Any], classes: Iterable[Any]) -> None:
 
 
 def mark_gathered(parameters: Iterable[Any]) -> None:
-    """Give each parameter its usual class."""
     for parameter in parameters:
         kind: Any = type(parameter)
         if kind.__base__ is AbsentParameter:
             parameter.__class__ = kind.kind
-
-
-def mark_lost(parameter: Any) -> None:
-    """Record that absent values went with the engine that held them."""
-    kind = type(parameter)
-    if issubclass(kind, AbsentParameter):
-        kind.lost = True
 
 
 def gathered_class(parameter: Any) -> type:
@@ -344,7 +328,6 @@ def _describe(func: Any) -> tuple[str, bool]:
 
 
 def _instances(kind: type, value: Any) -> Iterator[Any]:
-    """Yield the instances of a class in lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):

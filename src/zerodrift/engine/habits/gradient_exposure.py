@@ -9,25 +9,13 @@ plain tensor as soon as user code reads it, and what was changed is read back be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.plan.table import Row
-
-
-@dataclass(slots=True)
-class _Exposed:
-    """Gradients that may be read: `values` times `scale`."""
-
-    values: torch.Tensor
-    """The sum of all ranks, or in the middle of a step of this one. Shape [padded]."""
-    scale: float
-    end: Callable[[bool], None]
-    """Takes the values back; the argument says whether they may have changed."""
-    is_read: bool = False
 
 
 class GradientExposure:
@@ -37,7 +25,11 @@ class GradientExposure:
         """`arrived` has the numbers of the parameters that got a gradient in this step; it is kept up."""
         self._parameters, self._rows, self._arrived = parameters, rows, arrived
         self._collected: list[CollectedGradient] = []
-        self._exposed: _Exposed | None = None
+        self._values: torch.Tensor | None = None
+        """The sum of all ranks, or in the middle of a step of this one, that may be read. Shape [padded]."""
+        self._scale = 1.0
+        self._end: Callable[[bool], None]
+        self._is_read = False
         self.is_shown = False
         self.removed: set[int] = set()
         """Parameters, by number, whose gradient user code has set to None while it was exposed."""
@@ -54,27 +46,29 @@ class GradientExposure:
                     parameter.grad = collected
 
     def expose_gradients(self, values: torch.Tensor, scale: float, end: Callable[[bool], None]) -> None:
-        """Allow user code to read and change `values` times `scale` until `hide`, which calls `end`."""
-        self._exposed = exposed = _Exposed(values, scale, end)
+        """Allow user code to read and change `values` times `scale` until `hide`, which calls `end` with
+        whether they may have changed."""
+        self._values, self._scale, self._end, self._is_read = values, scale, end, False
         for collected in self._collected:
-            collected.materialize = lambda: self._materialize_gradients(exposed)
+            collected.materialize = self._materialize_gradients
 
-    def _materialize_gradients(self, exposed: _Exposed) -> None:
-        exposed.is_read = True
-        values = exposed.values * exposed.scale
+    def _materialize_gradients(self) -> None:
+        if self._values is None:
+            raise AssertionError("gradients that are not exposed")
+        self._is_read = True
+        values = self._values * self._scale
         for row, collected in zip(self._rows, self._collected, strict=True):
-            collected.become(_view(values, row))
+            collected.become(FlatSegment.view(values, row))
         self._collected = []
 
     def hide(self) -> str:
-        """Empty `param.grad` again and read changes back. Returns the first parameter whose gradient user
-        code has removed although it was not exposed, or ""."""
+        """Empty `param.grad` again and read changes back."""
         if not self.is_shown:
             return ""
         self.is_shown = False
-        if self._exposed is not None:
+        if self._values is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                self._read_back_gradients(self._exposed)
+                self._read_back_gradients(self._values)
             self._end_exposure(changed=True)
             return ""
         cleared = ""
@@ -87,31 +81,27 @@ class GradientExposure:
                     parameter.grad, grad.cleared = None, False
         return cleared
 
-    def _read_back_gradients(self, exposed: _Exposed) -> None:
+    def _read_back_gradients(self, values: torch.Tensor) -> None:
         for number, (parameter, row) in enumerate(zip(self._parameters, self._rows, strict=True)):
-            home, grad = _view(exposed.values, row), parameter.grad
+            home, grad = FlatSegment.view(values, row), parameter.grad
             if grad is None:
                 self._arrived.discard(number)
                 self.removed.add(number)
                 home.zero_()
-            elif exposed.is_read and not torch.equal(grad, home * exposed.scale):
+            elif self._is_read and not torch.equal(grad, home * self._scale):
                 self._arrived.add(number)
-                home.copy_(grad / exposed.scale)
+                home.copy_(grad / self._scale)
             parameter.grad = None
 
     def _end_exposure(self, *, changed: bool) -> None:
-        exposed, self._exposed = self._exposed, None
+        exposed, self._values = self._values is not None, None
         for collected in self._collected:
             collected.materialize = None
-        if exposed is not None:
-            exposed.end(changed)
+        if exposed:
+            self._end(changed)
 
     def drop(self) -> None:
         """Show nothing, and forget what was changed."""
         self.is_shown = False
         self._end_exposure(changed=False)
         self.removed.clear()
-
-
-def _view(flat: torch.Tensor, row: Row) -> torch.Tensor:
-    return flat[row.offset : row.offset + row.numel].view(row.shape)

@@ -1,10 +1,9 @@
 """Seed micro-batches, and refuse state that passes from one to the next, where no bit may depend on ranks.
 
-Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Two things in a
-model would add, without an error, which micro-batches its rank has had before: random numbers from a
-generator that goes on from one to the next, and buffers that a forward in training writes, such as running
-statistics. Both are refused. torch's deterministic operations are on while an engine of the process needs
-them.
+Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Random numbers
+from a generator that goes on from one micro-batch to the next, and buffers that a forward in training writes,
+would add which micro-batches its rank has had before. Both are refused. torch's deterministic operations are
+on while an engine of the process needs them.
 
 Invariants: the seed of (seed, step, micro-batch) is the same on every machine and in every version, because a
 resumed run depends on it. When the last engine that needs deterministic operations ends, torch's switches are
@@ -36,7 +35,6 @@ def seed_of(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's generators of the host and of one device."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -49,18 +47,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves torch's generators as they were."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class MicrobatchState:
-    """Watches the forwards of one engine; it only reads."""
-
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._generators = generators(device)
-        self._is_seeded = False
-        """Whether random numbers belong to the current micro-batch."""
+        self.is_seeded = False
         self._holders = [
             (f"{path}.{name}".lstrip("."), module, name)
             for path, module in model.named_modules()
@@ -69,12 +63,6 @@ class MicrobatchState:
         ]
         """(full name, module, its name there) of every buffer that a checkpoint keeps."""
         self._checks = 0
-
-    def mark_seeded(self) -> None:
-        self._is_seeded = True
-
-    def end_micro_batch(self) -> None:
-        self._is_seeded = False
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -86,13 +74,14 @@ class MicrobatchState:
         buffers = self.copy_buffers()
         yield
         self.require_unchanged(buffers)
-        if self._is_seeded:
+        if self.is_seeded:
             return
         for generator, state in zip(self._generators, states, strict=True):
             if not torch.equal(generator.get_state(), state):
-                if not torch.equal(_seeded_state(generator), state):
+                seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+                if not torch.equal(seeded.get_state(), state):
                     raise refusal("not seeded")
-                self._is_seeded = True
+                self.is_seeded = True
 
     def copy_buffers(self) -> dict[str, torch.Tensor] | None:
         """Copy the buffers before a forward, or a step; None where they are not compared this time, which is
@@ -113,11 +102,6 @@ class MicrobatchState:
     def _buffers(self) -> dict[str, torch.Tensor]:
         found = ((name, module._buffers.get(key)) for name, module, key in self._holders)
         return {name: buffer for name, buffer in found if buffer is not None}
-
-
-def _seeded_state(generator: torch.Generator) -> torch.Tensor:
-    """Return the state of a generator when it was last seeded."""
-    return torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
 
 
 def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -154,7 +138,7 @@ def need_determinism(user: object, device: torch.device) -> None:
 
 
 def release_determinism(user: object) -> None:
-    """End one user's need. Does nothing for one that has none."""
+    """End one user's need."""
     global _before
     _users.discard(user)
     if _users or _before is None:
@@ -166,7 +150,6 @@ def release_determinism(user: object) -> None:
 
 
 def workspace() -> str:
-    """Return cuBLAS's workspace setting, or ""."""
     return os.environ.get(WORKSPACE, "")
 
 

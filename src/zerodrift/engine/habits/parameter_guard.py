@@ -1,15 +1,13 @@
 """Check that the model's parameters still are what the engine was given, and let loading reach them.
 
 `load_state_dict(assign=True)`, `.half()`, `.to()` and module surgery give a module other tensors than the
-segments' views; the engine would go on with the old ones without an error. So every forward and every step
-checks each parameter's memory, and loading asks first.
+segments' views. So every forward and every step checks each parameter's memory, and loading asks first.
 
 Invariant: a parameter that is not its segment's view is named in an error before anything is computed with
 it, or its values have been taken over.
 
 [Note: modules] Other changes of the model show in a comparison of which modules hold which modules and
-parameters. Modules without parameters may come, go and wrap others: nothing is trained in them. Nobody trains
-a parameter in a module that the engine was not given, and nothing gathers a known one in another module.
+parameters. Modules without parameters may come, go and wrap others: nothing is trained in them.
 """
 
 from __future__ import annotations
@@ -26,15 +24,14 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error, mark_lost
+from zerodrift.engine.habits.absent_parameter import AbsentParameter, AbsentValue, lost_error
 from zerodrift.engine.habits.storage_writes import (
     WRITE,
     hold_full,
     record_versions,
     rows_with_new_version,
-    rows_written_while_absent,
 )
-from zerodrift.engine.step.segment import FlatSegment, are_missing, share_placeholders
+from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
 from zerodrift.plan.table import Row
@@ -56,7 +53,6 @@ class ParameterSlot:
     parameter: nn.Parameter
     segment: FlatSegment
     index: int
-    """Position in the segment."""
 
     @property
     def row(self) -> Row:
@@ -123,10 +119,7 @@ class EngineHook:
 
 
 def mark_as_ours(handles: Iterable[Any], require: Callable[[], None] | None = None) -> None:
-    """Make the hooks behind these handles an engine's; `require` raises where a copy must not be made.
-
-    A handle's id and the dict that its hook is in have no underscore, and no promise (torch 2.11 to 2.15).
-    """
+    """Make the hooks behind these handles an engine's; `require` raises where a copy must not be made."""
     for handle in handles:
         held = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
         if held is not None and not isinstance(held[handle.id], EngineHook):
@@ -181,18 +174,6 @@ def _require_values(slots: Iterable[ParameterSlot]) -> None:
             )
 
 
-def _enter_absent_values(slots: list[ParameterSlot]) -> Any:
-    """Return a hook that puts an `AbsentValue` into a state dict for every absent parameter."""
-
-    def enter(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for slot in slots:
-            key, parameter = prefix + slot.attribute, slot.parameter
-            if isinstance(parameter, AbsentParameter) and state.get(key, parameter) is not parameter:
-                state[key] = AbsentValue.of(parameter, torch.device("meta"))
-
-    return enter
-
-
 class ModuleTree:
     """Which modules hold which modules and parameters, as they were when this was made."""
 
@@ -223,10 +204,7 @@ Loading = Callable[[Mapping[str, Row], Mapping[str, Any]], contextlib.AbstractCo
 class ParameterGuard:
     """All parameter slots of a model."""
 
-    def __init__(self, model: nn.Module, segments: list[FlatSegment], *, asynchronous: bool) -> None:
-        """`asynchronous`: see `Mesh.asynchronous`."""
-        self._asynchronous = asynchronous
-        self._placeholders = share_placeholders([segment for segment in segments if segment.gathers])
+    def __init__(self, model: nn.Module, segments: list[FlatSegment]) -> None:
         home = {id(p): (segment, n) for segment in segments for n, p in enumerate(segment.parameters)}
         self._slots = [
             ParameterSlot(
@@ -249,13 +227,12 @@ class ParameterGuard:
         self.loading: Loading | None = None
         """Context for a module's own `load_state_dict`; None where it is refused outside of `gathered`."""
         self._loads: dict[nn.Module, contextlib.AbstractContextManager[None]] = {}
-        """Modules that are loading."""
-        self._open: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
+        self.opened: dict[int, tuple[FlatSegment, dict[str, Row]]] = {}
         """Segments whose full values may be written, and their rows, by number."""
 
     def check(self, *, stepping: bool = False) -> None:
-        """Raise where a parameter has left its segment, the model has others, or a placeholder was written.
-        Before a step, trained parameters must be trainable."""
+        """Raise where a parameter has left its segment, the model has others, or a placeholder was
+        written."""
         problems = Problems()
         # An absent parameter would be asked for each of its attributes: see `absent_parameter.py`.
         with torch._C.DisableTorchFunctionSubclass():
@@ -271,25 +248,15 @@ class ParameterGuard:
                 problems.include(problem)
         if not problems and not same:
             self._check_tree(problems)
-        absent = not self._asynchronous and any(not are_missing(held).all() for held in self._placeholders)
         for segment in self._segments:
             if segment.gathers and not self.is_open(segment):
                 written = rows_with_new_version(segment)
-                if absent:
-                    written += [row for row in rows_written_while_absent(segment) if row not in written]
                 for row in written:
                     problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
                 if written:
                     record_versions(segment)
 
-    def find_written_placeholders(self) -> torch.Tensor | None:
-        """Return on the device whether user code has written a placeholder; None where `check` has looked,
-        which must not make the host wait."""
-        found = [(~are_missing(held)).any() for held in self._placeholders if self._asynchronous]
-        return torch.stack(found).any().long() if found else None
-
     def _check_tree(self, problems: Problems) -> None:
-        """See [Note: modules]."""
         for path, module in self._model.named_modules():
             held = {
                 f"{path}.{name}".lstrip("."): p for name, p in module._parameters.items() if p is not None
@@ -311,16 +278,11 @@ class ParameterGuard:
 
     # --- writing ----------------------------------------------------------------------------------------
 
-    @property
-    def opened(self) -> bool:
-        """Whether a context is open in which values are written."""
-        return bool(self._open)
-
     def is_open(self, segment: FlatSegment) -> bool:
-        return segment.number in self._open
+        return segment.number in self.opened
 
     def require_closed(self, what: str) -> None:
-        if self._open:
+        if self.opened:
             raise UnsupportedError(
                 what,
                 "must not be called inside `engine.gathered(write=True)`, whose values are taken "
@@ -330,19 +292,19 @@ class ParameterGuard:
 
     def open(self, segments: Iterable[FlatSegment], rows: Iterable[Row]) -> None:
         """Hold these segments full, and keep what is written to these rows."""
-        if not self._open:
+        if not self.opened:
             self.replaced.clear()
         for segment in segments:
-            if segment.number not in self._open:
+            if segment.number not in self.opened:
                 hold_full(segment)
-                self._open[segment.number] = (segment, {})
+                self.opened[segment.number] = (segment, {})
         for row in rows:
-            self._open[row.segment][1][row.name] = row
+            self.opened[row.segment][1][row.name] = row
 
     def close(self) -> list[tuple[FlatSegment, list[Row]]]:
         """End all writing; return what was open, whose hold the caller ends."""
-        held = [(segment, list(rows.values())) for segment, rows in self._open.values()]
-        self._open = {}
+        held = [(segment, list(rows.values())) for segment, rows in self.opened.values()]
+        self.opened = {}
         return held
 
     @torch.no_grad()
@@ -389,17 +351,23 @@ class ParameterGuard:
             handles.append(module.register_load_state_dict_post_hook(self._after_load))
             absent = [slot for slot in slots if slot.segment.gathers]
             if absent:
-                handle = module.register_state_dict_pre_hook(self._before_save(absent))
-                mark_as_ours([handle], lambda absent=absent: _require_values(absent))  # type: ignore[misc]
-                handles += [handle, module.register_state_dict_post_hook(_enter_absent_values(absent))]
+                handles += self._watch_saves(module, absent)
         return handles
 
-    def _before_save(self, slots: list[ParameterSlot]) -> Any:
-        def save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _watch_saves(self, module: nn.Module, slots: list[ParameterSlot]) -> list[Any]:
+        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if not self._allows_absent_values:
                 _require_values(slots)
 
-        return save
+        def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for slot in slots:
+                key, parameter = prefix + slot.attribute, slot.parameter
+                if isinstance(parameter, AbsentParameter) and state.get(key, parameter) is not parameter:
+                    state[key] = AbsentValue.of(parameter, torch.device("meta"))
+
+        handle = module.register_state_dict_pre_hook(before)
+        mark_as_ours([handle], lambda: _require_values(slots))
+        return [handle, module.register_state_dict_post_hook(after)]
 
     def _before_load(self, slots: list[ParameterSlot]) -> Any:
         def load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -432,7 +400,9 @@ class ParameterGuard:
         for segment in self._segments:
             segment.detach()
         for slot in self._slots:
-            mark_lost(slot.parameter)
+            kind = type(slot.parameter)
+            if issubclass(kind, AbsentParameter):
+                kind.lost = True
         for module, slots in _by_module(s for s in self._slots if not s.segment.is_full).items():
             lost = LostParameters(slots)
             module.register_forward_pre_hook(lost)

@@ -1,11 +1,9 @@
 """A pin holds wherever the parameter is used, not only where its own module is called.
 
-The boundaries of `compute.py` keep a pinned module out of autocast. A parameter is also used by others: by
-`F.linear(x, self.gate.weight)` of a block, by `MultiheadAttention` for its `out_proj`, by `x @ self.gate`. So
-pinned parameters become a class of `Parameter` whose operations run with autocast off, and whose products
-take other floating arguments in the pin's dtype. They stay the same objects: optimizers, ties and names hold.
-What is computed of pinned parameters alone (a view, a normalized or scaled matrix, several of them joined) is
-of such a class too; what an operation computes of other tensors as well is a plain one.
+The boundaries of `compute.py` keep a pinned module out of autocast. A parameter is also used by others, as in
+`F.linear(x, self.gate.weight)` or `x @ self.gate`. So pinned parameters become a class of `Parameter` whose
+operations run with autocast off, and whose products take other floating arguments in the pin's dtype. What is
+computed of pinned parameters alone (a view, a normalized matrix, several joined) is of such a class too.
 
 Invariant: a pinned parameter, and what is made of it alone, enters no operation in a narrower dtype than its
 own, unless the model casts it itself, which is said once, by name.
@@ -26,7 +24,6 @@ from torch import nn
 from zerodrift.engine.habits.absent_parameter import gathered_class, set_gathered_class
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Output
 
 PRODUCTS = frozenset((
@@ -58,17 +55,10 @@ def pin(segments: Iterable[FlatSegment]) -> None:
     for segment in segments:
         for row, parameter in zip(segment.rows, segment.parameters, strict=True):
             if row.columns.pinned and parameter.is_floating_point():
-                set_gathered_class(parameter, class_for(row))
-
-
-def class_for(row: Row, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
-    """Return the class of a row's pinned parameter; `kind` is what operations return around it."""
-    others = () if kind is torch.Tensor else (kind,)
-    return _class_for(row.name, row.columns.output, kind, others)
+                set_gathered_class(parameter, class_for(row.name, row.columns.output))
 
 
 def unpin(segments: Iterable[FlatSegment]) -> None:
-    """Make them plain parameters again."""
     for segment in segments:
         for parameter in segment.parameters:
             if issubclass(gathered_class(parameter), Pinned):
@@ -76,7 +66,7 @@ def unpin(segments: Iterable[FlatSegment]) -> None:
 
 
 class Pinned(nn.Parameter):
-    """A parameter that is not rounded where it is used. Each has a subclass with its name."""
+    """A parameter that is not rounded where it is used."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter: a copy of a module is a plain one."""
@@ -102,10 +92,10 @@ class _PinnedResult(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
 
-def _class_for(
-    name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor, others: tuple[type, ...] = ()
-) -> type[Pinned]:
+def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
+    """Return the class of a pinned parameter; `kind` is what operations return around it."""
     warned: list[str] = []
+    others = () if kind is torch.Tensor else (kind,)
 
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -164,7 +154,6 @@ def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: i
 
 
 def _name_of(func: Any) -> str:
-    """Return a function's name; a property's for its getter."""
     named = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", named) if named == "__get__" else named
 
@@ -192,7 +181,6 @@ def _run(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in what torch's own functions take and return."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):

@@ -2,9 +2,8 @@
 
 After a unit's forward the graph behind its outputs is searched, and each view of the unit's buffers that a
 node has saved for its backward is replaced by its place in the buffer. When the node runs, the unit is
-gathered, if it is not, and the view made anew. So a backward finds its weights however it comes to a node:
-through the unit's output, a feature that was captured inside, or a loss that was put aside. Most forwards
-build the graph of the forward before again. So the places where views were found then are searched first, and
+gathered, if it is not, and the view made anew, however a backward comes to the node. Most forwards build the
+graph of the forward before again, so the places where views were found then are searched first, and
 everything only if something still holds the buffers.
 
 Invariant: only memory is at stake here, never a value. A view that is not found (a node that cannot be
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from zerodrift.engine.step.segment import FlatSegment
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The node of a leaf, which saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Elements of `dtype`."""
     dtype: torch.dtype
     row: int
     """The parameter of the segment that it is a view of."""
@@ -77,8 +74,7 @@ class Packing:
         segments: Sequence[FlatSegment],
         gather: Callable[[], None],
     ) -> None:
-        """Pack views in the nodes behind `outputs` that are newer than node `after`. `gather` makes the
-        segments full."""
+        """Pack views in the nodes behind `outputs` that are newer than node `after`."""
         # Parameters may be of classes that would be asked for each of their attributes.
         with torch._C.DisableTorchFunctionSubclass():
             unpack = functools.partial(_unpack, gather)
@@ -87,11 +83,11 @@ class Packing:
                 _replace(raw, view, unpack)
             if not any([segment.is_held for segment in segments]):
                 return
-            found = _find_views(outputs, after, [_Buffer.of(segment) for segment in segments])
-            for saved in found:
-                _replace(saved.raw, saved.view, unpack)
+            route, found = _find_views(outputs, after, [_Buffer.of(segment) for segment in segments])
+            for raw, view in found:
+                _replace(raw, view, unpack)
             if found:  # where some were packed already, the next forward finds them all
-                self._route = _Route([], []) if again else _Route.to(found)
+                self._route = _Route([], []) if again else route
 
 
 def _replace(raw: Any, view: SavedView, unpack: Callable[[Any], torch.Tensor]) -> None:
@@ -101,8 +97,6 @@ def _replace(raw: Any, view: SavedView, unpack: Callable[[Any], torch.Tensor]) -
 
 
 def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.Tensor:
-    """Return the view of a full form. It was saved at a version of its parameter that must not have
-    changed."""
     view, version = packed
     segment = view.segment
     if not segment.is_full:
@@ -118,37 +112,20 @@ def _unpack(gather: Callable[[], None], packed: tuple[SavedView, int]) -> torch.
     return flat.as_strided(view.size, view.stride, view.offset)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _GraphNode:
-    """A node, the node before it on the way (None behind an output), and which edge or output led there."""
-
-    node: Any
-    before: _GraphNode | None
-    edge: int
-
-
-class _FoundView(NamedTuple):
-    """A view that a node has saved in attribute `name`, at `place` among several or -1."""
-
-    at: _GraphNode
-    name: str
-    place: int
-    raw: Any
-    view: SavedView
-
-
-def _find_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_Buffer]) -> list[_FoundView]:
-    """Find unpacked views that newer nodes have saved. Every tensor of every node comes by here, so most are
-    passed over by their address alone."""
+def _find_views(
+    outputs: Sequence[torch.Tensor], after: int, buffers: Sequence[_Buffer]
+) -> tuple[_Route, list[tuple[Any, SavedView]]]:
+    """Find unpacked views that newer nodes have saved, and the way to them. Every tensor of every node comes
+    by here, so most are passed over by their address alone."""
     visited: set[Any] = set()
-    nodes: list[_GraphNode] = []
+    nodes: list[tuple[Any, int, int]] = []
+    """(node, place here of the node before it or -1, the edge or output that led there)."""
     for number, output in enumerate(outputs):
         if output.grad_fn is not None and output.grad_fn not in visited:
             visited.add(output.grad_fn)
-            nodes.append(_GraphNode(output.grad_fn, None, number))
-    found = []
-    for at in nodes:  # which grows meanwhile
-        node = at.node
+            nodes.append((output.grad_fn, -1, number))
+    found, reads = [], []
+    for at, (node, _, _) in enumerate(nodes):  # which grows meanwhile
         if node._sequence_nr() <= after:
             continue
         kind: Any = type(node)
@@ -157,13 +134,21 @@ def _find_views(outputs: Iterable[torch.Tensor], after: int, buffers: Sequence[_
             for place, raw in enumerate(saved) if type(saved) is tuple else ((-1, saved),):
                 view = None if raw is None else _find_view(raw, buffers)
                 if view is not None:
-                    found.append(_FoundView(at, name, place, raw, view))
+                    found.append((raw, view))
+                    reads.append((at, name, place, view))
         for edge, (following, _) in enumerate(node.next_functions):
             if following is None or type(following) is _LEAF or following in visited:
                 continue
             visited.add(following)
-            nodes.append(_GraphNode(following, at, edge))
-    return found
+            nodes.append((following, at, edge))
+    needed: set[int] = set()
+    for at, *_ in reads:
+        while at >= 0 and at not in needed:
+            needed.add(at)
+            at = nodes[at][1]
+    step_of = {at: step for step, at in enumerate(sorted(needed))} | {-1: -1}
+    steps = [(step_of[nodes[at][1]], nodes[at][2], type(nodes[at][0])) for at in sorted(needed)]
+    return _Route(steps, [(step_of[at], *rest) for at, *rest in reads]), found
 
 
 def _find_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
@@ -186,30 +171,11 @@ def _find_view(raw: Any, buffers: Sequence[_Buffer]) -> SavedView | None:
 class _Route:
     """The way to found views, through no other nodes than those between."""
 
-    def __init__(
-        self, steps: list[tuple[int, int, Any]], reads: list[tuple[int, str, int, SavedView]]
-    ) -> None:
+    def __init__(self, steps: list[tuple[int, int, Any]], reads: list[Any]) -> None:
         self._steps = steps
         """(step before or -1 for an output, edge or number of the output, class) of each node."""
         self._reads = reads
         """(step, attribute, place in it, view) of each view."""
-
-    @classmethod
-    def to(cls, found: Iterable[_FoundView]) -> _Route:
-        places: dict[_GraphNode | None, int] = {None: -1}
-        steps: list[tuple[int, int, Any]] = []
-        reads = []
-        for saved in found:
-            way: list[_GraphNode] = []
-            at: _GraphNode | None = saved.at
-            while at is not None and at not in places:
-                way.append(at)
-                at = at.before
-            for node in reversed(way):
-                places[node] = len(steps)
-                steps.append((places[node.before], node.edge, type(node.node)))
-            reads.append((places[saved.at], saved.name, saved.place, saved.view))
-        return cls(steps, reads)
 
     def follow(self, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, SavedView]]:
         """Return what is saved there in another graph, or nothing if that differs on the way."""
@@ -234,18 +200,14 @@ class _Route:
 
 @functools.cache
 def _saved_attributes(kind: Any) -> tuple[str, ...]:
-    """Return the attributes in which a kind of node keeps what it saves."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 class _Buffer(NamedTuple):
-    """Addresses of the full form of a segment."""
-
     segment: FlatSegment
     start: int
     end: int
     size: int
-    """Bytes of an element."""
     is_complex: bool
 
     @classmethod

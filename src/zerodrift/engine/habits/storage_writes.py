@@ -2,12 +2,11 @@
 
 [Note: writing] Between steps a parameter that rests whole may be written to, through itself (which moves its
 version counter) or through `.data` (which does not). Where storage is the master, the write is the new value.
-Where an optimizer keeps more bits elsewhere, prints of storage show that there was a write. An fp32 master
-takes over what differs from its rounding, which is exact. A split master cannot, because it is not known
-which elements of a block were written, and so which low halves still count: that is an error, by name. The
-full form of a forward is freed with its memory. A write to a parameter moves its counter; for a write through
-`.data` this rank's slice is compared with its storage before some releases only, because a script that writes
-in a forward does so in all of them. Ranks compare frozen values that are whole now and then, likewise.
+Where an optimizer keeps more bits elsewhere, prints of storage show that there was a write: an fp32 master
+takes over what differs from its rounding, and for a split master, which cannot know whose low halves still
+count, it is an error by name. The full form of a forward is freed with its memory: a write there is an error.
+A write through `.data` is looked for before some releases only, because a script that writes in a forward
+does so in all of them. Ranks compare frozen values that are whole now and then, likewise.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import operator
 
 import torch
 
-from zerodrift.engine.step.segment import FlatSegment, are_missing, is_due, missing_value
+from zerodrift.engine.step.segment import FlatSegment, is_due
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels.prints import BYTES, prints
+from zerodrift.kernels.digests import BYTES, prints
 from zerodrift.optim.updater import Updater
 from zerodrift.plan.table import Row
 from zerodrift.policy.nouns import Master
@@ -70,7 +69,7 @@ def hold_full(segment: FlatSegment) -> None:
 
 
 def end_hold(segment: FlatSegment, *, keep: bool = False) -> None:
-    """End a hold. The full form is freed, unless `keep` and it has no other values than storage."""
+    """End a hold."""
     segment.holds -= 1
     if segment.holds:
         return
@@ -86,7 +85,7 @@ def end_hold(segment: FlatSegment, *, keep: bool = False) -> None:
 
 
 def refresh_views(segment: FlatSegment) -> None:
-    """Show new values of storage in a held full form. All ranks call it together where one is held."""
+    """Show new values of storage in a held full form."""
     if not segment.holds:
         return
     if not segment.gathers:
@@ -118,15 +117,6 @@ def rows_with_new_version(segment: FlatSegment) -> list[Row]:
     return [row for row, parameter, version in versions if parameter._version != version]
 
 
-def rows_written_while_absent(segment: FlatSegment) -> list[Row]:
-    """Return the rows with a write to their placeholder, which reaches its one element, and undo it."""
-    unwritten = are_missing(segment.placeholder_elements)
-    if unwritten.all():
-        return []
-    segment.placeholder_elements.fill_(missing_value(segment.full.dtype))
-    return [row for row, same in zip(segment.rows, unwritten.tolist(), strict=True) if not same]
-
-
 def compare_with_storage(segment: FlatSegment) -> None:
     """Record blocks of this rank's slice that differ from storage, before the full form is freed."""
     columns = segment.spec.columns
@@ -138,15 +128,7 @@ def compare_with_storage(segment: FlatSegment) -> None:
         segment.writes.overwritten = differ if before is None else before | differ
 
 
-def _rows_written_while_gathered(segment: FlatSegment) -> list[Row]:
-    overwritten, segment.writes.overwritten = segment.writes.overwritten, None
-    if overwritten is None or not overwritten.any():
-        return []
-    first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
-    return _rows_of(segment, overwritten, segment.full, first)
-
-
-def checksum(segment: FlatSegment) -> tuple[torch.Tensor, torch.Tensor] | None:
+def storage_checksum(segment: FlatSegment) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (whether user code has written to storage, a checksum of what all ranks hold alike) on the
     device, or None if there is nothing to compare."""
     writes = segment.writes
@@ -164,15 +146,9 @@ def checksum(segment: FlatSegment) -> tuple[torch.Tensor, torch.Tensor] | None:
     return written, now.sum() & 0xFFFFFFFF if alike else now.new_zeros(())
 
 
-def _blocks_written(segment: FlatSegment) -> torch.Tensor | None:
-    """Return which blocks of storage user code has written to. Shape [blocks]."""
-    before = segment.writes.storage_prints
-    return None if before is None else before != prints(segment.storage)
-
-
 def _rows_of(segment: FlatSegment, blocks: torch.Tensor, like: torch.Tensor, first: int = 0) -> list[Row]:
     """Return the rows with a part in some of the blocks of a buffer of elements like `like`, from element
-    `first` on. `like` itself may have no memory."""
+    `first` on."""
     size = like.element_size()
     if not blocks.any():
         return []
@@ -189,12 +165,13 @@ def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_al
     """Make writes of user code to storage the master's, on this rank, or raise; see [Note: writing]. With
     `accept_all`, elements of a split master that cannot be told apart take the values of storage."""
     problems = Problems()
-    for row in rows_written_while_absent(segment) if segment.gathers else ():
-        problems.add(row.name, WRITE, got="a write to what stands for it", do="It was lost.")
-    for row in _rows_written_while_gathered(segment):
+    overwritten, segment.writes.overwritten = segment.writes.overwritten, None
+    first = segment.rank * (segment.spec.padded // segment.ranks) if segment.sharded else 0
+    for row in () if overwritten is None else _rows_of(segment, overwritten, segment.full, first):
         problems.add(row.name, WRITE, got="a write to its values in a forward, through `.data`", do=_GATHERED)
     problems.raise_as(ModelError)
-    blocks = _blocks_written(segment)
+    before = segment.writes.storage_prints
+    blocks = None if before is None else before != prints(segment.storage)
     rows = [] if blocks is None else _rows_of(segment, blocks, segment.storage)
     if not rows or blocks is None or not isinstance(segment, TrainedSegment) or updater is None:
         return

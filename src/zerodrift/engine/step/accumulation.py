@@ -63,9 +63,7 @@ class TreeSum:
     def __init__(self, give: Callable[[torch.Tensor], None]) -> None:
         self._give = give
         self._sums: dict[int, torch.Tensor] = {}
-        """First part -> partial sum that waits for others."""
         self.count = 0
-        """Parts added so far."""
 
     def __bool__(self) -> bool:
         return bool(self.count)
@@ -77,8 +75,7 @@ class TreeSum:
 
     @property
     def neighbour(self) -> torch.Tensor | None:
-        """The part that the next one is added to first, if it is a single part. A caller who has the next one
-        in pieces may add them there and call `added`."""
+        """The part that the next one is added to first, if it is a single part."""
         return self._sums[self.count - 1] if self.count % 2 else None
 
     def added(self) -> None:

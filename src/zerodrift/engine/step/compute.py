@@ -2,15 +2,14 @@
 
 Floating inputs of the model are cast to the mode's dtype. A module that the plan has a boundary at gets its
 floating inputs cast to the boundary's dtype, runs with autocast off, and returns its own dtype or its
-input's, as the boundary says. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
+input's. Which modules these are is decided in `plan/boundaries.py`. Nothing else casts.
 
 Invariant: what is hooked is what the plan lists, and leaving a module restores what was there.
 
 [Note: autocast] In the autocast modes the forward runs under `torch.autocast` with the configured dtype. A
-caller's own autocast around the engine is switched to the configured one, with one warning; around an
-engine whose precision is not autocast it is off inside, with one warning: it would change the dtype of every
-op behind the plan's back. Autocast inside the model's code is the model's own business: `transformers` turns
-it off where it computes rotary tables in fp32.
+caller's own autocast around the engine is switched to the configured one, and around an engine whose
+precision is not autocast it is off inside, with one warning: it would change the dtype of every op behind the
+plan's back. Autocast inside the model's code is the model's own business.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,45 +38,22 @@ def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:
         module = modules.get(boundary.path)
         if module is None or not has_forward(module):
             got = "no such module" if module is None else f"{type(module).__name__}, which is never called"
-            raise _other_model(boundary.path, "must be a module with a forward, at which the plan casts", got)
+            must = "must be a module with a forward, at which the plan casts"
+            raise ModelError(boundary.path, must, got=got, do="Plan from the module that is trained.")
         first = hooked.setdefault(id(module), boundary)
         if first is boundary:
             handles += _hooks(module, boundary)
         elif replace(first, path=boundary.path) != boundary:
             got = f"the same module, which returns otherwise by {first.path!r}"
-            raise _other_model(boundary.path, "must be a module of its own, at which the plan casts", got)
+            must = "must be a module of its own, at which the plan casts"
+            raise ModelError(boundary.path, must, got=got, do="Plan from the module that is trained.")
     return handles
 
 
-def _other_model(path: str, must: str, got: str) -> ModelError:
-    todo = "Plan from the module that is trained."
-    return ModelError(path, must, got=got, do=todo)
-
-
-@dataclass(slots=True)
-class _Inside:
-    """A running forward of a module with a boundary."""
-
-    inputs: Replacement
-    versions: list[tuple[torch.Tensor, torch.Tensor, int]]
-    """(a tensor of the caller, its replacement, the version of that)."""
-    dtype: torch.dtype | None
-    """Dtype of the first floating input."""
-    switch: torch.autocast | None
-    """None where autocast is off anyway: entering it then would be one more thing to compile."""
-
-    def leave(self) -> None:
-        """Restore the caller's containers, with what the module has changed in place."""
-        self.inputs.undo()
-        for own, cast, version in self.versions:
-            if cast._version != version:
-                own.copy_(cast)
-        if self.switch is not None:
-            self.switch.__exit__(None, None, None)
-
-
 def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
-    calls: list[_Inside] = []
+    calls: list[tuple[Any, ...]] = []
+    """Running forwards: the replacement of its inputs; (a tensor of the caller, its replacement, the
+    version of that); the dtype of the first floating input; the switch of autocast, or None."""
     own = boundary.dtype.torch
     lookup = None if boundary.lookup is None else boundary.lookup.torch
 
@@ -85,20 +61,25 @@ def _hooks(module: nn.Module, boundary: Boundary) -> list[Any]:
         inputs_given = tensors_in((args, kwargs))
         dtype = next((tensor.dtype for tensor in inputs_given if tensor.is_floating_point()), None)
         device = inputs_given[0].device.type if inputs_given else "cpu"
+        # Where autocast is off anyway, entering it would be one more thing to compile.
         switch = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
         if switch is not None:
             switch.__enter__()
         inputs = Replacement(lambda tensor: _cast(tensor, own))
         changed = inputs.apply((args, kwargs))
         versions = [(given, cast, cast._version) for given, cast in inputs.pairs]
-        calls.append(_Inside(inputs, versions, dtype, switch))
+        calls.append((inputs, versions, dtype, switch))
         return changed
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Called even when the forward raised: autocast must come back on, whatever happened.
-        inside = calls.pop()
-        inside.leave()
-        dtype = inside.dtype
+        inputs, versions, dtype, switch = calls.pop()
+        inputs.undo()  # the caller's containers, with what the module has changed in place
+        for given, cast, version in versions:
+            if cast._version != version:
+                given.copy_(cast)
+        if switch is not None:
+            switch.__exit__(None, None, None)
         if dtype is None:
             dtype = lookup
         elif boundary.output == "keep":
@@ -133,8 +114,7 @@ class ForwardPrecision:
 
     @contextlib.contextmanager
     def cast(self, inputs: Any) -> Iterator[Any]:
-        """Yield the inputs with every tensor changed by `of`. Afterwards the caller's containers are as they
-        were, except for what the model wrote there."""
+        """Yield the inputs with every tensor changed by `of`."""
         replacement = Replacement(self.of)
         try:
             yield replacement.apply(inputs)

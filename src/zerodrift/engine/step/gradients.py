@@ -2,12 +2,9 @@
 
 The plan says how (`accumulate`, `reduce`). A unit is ready once its backward is over. Ready units are reduced
 strictly in the plan's order, the rest at the end of the backward. So all ranks issue the same collectives in
-the same order whatever their data did (an expert without tokens, a unit that was not used), and stage 0 goes
-the way of stage 3.
-
-A gradient that arrives when its unit was already reduced (a shared block under reentrant checkpointing) is
-reduced at the end of the backward, or in the step. Which weight gradients are late differs between ranks, so
-where they are deferred everything that is reduced once per step is reduced in the step.
+the same order whatever their data did, and stage 0 goes the way of stage 3. A gradient that arrives when its
+unit was already reduced is reduced at the end of the backward, or in the step. Where weight gradients are
+deferred everything that is reduced once per step is reduced there, because ranks differ in which are late.
 
 Invariant: when a backward has ended, every gradient of it is either in a landing buffer that waits for the
 step's last micro-batch, or in `reduced`; `param.grad` shows no more than that.
@@ -18,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -26,24 +23,11 @@ from zerodrift.comm.collectives import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
 from zerodrift.engine.progress import refusal
 from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.step.traversal import Traversal, TraversedUnit
+from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems, RankError
 from zerodrift.plan.cost import REDUCTIONS
 from zerodrift.plan.schedule import reduce_order
-
-
-class LateGradients(Protocol):
-    """Weight gradients that are formed after their backward, by `pipeline/deferred.py`."""
-
-    def drain(self) -> object:
-        """Form all of them: add them to `param.grad`."""
-
-    def end_micro_batch(self) -> object:
-        """End the micro-batch that everything deferred since the last call belongs to."""
-
-    def clear(self) -> object:
-        """Forget them, and count micro-batches anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +55,7 @@ class Gradients:
         self._segments = [segment for unit in self._trained for segment in unit.trained]
         self._tree = any(segment.tree for segment in self._segments)
         self.before = before
+        traversal.gradients = self
         self._running = False
         self._task = -1
         """The autograd backward in which `counts` was decided."""
@@ -79,9 +64,7 @@ class Gradients:
         self._is_called_by_engine = False
         """Whether the engine calls the coming backward, which counts whatever it reaches."""
         self._reached: frozenset[int] = frozenset()
-        """Numbers of the units whose gradients the running backward adds to."""
         self._uses: list[int] = []
-        """Uses of each unit when the backward began."""
         self._last = True
         self._ready: set[int] = set()
         self._next = 0
@@ -90,7 +73,8 @@ class Gradients:
         """Segments whose part of the tree over micro-batches has come in this backward."""
         self._sending: list[tuple[TrainedSegment, Handle]] = []
         self.callbacks: BackwardCallbacks | None = None
-        self._late: LateGradients | None = None
+        self._late: Any = None
+        """The `WeightQueue` of `pipeline/deferred.py` that forms weight gradients after their backward."""
         self.is_scheduled = False
         """Pipelines only: a schedule runs backwards in an order of its own, and no hook follows them."""
         self._creates_graph = False
@@ -104,8 +88,8 @@ class Gradients:
         """Set where user code may read and change gradients that rest whole, between a backward and the step:
         returns their factor, given whether they are the sum of all ranks."""
 
-    def expect(self, late: LateGradients | None) -> None:
-        """Expect late weight gradients from `late`; None ends that."""
+    def expect(self, late: Any) -> None:
+        """Expect late weight gradients from a `WeightQueue`; None ends that."""
         self._late = late
 
     def arrive_late(self, parameter: torch.Tensor) -> None:
@@ -120,9 +104,10 @@ class Gradients:
         for segment in self._segments:
             segment.open_gradients()
 
-    # --- one backward (the protocol `Backward` of units) ------------------------------------------------
+    # --- one backward -----------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
+        """Begin a forward outside of any backward."""
         if self._shows and torch.is_grad_enabled():
             self.hide()
         if self._running and self.callbacks is not None:
@@ -142,12 +127,18 @@ class Gradients:
                 handle.remove()
 
     def begin(self) -> None:
+        """Begin a backward when a gradient has arrived at a unit; the first call arms its end."""
         if not self._running:
             self._start()
             at_the_end(self._end)
         self._creates_graph = self._creates_graph or torch.is_grad_enabled()
         if not self.counts and current_backward() != self._task:
-            self._find_reached_units()
+            # A reentrant checkpoint has a backward of its own inside, which the one around does not know of.
+            self._task = current_backward()
+            reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
+            self.counts = self._is_called_by_engine or bool(reached)
+            if self.counts:
+                self._reached = self._traversal.reached = reached
 
     def _start(self) -> None:
         self.hide()
@@ -159,17 +150,8 @@ class Gradients:
         self._next = 0
         self._uses = [unit.uses for unit in self._units]
 
-    def _find_reached_units(self) -> None:
-        """Ask autograd which units this backward reaches. A reentrant checkpoint has a backward of its own
-        inside, which the one around it does not know of."""
-        self._task = current_backward()
-        reached = frozenset(unit.number for unit in self._trained if unit.is_reached())
-        self.counts = self._is_called_by_engine or bool(reached)
-        if self.counts:
-            self._reached = reached
-            self._traversal.reaches(reached)
-
-    def over(self, unit: TraversedUnit) -> None:
+    def over(self, unit: LiveUnit) -> None:
+        """Reduce the unit's gradients, which have landed, in their turn."""
         if not self.counts:
             return
         if self._tree and self._traversal.repeats:
@@ -182,7 +164,14 @@ class Gradients:
     def _end(self) -> None:
         try:
             if self.counts:
-                self._reduce_rest()
+                self._traversal.end()
+                for unit in self._trained[self._next :]:
+                    self._reduce_unit(unit)
+                self._finish(0)
+                for segment in self._segments:
+                    if segment.first_uncollected_gradient:
+                        self._reduce_segment(segment)
+                self._finish(0)
             for unit, uses in zip(self._units, self._uses, strict=True):
                 if not self.counts:
                     unit.uses = uses
@@ -217,22 +206,12 @@ class Gradients:
             self._show()
 
     def hide(self) -> str:
-        """Empty `param.grad` for new gradients. Returns a parameter whose gradient user code has removed
-        since the last backward without effect on the engine, or ""."""
+        """Empty `param.grad` for new gradients."""
         if not self._shows:
             return ""
         self._shows = False
-        return next(filter(None, [segment.exposure.hide() for segment in self._segments]), "")
-
-    def _reduce_rest(self) -> None:
-        self._traversal.end(self)
-        for unit in self._trained[self._next :]:
-            self._reduce_unit(unit)
-        self._finish(0)
-        for segment in self._segments:
-            if segment.first_uncollected_gradient:
-                self._reduce_segment(segment)
-        self._finish(0)
+        cleared = [segment.exposure.hide() for segment in self._segments]
+        return next(filter(None, cleared), "")
 
     @property
     def first_uncollected(self) -> str:
@@ -253,8 +232,12 @@ class Gradients:
             self._reduce_segment(segment)
 
     def _reduce_segment(self, segment: TrainedSegment) -> None:
-        if segment.tree:
-            self._require_first(segment)
+        if segment.tree:  # a place in the tree that has been summed already takes no more
+            if segment.number in self._collected:
+                raise refusal("gradient too late", name=segment.first_uncollected_gradient)
+            if segment.reduced is not None:
+                raise refusal("backward too late", name=segment.rows[0].name)
+            self._collected.add(segment.number)
         send = segment.update.reduce.when == "every" or (self._last and self._late is None)
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
@@ -264,14 +247,6 @@ class Gradients:
             self._send(segment)
         elif segment.tree:
             segment.add_to_sum()
-
-    def _require_first(self, segment: TrainedSegment) -> None:
-        """Refuse a gradient whose place in the tree has been summed already."""
-        if segment.number in self._collected:
-            raise refusal("gradient too late", name=segment.first_uncollected_gradient)
-        if segment.reduced is not None:
-            raise refusal("backward too late", name=segment.rows[0].name)
-        self._collected.add(segment.number)
 
     def _land(self, segment: TrainedSegment) -> None:
         if self._is_late:
@@ -295,7 +270,6 @@ class Gradients:
         problems.raise_as(ModelError)
 
     def _send(self, segment: TrainedSegment) -> None:
-        """Start a reduction. At most `REDUCTIONS` landing buffers travel beside the one being filled."""
         self._finish(REDUCTIONS - 1)
         self._sending.append((segment, segment.start_reduce(self.before)))
 
@@ -367,7 +341,6 @@ class Gradients:
         self._ready.clear()
 
     def drop(self) -> None:
-        """Forget all gradients."""
         self.abort()
         self._shows = False
         if self._late is not None:

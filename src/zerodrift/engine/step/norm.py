@@ -30,16 +30,6 @@ CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleWeights:
-    """A check of the weights that this rank's model shows before an update, on the device."""
-
-    written: torch.Tensor
-    """Above 0 where user code wrote to them."""
-    checksum: torch.Tensor
-    """Covers what all ranks hold alike; below 2^40."""
-
-
-@dataclass(frozen=True, slots=True)
 class Norm:
     """The global gradient norm of a step."""
 
@@ -87,19 +77,16 @@ def global_norm(
     comm: Collectives,
     unscale: float,
     agreement: RankAgreement | None = None,
-    weights: VisibleWeights | None = None,
+    written: torch.Tensor | None = None,
+    checksum: torch.Tensor | None = None,
 ) -> Norm:
-    """Return the norm of this rank's flat gradient slices over all ranks.
-
-    It takes one small collective, and one more over the stages of a pipeline. This is the one place of a step
-    where the host waits for the device. Ranks whose `agreement` or `weights` differ all raise a RankError.
-    """
+    """Return the norm of this rank's flat gradient slices over all ranks."""
     agreement = agreement or RankAgreement()
     summed = torch.zeros(squares.DIGITS + 4, dtype=torch.int64, device=comm.mesh.device)
     squares.add_squares(gradients, summed[:-3])
     summed[-1] = agreement.checksum()
-    if weights is not None:
-        summed[-3], summed[-2] = weights.written, weights.checksum
+    if written is not None and checksum is not None:
+        summed[-3], summed[-2] = written, checksum
     mine = summed[-2:].clone()
     ranks = 1
     for axis in AXES:
@@ -109,7 +96,7 @@ def global_norm(
     summed[-2:] = (summed[-2:] != ranks * mine).long()
     if comm.mesh.size("pipeline") > 1:
         summed = comm.all_reduce_sum(summed, "pipeline", "the norm")
-    *places, written, weights_differ, differ = comm.read(summed)
+    *places, was_written, weights_differ, differ = comm.read(summed)
     if differ:
         raise _disagreement(agreement, comm)
     if weights_differ:
@@ -122,7 +109,7 @@ def global_norm(
                 "`engine.gathered(write=True)`, where rank 0's values become everybody's."
             ),
         )
-    return Norm(math.sqrt(squares.total(places)) * unscale, bool(written))
+    return Norm(math.sqrt(squares.total(places)) * unscale, bool(was_written))
 
 
 def _disagreement(agreement: RankAgreement, comm: Collectives) -> RankError:

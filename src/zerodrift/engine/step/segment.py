@@ -1,18 +1,17 @@
 """Gather: one flat buffer with its storage at rest, its full form in compute, and a view per parameter.
 
 A segment knows where its bytes are and moves them. `unit.py` says when, the plan says in which dtype. A
-trained segment has gradients too, in `trained_segment.py`; what user code writes to its values between steps
-is noticed by `habits/storage_writes.py`.
+trained segment has gradients too, in `trained_segment.py`; writes of user code between steps are noticed by
+`habits/storage_writes.py`.
 
 Invariant: parameters are views of `full` whenever that has memory, and never get other memory.
 
 [Note: freeing] The memory of a gathered buffer is freed with `untyped_storage().resize_(0)`, and only where
 no tensor but the segment's own shares it. Most kernels do not check for missing memory, so another view (of a
 user, or of a graph that is differentiated twice) keeps the buffer with its values, and the segment takes a
-new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A view that
-is not found there is safe too: a graph holds it, or a parameter itself, which then stays full until the graph
-goes or storage changes. A parameter without memory is one NaN expanded to its shape, of a class that raises
-an error with its name when its values are used; see `habits/absent_parameter.py`.
+new one at the next gather. Autograd holds no views: `habits/saved_views.py` packs what it saves. A parameter
+without memory is one NaN expanded to its shape, of a class that raises an error with its name when its values
+are used; see `habits/absent_parameter.py`.
 """
 
 from __future__ import annotations
@@ -45,15 +44,12 @@ class WriteRecord:
     """Prints and versions by which `habits/storage_writes.py` notices writes of user code."""
 
     storage_prints: torch.Tensor | None = None
-    """Prints of storage as the engine left it."""
     held_prints: torch.Tensor | None = None
     """Prints of the full form when a context opened it."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the parameters as the engine left them."""
     overwritten: torch.Tensor | None = None
     """Blocks of this rank's slice that were written to while they were gathered, on the device."""
     checks: int = 0
-    """Number of comparisons of what ranks hold alike."""
 
 
 class FlatSegment:
@@ -71,13 +67,11 @@ class FlatSegment:
         self.number = number
         self.unit = unit
         self._label = f"`{unit or 'the root'}`, segment {number}"
-        """Names the segment where ranks do not gather the same."""
         self.spec = spec
         self.rows = rows
         self.parameters = parameters
         self.comm = comm
         self.axis = spec.axis
-        """The mesh axis whose ranks share the segment."""
         self.ranks = comm.mesh.size(self.axis)
         self.rank = comm.mesh.rank(self.axis)
         self._expert_rank = comm.mesh.rank("expert")
@@ -89,44 +83,36 @@ class FlatSegment:
         """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
         self.gathers = self.sharded or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
-        self.full = self._make_full(device)
+        if self.gathers:
+            full = torch.empty(spec.padded, dtype=columns.compute.torch, device=device)
+            full.untyped_storage().resize_(0)
+        self.full = full if self.gathers else self.storage
         """The buffer that parameters are views of. Shape [padded], compute dtype."""
         self.is_full = not self.gathers
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self._gathering: Handle | None = None
         self._wide: torch.Tensor | None = None
-        """Target of a gather in another dtype than compute."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
         self._placeholder_addresses: list[int] = []
-        self.placeholder_elements = torch.empty(0)
         self._absent_classes: list[type] = []
         self._own_holders = 0
         """Number of the segment's tensors that share the memory of `full` while no parameter does."""
         self._use_counts: list[int] = []
-        """Use counts of the parameters while no graph has saved them."""
         self._kinds: list[tuple[Any, ...]] = []
         """(dtype, shape, is trained) of each parameter, as planned."""
         self.starts = [row.offset for row in rows]
         self.lender: Callable[[], Callable[[], bool] | None] | None = None
         """Weak reference to what gathers the unit for a forward elsewhere; see `LiveUnit.borrow`."""
         self.holds = 0
-        """Number of open contexts that keep the full form."""
         self.is_stale = False
         """Whether the full form has other values than storage."""
         self.writes = WriteRecord()
         self.before_free: Callable[[FlatSegment], None] = lambda segment: None
         """Called now and then before the full form is freed."""
         self._frees = 0
-
-    def _make_full(self, device: torch.device) -> torch.Tensor:
-        if not self.gathers:
-            return self.storage
-        full = torch.empty(self.spec.padded, dtype=self.spec.columns.compute.torch, device=device)
-        full.untyped_storage().resize_(0)
-        return full
 
     # --- the parameters ---------------------------------------------------------------------------------
 
@@ -135,7 +121,9 @@ class FlatSegment:
         if self.gathers:
             self._allocate(self.full)  # a view cannot be made of memory that is not there
         self._views = self._views_of_full()
-        self.use_placeholders(self.full.new_full((len(self.rows),), missing_value(self.full.dtype)))
+        elements = self.full.new_full((len(self.rows),), _missing_value(self.full.dtype))
+        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
+        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
         trained = self.spec.columns.trained
         self._kinds = [(self.full.dtype, row.shape, trained) for row in self.rows]
         self._show(self._views)
@@ -146,16 +134,6 @@ class FlatSegment:
             self._own_holders = _holders(self.full)
             self.is_stale = True  # there is nothing in it
             self._free()
-
-    def use_placeholders(self, elements: torch.Tensor) -> None:
-        """Show these elements, one for each parameter, while the full form has no memory."""
-        self.placeholder_elements = elements
-        self.placeholders = [one.expand(row.shape) for one, row in zip(elements, self.rows, strict=True)]
-        self._placeholder_addresses = list(map(torch.Tensor.data_ptr, self.placeholders))
-        if not self.is_full and self._absent_classes:
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
-                    parameter.data = placeholder
 
     def _expect_gradients(self) -> None:
         """Prepare trained parameters for gradients."""
@@ -197,7 +175,6 @@ class FlatSegment:
         return addresses == self._placeholder_addresses and trained == {self.spec.columns.trained}
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's equal slice of a [padded] buffer."""
         count = flat.numel() // self.ranks
         return flat[self.rank * count : (self.rank + 1) * count]
 
@@ -213,8 +190,7 @@ class FlatSegment:
     # --- gathering --------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Begin to gather, unless the full form is there or under way. Returns whether it took a
-        collective."""
+        """Begin to gather, unless the full form is there or under way."""
         if self.is_full or self._gathering is not None:
             return False
         if not self._views:
@@ -234,7 +210,6 @@ class FlatSegment:
         return True
 
     def finish_gather(self) -> None:
-        """Wait for the full form."""
         if self._gathering is None:
             self.start_gather()
         handle, self._gathering = self._gathering, None
@@ -318,7 +293,7 @@ class FlatSegment:
 
 
 def _borrow(segment: weakref.ref[FlatSegment]) -> Callable[[], bool]:
-    """Return what absent parameters of a segment call to be gathered. It does not keep the segment alive."""
+    """Return what absent parameters of a segment call to be gathered."""
 
     def borrow() -> bool:
         held = segment()
@@ -343,29 +318,8 @@ _KIND = operator.attrgetter("dtype", "shape", "requires_grad")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def missing_value(dtype: torch.dtype) -> float | int:
+def _missing_value(dtype: torch.dtype) -> float | int:
     """Return the value of a placeholder: NaN, or the least integer; False for bool, which has no other."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def are_missing(elements: torch.Tensor) -> torch.Tensor:
-    """Return which placeholder elements still have the placeholder's value."""
-    value = missing_value(elements.dtype)
-    return elements.isnan() if isinstance(value, float) else elements == value
-
-
-def share_placeholders(segments: Iterable[FlatSegment]) -> list[torch.Tensor]:
-    """Put the placeholder elements of all segments into one tensor per dtype, so that one check covers
-    all."""
-    by_dtype: dict[torch.dtype, list[FlatSegment]] = {}
-    for segment in segments:
-        by_dtype.setdefault(segment.full.dtype, []).append(segment)
-    shared = []
-    for dtype, alike in by_dtype.items():
-        counts = [len(segment.rows) for segment in alike]
-        shared.append(alike[0].full.new_full((sum(counts),), missing_value(dtype)))
-        for segment, elements in zip(alike, shared[-1].split(counts), strict=True):
-            segment.use_placeholders(elements)
-    return shared

@@ -4,20 +4,16 @@
 
 [Note: landing] Gradients are collected into a flat buffer of the accumulate dtype, to which
 `param.grad_dtype` makes autograd cast. The first gradient of a parameter is copied there when its unit's
-backward is over, which costs less than a buffer of zeros to add to. From then on `param.grad` is preset to a
-view of the buffer, so autograd adds in place, and so does user code that writes `param.grad` late. A gradient
-that was put elsewhere is added at the next collection: nothing that reaches `param.grad` is lost. What it
-shows until the step is in `habits/gradient_exposure.py`.
+backward is over. From then on `param.grad` is preset to a view of the buffer, so autograd adds in place, and
+so does user code that writes `param.grad` late. A gradient that was put elsewhere is added at the next
+collection: nothing that reaches `param.grad` is lost.
 
 [Note: tree] Under `reduce.order: tree` a micro-batch is a part of a sum that is not formed in the order of
 arrival. So each lands once, and goes at once to where the tree adds it: whole where it waits for others of
-this rank, reduced where every micro-batch is. A right leaf needs no buffer: it is added to its left
-neighbour.
-
-In a pipeline the backwards of micro-batches are mixed, and a gradient may come in several turns. There each
-part has a buffer from `open_part` to `take_part`, which begins as zeros that are added to. So a negative zero
-becomes a positive one there, and `_copy` lets none land elsewhere, in the pass that lands a gradient: a sum
-with a part that has none has none, whatever is added to it.
+this rank, reduced where every micro-batch is. A right leaf is added to its left neighbour. In a pipeline a
+gradient may come in several turns, so each part has a buffer from `open_part` to `take_part`, which begins
+as zeros that are added to. So a negative zero becomes a positive one there, and `_copy` lets none land
+elsewhere: a sum with a part that has none has none, whatever is added to it.
 """
 
 from __future__ import annotations
@@ -74,9 +70,7 @@ class TrainedSegment(FlatSegment):
         self._whole: torch.Tensor | None = None
         """Stage 0 only: the buffer that `reduced` is a slice of, to be gathered in place."""
         self._is_travelling = False
-        """Whether `landing` is on its way to other ranks."""
         self._grads: list[torch.Tensor] = []
-        """Views of `landing`, one per parameter, made by `_homes`."""
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to their view."""
         self.tree = update.reduce.order == "tree"
@@ -200,8 +194,6 @@ class TrainedSegment(FlatSegment):
         return self._grads
 
     def _land_first(self, arrived: list[torch.Tensor | None]) -> None:
-        """Copy the first gradients into a buffer. Zero where there is none, and in gaps between
-        parameters."""
         dtype = self.update.accumulate.dtype.torch
         landing = self._landing_pool.take(self.spec.padded, dtype, self.full.device)
         self.landing, self._grads = landing, []
@@ -219,7 +211,6 @@ class TrainedSegment(FlatSegment):
         landing[end:].zero_()
 
     def _land_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
-        """See [Note: tree]."""
         pairs = list(zip(self._homes, arrived, strict=True))
         here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
         if here:
@@ -229,7 +220,6 @@ class TrainedSegment(FlatSegment):
 
     @functools.cached_property
     def _lengths(self) -> list[int]:
-        """Lengths of gap, parameter, gap, parameter, ... to the end of the buffer."""
         lengths, end = [], 0
         for row in self.rows:
             lengths += [row.offset - end, row.numel]
@@ -242,7 +232,6 @@ class TrainedSegment(FlatSegment):
         return [self._zeros(length) for length in self._lengths[:-1:2]]
 
     def _zeros(self, count: int) -> torch.Tensor:
-        """Return `count` zeros in little memory."""
         dtype = self.update.accumulate.dtype.torch
         few = torch.zeros(min(count, BLOCK), dtype=dtype, device=self.full.device)
         return few if count <= BLOCK else few[:1].expand(count)
@@ -283,7 +272,7 @@ class TrainedSegment(FlatSegment):
         self.open_gradients()
 
     def close_part(self, number: int) -> None:
-        """Put the part aside. More of it may come, in another `open_part`."""
+        """Put the part aside."""
         self.collect_gradients()
         if self.landing is None:
             raise AssertionError(f"segment {self.number} has no part {number}")
@@ -307,8 +296,7 @@ class TrainedSegment(FlatSegment):
     # --- over ranks -------------------------------------------------------------------------------------
 
     def start_reduce(self, before: float) -> Handle:
-        """Begin to add this rank's slice of the ranks' sum to `reduced`. The landing buffer stays until
-        `finish_reduce`. `before` divides what travels."""
+        """Begin to add this rank's slice of the ranks' sum to `reduced`."""
         if self.has_unreduced_gradients and self.tree:
             if self.landing is not None:
                 self._sum.add(self.landing)

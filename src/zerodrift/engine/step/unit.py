@@ -2,27 +2,25 @@
 
 A unit is gathered when its module's forward begins, released when it ends, gathered again when the gradient
 of its output arrives, and handed to `gradients.py` when its backward is over. Hooks on modules and tensors do
-all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`.
+all of it, so a user's own loop, `generate`, or a call of a unit work like `engine(...)`. `traversal.py`
+decides which gathers this leads to, `gradients.py` which reductions.
 
-Invariant: hooks never change a value, nor which tensors and containers a module gets and returns. They only
-say when. A unit that is released early is gathered again where autograd asks for what it saved
-(`habits/saved_views.py`), and a gradient that comes after its unit was reduced is reduced at the end of the
-backward. `traversal.py` decides which gathers this leads to, `gradients.py` which reductions.
+Invariant: hooks never change a value, nor which tensors and containers a module gets and returns. A unit that
+is released early is gathered again where autograd asks for what it saved (`habits/saved_views.py`), and a
+gradient that comes after its unit was reduced is reduced at the end of the backward.
 
 [Note: end of a backward] A unit's backward is over when a gradient is about to reach what came before its
-forward. The newest of the inputs shows it: autograd runs what is newer first, so by then all that the unit
-added to the graph has run, weight gradients included. Where no input has a graph behind it, the unit that the
-backward comes to next shows it, for the same reason. Where none comes, or a unit was not used at all, it is
-the end of the whole backward, by a callback of the autograd engine.
+forward. The newest of the inputs shows it: autograd runs what is newer first, weight gradients included.
+Where no input has a graph behind it, the unit that the backward comes to next shows it, for the same reason;
+where none comes, or a unit was not used at all, the end of the whole backward.
 
 [Note: recomputation] Activation checkpointing runs forwards inside a backward. Such a forward counts no new
 use and does not release the unit, which its own backward needs at once: no third gather. Reentrant
 checkpointing builds a graph of its own there, whose newest input shows the end as well. The other kind
 discards what it builds, and has no end of its own.
 
-[Note: transforms] What `torch.func` and `torch.vmap` run is differentiated, batched or both by torch. A unit
-is gathered and released around a forward in there, and that is all: no hook of ours is on a tensor that is
-not there outside of the transform, and a graph that has saved a buffer holds it.
+[Note: transforms] A forward inside `torch.func` or `torch.vmap` is gathered around, and that is all: no hook
+of ours is on a tensor that is not there outside of the transform.
 
 [Note: parts] A script may call a part of a block and never the block, or `block.forward`, or use a weight of
 one block in another. A part that is called while its unit is not running counts as a forward of the unit. A
@@ -41,7 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +50,7 @@ from zerodrift.engine.habits import saved_views
 from zerodrift.engine.nested import BEFORE_ALL, ForwardInputs, in_backward, in_transform, tensors_in
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
-from zerodrift.engine.step.traversal import Backward, Traversal, will_be_recomputed
+from zerodrift.engine.step.traversal import Traversal, will_be_recomputed
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan.table import Unit
 
@@ -82,23 +80,16 @@ class LiveUnit:
         self.uses = 0
         """Forwards whose backward is still to come."""
         self.recomputed = False
-        """Whether its last forward in training was under activation checkpointing."""
         self.traversal: Traversal
-        """The way through all units of the engine."""
         self._parts: list[tuple[Any, int]] = []
-        """(hook dict, hook number) of the hooks on parts of the unit."""
+        """(hook dict, hook number) of each hook on a part."""
         self._paused_parts: list[tuple[Any, int, Any]] = []
-        """Hooks on parts that are taken off while the unit runs, when they would do nothing."""
+        """Hooks on parts, taken off while the unit runs, when they would do nothing."""
         self._calls: list[ForwardInputs] = []
-        """Running forwards, the innermost last."""
         self._packing = saved_views.Packing()
         self._borrowed: list[LiveUnit] = []
-        """Units whose parameters its forward uses."""
         self._first, self._last = -1, [-1]
-        self._backward: Backward
         self._before_backward: Any = None
-        """Handle of the backward pre-hook of the module."""
-        self._begins: Callable[[], None]
         self.gathering = [segment for segment in segments if segment.gathers]
         """Segments whose full form is not their storage."""
         self.trained = trained_of(segments)
@@ -116,7 +107,6 @@ class LiveUnit:
             self.traversal.gathered(self)
 
     def gather(self) -> None:
-        """Gather all segments, and wait for them."""
         if not self.gathering:
             return
         self.start_gather()
@@ -137,12 +127,10 @@ class LiveUnit:
         return all(segment.is_full for segment in self.segments)
 
     def leave(self) -> None:
-        """Release after a forward that no backward will come back to."""
         if not self._keep_after_forward:
             self.release()
 
     def rest(self) -> None:
-        """Release at the end of a whole backward, unless the unit is kept for the next micro-batch."""
         if not self._keep_after_backward:
             self.release()
 
@@ -171,9 +159,7 @@ class LiveUnit:
 
     # --- hooks ------------------------------------------------------------------------------------------
 
-    def attach(self, backward: Backward) -> list[Any]:
-        """Put the hooks on the module; returns their handles."""
-        self._backward = backward
+    def attach(self) -> list[Any]:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not self.module:
@@ -195,7 +181,6 @@ class LiveUnit:
             self.module.register_forward_hook(ended, always_call=True),
         ]
         self._first, *self._last = (handle.id for handle in handles)
-        self._begins = lambda: self._backward_begins(backward)
         return handles
 
     def attach_part(self, part: nn.Module) -> Any:
@@ -203,7 +188,8 @@ class LiveUnit:
         [Note: parts]."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not part or self._in_its_backward():
+            recomputed = in_backward() and self.uses > 0 and self.is_full and self.traversal.has_come(self)
+            if module is not part or recomputed:
                 return
             self._enter(args, kwargs, whole=False)
             handle: Any = part.register_forward_hook(
@@ -220,13 +206,8 @@ class LiveUnit:
         self._parts.append((part._forward_pre_hooks, attached.id))
         return attached
 
-    def _in_its_backward(self) -> bool:
-        """Return whether the running forward is recomputed for a running backward of the unit."""
-        return in_backward() and self.uses > 0 and self.is_full and self.traversal.has_come(self)
-
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, whole: bool) -> None:
-        """Begin a forward of the unit, or of a part of it alone."""
-        backward = self._backward
+        gradients = self.traversal.gradients
         if in_transform():
             self._begin(ForwardInputs((), BEFORE_ALL))
             with temporarily_clear_interpreter_stack():
@@ -234,28 +215,27 @@ class LiveUnit:
             return  # see [Note: transforms]
         inside = in_backward()
         if inside:
-            backward.begin()
-            self.traversal.recompute(self, backward)
-            self._open_gradients(backward)
+            gradients.begin()
+            self.traversal.recompute(self)
+            self._open_gradients()
         else:
-            backward.forward_begins()
+            gradients.forward_begins()
             if self.is_root and whole:
                 self.traversal.enter(torch.is_grad_enabled())
             self.traversal.forward(self)
         self._begin(ForwardInputs.of(args, kwargs))
         discarded = inside and will_be_recomputed()  # see [Note: recomputation]
         if torch.is_grad_enabled() and not discarded:
-            self._calls[-1].when_backward_ends(lambda: self.backward_is_over(backward), inside=inside)
+            self._calls[-1].when_backward_ends(self.backward_is_over, inside=inside)
 
     def _exit(self, output: Any, *, whole: bool) -> None:
-        """End a forward that has returned `output`."""
         if in_backward():
             return
         if in_transform():
             with temporarily_clear_interpreter_stack():
                 self.release()
             return
-        call, backward = self._calls[-1], self._backward
+        call = self._calls[-1]
         if self.is_root and whole:
             self.traversal.leave()
         _refuse_unfinished(self.spec.name, output)
@@ -273,10 +253,10 @@ class LiveUnit:
         has_no_end = call.newest == BEFORE_ALL
         for node in nodes:
             # After all hooks of tensors: one of these shows that the unit before this one is over.
-            node.register_prehook(lambda grads: self._backward_begins(backward, has_no_end))
+            node.register_prehook(lambda grads: self._backward_begins(has_no_end))
         self.uses += 1
         if self.gathering and not self._keep_after_forward:
-            self._packing.pack(left, call.newest, self.gathering, lambda: self._backward_begins(backward))
+            self._packing.pack(left, call.newest, self.gathering, self._backward_begins)
         self.leave()
 
     def _begin(self, call: ForwardInputs) -> None:
@@ -287,7 +267,6 @@ class LiveUnit:
         self.traversal.under_way.append(self)
 
     def _end(self) -> None:
-        """End a forward, whether it returned or raised."""
         under_way = self.traversal.under_way
         if self._calls:
             self._calls.pop()
@@ -307,8 +286,7 @@ class LiveUnit:
         self._paused_parts = []
 
     def borrow(self) -> bool:
-        """Gather the unit for a forward elsewhere that uses its parameters. Returns False outside of
-        forwards. See [Note: parts]."""
+        """Gather the unit for a forward elsewhere that uses its parameters. See [Note: parts]."""
         under_way = self.traversal.under_way
         if not under_way and not in_backward():
             return False
@@ -338,7 +316,9 @@ class LiveUnit:
         if self.module._backward_pre_hooks and self.gathering:
             hooks = self.module._backward_pre_hooks
             if self._before_backward is None:
-                begins = self.module.register_full_backward_pre_hook(lambda module, grads: self._begins())
+                begins = self.module.register_full_backward_pre_hook(
+                    lambda module, grads: self._backward_begins()
+                )
                 self._before_backward = begins
             hooks.move_to_end(self._before_backward.id, last=False)
 
@@ -349,45 +329,40 @@ class LiveUnit:
 
     # --- backward ---------------------------------------------------------------------------------------
 
-    def _backward_begins(self, backward: Backward, has_no_end: bool = False) -> None:
+    def _backward_begins(self, has_no_end: bool = False) -> None:
         if in_backward():
-            backward.begin()
-            self.traversal.backward(self, backward)
+            self.traversal.gradients.begin()
+            self.traversal.backward(self)
             if has_no_end:
                 self.traversal.ends_with_the_next(self)
-            self._open_gradients(backward)
+            self._open_gradients()
         else:
             self.gather()  # user code reads what a node has saved
 
-    def _open_gradients(self, backward: Backward) -> None:
-        for segment in self.trained if backward.counts else ():
+    def _open_gradients(self) -> None:
+        for segment in self.trained if self.traversal.gradients.counts else ():
             segment.open_gradients()
 
-    def backward_is_over(self, backward: Backward) -> None:
+    def backward_is_over(self) -> None:
         """Count a gradient that is about to go on from the input of one of its forwards."""
-        backward.begin()
-        if not self.traversal.is_over(self, backward):
+        gradients = self.traversal.gradients
+        gradients.begin()
+        if not self.traversal.is_over(self):
             return
         self.uses = max(0, self.uses - 1)
         if self.uses == 0:
-            backward.over(self)
+            gradients.over(self)
             if not (self._keep_after_backward or self.is_root):
                 self.release()
-
-
-_UNFINISHED = (Iterator, Awaitable, AsyncIterator)
 
 
 def _refuse_unfinished(path: str, output: Any) -> None:
     if isinstance(output, torch.Tensor):
         return
-    items: Iterable[Any] = (output,)
-    if isinstance(output, (tuple, list)):
-        items = output
-    elif isinstance(output, Mapping):
-        items = output.values()
-    for item in items:
-        if isinstance(item, _UNFINISHED):
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    for item in output if isinstance(output, (tuple, list)) else (output,):
+        if isinstance(item, (Iterator, Awaitable, AsyncIterator)):
             raise ModelError(
                 path or "model",
                 "must return what it has computed",

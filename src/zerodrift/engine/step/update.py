@@ -1,9 +1,8 @@
 """Update: step the owned slices, show the new values on every rank, and report what became of the update.
 
-Every rank must step in the same way. On a GPU the programs in Triton and the definition in PyTorch may differ
-by an ulp ([Note: bits on a GPU] in `optim/fused.py`), and ranks that hold the same weights would drift apart
-without an error. So programs run on every rank or on none. On a CPU, and for what is offloaded to one, both
-leave the same bits.
+On a GPU the programs in Triton and the definition in PyTorch may differ by an ulp ([Note: bits on a GPU] in
+`optim/fused.py`), and ranks that hold the same weights would drift apart without an error. So programs run on
+every rank or on none. On a CPU, and for what is offloaded to one, both leave the same bits.
 
 Invariant: counts are integers and square sums are added as long integers (`kernels/squares.py`), so a report
 is the same at every stage and for every number of slices.
@@ -25,9 +24,8 @@ from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import device, squares
 from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.statistics import COLUMNS
 from zerodrift.optim.updater import Updater
-from zerodrift.optim.updates import reference_update
+from zerodrift.optim.updates import COLUMNS, reference_update
 from zerodrift.plan.table import Plan, Row
 from zerodrift.report.updates import UpdateLine, UpdateReport
 
@@ -64,7 +62,6 @@ def _gather_gradients(
 
 
 def _wait_one_behind(handles: Iterable[Handle]) -> None:
-    """Wait for each handle when the one after it has been started."""
     last = Handle()
     for handle in handles:
         last.wait()
@@ -76,17 +73,12 @@ def _wait_one_behind(handles: Iterable[Handle]) -> None:
 
 
 def choose_update_function(plan: Plan, comm: Collectives) -> UpdateFunction:
-    """Choose how every rank steps its slices, before the first step; a call of all ranks."""
+    """Choose how every rank steps its slices, before the first step; a call of all ranks. Programs run if no
+    rank has an obstacle, else the definition, after one warning for all ranks."""
     where = comm.mesh.device
     if where.type == "cpu" or plan.policy.sharding.offload:
         return update
-    return agree_on_update_function(comm, device.obstacle(where))
-
-
-def agree_on_update_function(comm: Collectives, obstacle: str | None) -> UpdateFunction:
-    """Return the programs if no rank has an obstacle, else the definition, after one warning for all
-    ranks."""
-    obstacles = comm.all_gather_object(obstacle)
+    obstacles = comm.all_gather_object(device.obstacle(where))
     without = {rank: why for rank, why in enumerate(obstacles) if why is not None}
     if not without:
         return update
@@ -106,14 +98,12 @@ COUNTS = COLUMNS.index("change_squares")
 """Columns before this one are counts, the others sums of squares."""
 
 PLACES = squares.DIGITS + 1
-"""Integers of one exact sum."""
 
 
 def collect_statistics(
     plan: Plan, trained: Sequence[TrainedSegment], updater: Updater | None, comm: Collectives, step: int
 ) -> UpdateReport:
-    """Add up the statistics of update `step` (`optim/statistics.py`) per trained parameter, over all ranks.
-    It takes one collective per axis that masters are sharded on."""
+    """Add up the statistics of update `step` (`optim/updates.py`) per trained parameter, over all ranks."""
     if not plan.policy.statistics:
         raise UnsupportedError(
             "update_statistics",
@@ -125,7 +115,7 @@ def collect_statistics(
         raise UnsupportedError("update_statistics", "must follow an update", got="none yet")
     held = updater.statistics
     rows = [(segment, row) for segment in trained for row in segment.rows]
-    sums = [_sums(segment, row, held[segment.number].blocks) for segment, row in rows]
+    sums = [_sums(segment, row, held[segment.number]) for segment, row in rows]
     table = torch.stack(sums) if sums else torch.zeros(0, COUNTS + 2 * PLACES, dtype=torch.int64)
     sharded = torch.tensor([bool(segment.update.axis) for segment, _ in rows])
     divided = torch.tensor([row.parts > 1 for _, row in rows])

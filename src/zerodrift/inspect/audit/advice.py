@@ -1,9 +1,7 @@
 """Recommend pins within a budget of bytes, and measure what may be narrower.
 
-Parameters are pinned by module; modules whose paths differ in numbers alone are pinned together, so a rule is
-one line. They are tried in the order of their worth per element that computes in fp32, because a product in
-fp32 is slower on every device. More are added until enough of the measured drift is gone, then those that are
-not needed are left out. In a mode without autocast, the same is tried under autocast.
+Modules whose paths differ in numbers alone are pinned together, so a rule is one line. They are tried in the
+order of their worth per element that computes in fp32, in the plan's mode and then under autocast.
 
 Invariant: every point of the curve is a run of the plan with these pins; every change by a narrower column
 is one of real steps.
@@ -16,8 +14,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from zerodrift.engine.engine import Engine
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import ByteKind, Bytes, NarrowerColumn, Point, Recommendation
@@ -25,7 +21,7 @@ from zerodrift.inspect.audit.run import REFUSED, plan_for, running
 from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
 from zerodrift.inspect.audit.variants import literal_glob, narrow_cells, pinned_policy
 from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan
+from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Mode, Output, Policy
 from zerodrift.policy.resolve import SAFE_MODULES
 from zerodrift.policy.rules import glob
@@ -55,18 +51,16 @@ class Candidate:
 
 def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
     """Modules with something narrow in their forward, by worth per element."""
-    grouped: dict[str, list[tuple[str, int, float]]] = {}
+    grouped: dict[str, list[Row]] = {}
     for row in plan.rows:
         if row.columns.compute.is_floating:
-            path = re.sub(r"\d+", "*", row.name.rpartition(".")[0])
-            narrow = {"storage", "compute"} & set(narrow_cells(row.columns))
-            square = worth.get(row.name, 0.0) if narrow else 0.0
-            grouped.setdefault(path, []).append((row.name, row.whole_numel, square))
+            grouped.setdefault(re.sub(r"\d+", "*", row.name.rpartition(".")[0]), []).append(row)
     made = []
-    for found in grouped.values():
-        names = tuple(name for name, _, _ in found)
-        numel, square = sum(count for _, count, _ in found), sum(value for _, _, value in found)
+    for rows in grouped.values():
+        narrow = [row.name for row in rows if {"storage", "compute"} & set(narrow_cells(row.columns))]
+        square = sum(worth.get(name, 0.0) for name in narrow)
         if square > 0:
+            names, numel = tuple(row.name for row in rows), sum(row.whole_numel for row in rows)
             made.append(Candidate(_pattern(plan, names), names, numel, square))
     return sorted(made, key=lambda candidate: -candidate.density)
 
@@ -111,17 +105,23 @@ class PinSearch:
     of: ByteKind
     progress: Progress
 
-    def point(self, mode: Mode, taken: Sequence[Candidate]) -> Point | None:
-        """Measure a point; None if the model cannot run so."""
+    def point(self, mode: Mode, taken: Sequence[Candidate], most: float = math.inf) -> Point | None:
+        """Measure a point; None if the model cannot run so, or if its bytes are more than `most`."""
         names = {name: candidate.output for candidate in taken for name in candidate.names}
-        run, billed = (replace(self.plan, policy=_in_mode(p, mode)) for p in (self.plan.policy, self.whole))
+        policies = [self.plan.policy, self.whole]
+        if mode is not self.plan.policy.mode:  # under autocast to the same dtype
+            forward = ("storage", "gather", "compute", "master")
+            demands = tuple(demand for demand in self.whole.demands if demand[0] not in forward)
+            policies = [replace(p, mode=mode, demands=demands, safe=SAFE_MODULES) for p in policies]
+        run, billed = (replace(self.plan, policy=policy) for policy in policies)
         try:
             seen = self.setup.signals(pinned_policy(run, names))
             plan = plan_for(self.setup.subject, pinned_policy(billed, names), self.setup.mesh)
         except REFUSED:
             return None  # an output does not fit what comes after it
         pins = tuple((candidate.pattern, candidate.names, candidate.output) for candidate in taken)
-        return Point(str(mode), pins, drift(seen, self.reference), bytes_of(plan))
+        point = Point(str(mode), pins, drift(seen, self.reference), bytes_of(plan))
+        return point if getattr(point.bytes, self.of) <= most else None
 
     def recommend(self, first: Signals, found: Sequence[Candidate]) -> Recommendation:
         """Measure points from the plan as it is to everything pinned, and choose one."""
@@ -134,17 +134,10 @@ class PinSearch:
         everything = tuple(row.name for row in self.plan.rows if row.columns.compute.is_floating)
         widest = self.point(own, [Candidate("*", everything, 1, 0.0)]) or start
         goal = start.drift.square - ENOUGH * (start.drift.square - widest.drift.square)
-        points = [start]
-        for mode in (own, AUTOCAST[own]) if own in AUTOCAST else (own,):
-            if mode is not own:
-                last = self.point(mode, [])
-                if last is None or not self._fits(last, start):
-                    continue
-                points.append(last)
-            taken, measured = self._add(mode, found, goal, start)
-            points += measured
-            if measured and measured[-1].drift.square <= goal:
-                points += self._prune(mode, taken, goal, start)
+        most = getattr(start.bytes, self.of) * (1 + self.budget)
+        points = [start, *self._pin(own, found, goal, most)]
+        if own in AUTOCAST and (bare := self.point(AUTOCAST[own], [], most)) is not None:
+            points += [bare, *self._pin(AUTOCAST[own], found, goal, most)]
         enough = [point for point in points if point.drift.square <= goal]
         if enough:
             chosen = min(enough, key=lambda point: (point.bytes.compute, len(point.pins)))
@@ -153,52 +146,36 @@ class PinSearch:
         index, rules = points.index(chosen), rules_for(chosen)
         return Recommendation(self.budget, self.of, (*points, widest), widest, index, rules)
 
-    def _fits(self, point: Point, start: Point) -> bool:
-        return getattr(point.bytes, self.of) <= getattr(start.bytes, self.of) * (1 + self.budget)
+    def _pin(self, mode: Mode, found: Sequence[Candidate], goal: float, most: float) -> list[Point]:
+        """Pin more candidates until enough of the drift is gone, then leave out those that are not needed.
 
-    def _add(
-        self, mode: Mode, found: Sequence[Candidate], goal: float, start: Point
-    ) -> tuple[list[Candidate], list[Point]]:
-        """Pin more candidates until enough of the drift is gone: one at a time at first, then twice as many
-        each time. Where the model cannot run with the outputs of their kind, they return their input's
-        dtype."""
-        taken: list[Candidate] = []
+        One is added at a time at first, then twice as many each time. Where the model cannot run with the
+        outputs of their kind, they return their input's dtype. The most elements are left out first.
+        """
+        kept: list[Candidate] = []
         points: list[Point] = []
         steps = _steps(len(found))
         for number, (low, high) in enumerate(steps):
             self.progress(f"pins, mode {mode}", number, len(steps))
             added = list(found[low:high])
-            point = self.point(mode, [*taken, *added])
+            point = self.point(mode, [*kept, *added])
             if point is None:
                 added = [replace(candidate, output="input") for candidate in added]
-                point = self.point(mode, [*taken, *added])
-            if point is not None and self._fits(point, start):
-                taken += added
+                point = self.point(mode, [*kept, *added])
+            if point is not None and getattr(point.bytes, self.of) <= most:
+                kept += added
                 points.append(point)
                 if point.drift.square <= goal:
                     break
-        return taken, points
-
-    def _prune(self, mode: Mode, taken: Sequence[Candidate], goal: float, start: Point) -> list[Point]:
-        """Leave out pins that are not needed, the most elements first."""
-        kept, points = list(taken), []
-        for number, candidate in enumerate(sorted(taken, key=lambda one: -one.numel)[:STEPS]):
-            self.progress(f"pins less, mode {mode}", number, min(len(taken), STEPS))
+        largest = sorted(kept, key=lambda one: -one.numel)[:STEPS]
+        for number, candidate in enumerate(largest if points and points[-1].drift.square <= goal else ()):
+            self.progress(f"pins less, mode {mode}", number, len(largest))
             fewer = [one for one in kept if one is not candidate]
-            point = self.point(mode, fewer)
-            if point is not None and point.drift.square <= goal and self._fits(point, start):
+            point = self.point(mode, fewer, most)
+            if point is not None and point.drift.square <= goal:
                 kept = fewer
                 points.append(point)
         return points
-
-
-def _in_mode(policy: Policy, mode: Mode) -> Policy:
-    """The same policy in its mode, or under autocast to the same dtype."""
-    if mode is policy.mode:
-        return policy
-    forward = ("storage", "gather", "compute", "master")
-    demands = tuple(demand for demand in policy.demands if demand[0] not in forward)
-    return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
 
 
 def _steps(count: int) -> list[tuple[int, int]]:
@@ -215,7 +192,6 @@ def _steps(count: int) -> list[tuple[int, int]]:
 
 
 def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
-    """Take real optimizer steps on a copy."""
     for _ in range(count):
         backward_signals(engine, setup.batches)
         engine.step()
@@ -224,46 +200,41 @@ def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:
 def narrower_columns(setup: AuditSetup, plan: Plan, whole: Policy) -> list[NarrowerColumn]:
     """Measure a bf16 wire and 8-bit moments, where they are wide now and the plan admits them narrow."""
     updates = [row.columns.update for row in plan.rows if row.columns.update is not None]
+    asked = []
+    if any(str(each.reduce.wire) == "fp32" for each in updates) and setup.mesh.data > 1 and not whole.tree:
+        asked.append(("reduce", "reduce.wire", "bf16"))
+    if any(str(each.state) == "fp32" for each in updates) and whole.optimizer is not None:
+        asked.append(("state", "state", "8bit"))
     found = []
-    wide_wire = any(str(update.reduce.wire) == "fp32" for update in updates)
-    if wide_wire and setup.mesh.data > 1 and not whole.tree:
-        found.append(_measure(setup, whole, "reduce", "reduce.wire", "bf16"))
-    if any(str(update.state) == "fp32" for update in updates) and whole.optimizer is not None:
-        found.append(_measure(setup, whole, "state", "state", "8bit"))
-    return [one for one in found if one is not None]
-
-
-def _measure(setup: AuditSetup, policy: Policy, column: str, key: str, value: str) -> NarrowerColumn | None:
-    """None if the plan does not admit the value."""
-    demands = tuple(demand for demand in policy.demands if demand[0] != key)
-    asked = replace(policy, demands=(*demands, (key, value, "the audit")))
-    try:
-        before, after = (bytes_of(plan_for(setup.subject, each, setup.mesh)) for each in (policy, asked))
-        if column == "reduce":
-            without = (replace(each, optimizer=None) for each in (asked, policy))
-            changes = gradient_distances(setup, *without)
-        else:
-            changes = _update_distances(setup, asked, policy)
-    except REFUSED:
-        return None
-    worst = max(changes, key=lambda name: changes[name], default="")
-    middle = sorted(changes.values())[len(changes) // 2] if changes else 0.0
-    many = sum(change > MANY for change in changes.values())
-    return NarrowerColumn(column, value, middle, worst, changes.get(worst, 0.0), many, before, after)
+    for column, key, value in asked:
+        demands = tuple(demand for demand in whole.demands if demand[0] != key)
+        narrow = replace(whole, demands=(*demands, (key, value, "the audit")))
+        try:
+            before, after = (bytes_of(plan_for(setup.subject, p, setup.mesh)) for p in (whole, narrow))
+            if column == "reduce":
+                without = (replace(policy, optimizer=None) for policy in (narrow, whole))
+                changes = gradient_distances(setup, *without)
+            else:
+                changes = _update_distances(setup, narrow, whole)
+        except REFUSED:
+            continue  # the plan does not admit the value
+        worst = max(changes, key=lambda name: changes[name], default="")
+        middle = sorted(changes.values())[len(changes) // 2] if changes else 0.0
+        many = sum(change > MANY for change in changes.values())
+        most = changes.get(worst, 0.0)
+        found.append(NarrowerColumn(column, value, middle, worst, most, many, before, after))
+    return found
 
 
 def _update_distances(setup: AuditSetup, asked: Policy, policy: Policy, steps: int = 3) -> dict[str, float]:
     """Parameter -> distance of where it arrives under two policies over how far it goes under the second."""
     with running(setup.subject, replace(policy, schedule=None), setup.mesh) as engine:
-
-        def master(name: str) -> Tensor:
-            return engine.parameter(name).master.cpu()
-
-        ends = {row.name: master(row.name) for row in engine.plan.rows if row.trained}
+        trained = [row.name for row in engine.plan.rows if row.trained]
+        ends = {name: engine.parameter(name).master.cpu() for name in trained}
         take_steps(engine, setup, steps)
         lengths = {}
         for name, start in ends.items():  # one at a time: a start is dropped where its end is known
-            ends[name] = master(name)
+            ends[name] = engine.parameter(name).master.cpu()
             lengths[name] = float((ends[name] - start).norm())
     with running(setup.subject, replace(asked, schedule=None), setup.mesh) as engine:
         take_steps(engine, setup, steps)

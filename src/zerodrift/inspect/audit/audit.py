@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from zerodrift.comm.mesh import started
-from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
@@ -70,7 +69,6 @@ def audit_subject(
     confirm: int,
     told: Progress | None,
 ) -> Audit:
-    """Audit a model that a command names."""
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
     if confirm < 0:
@@ -81,41 +79,31 @@ def audit_subject(
         do = f"Plan for {world}, or start {plan.mesh.world} with torchrun."
         raise MeshError("plan", "must be for as many ranks as were started", got=got, do=do)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        progress = told or (lambda what, done, count: None)
-        return _audit(plan, subject, check_batches(batches), budget, of, confirm, progress)
-
-
-def _audit(
-    plan: Plan,
-    subject: Subject,
-    batches: list[Batch],
-    budget: float | None,
-    of: ByteKind,
-    confirm: int,
-    progress: Progress,
-) -> Audit:
+    progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
-    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, batches)
-    progress("shortlist", 0, 1)
-    results, ran = estimates.run_three_passes(setup)
-    ran = replace(ran, policy=setup.policy)
-    progress("shortlist", 1, 1)
-    gradients = _with_columns(setup, ran, results)
-    progress("updates", 0, 1)
-    updates = update_costs(setup, whole)
-    progress("updates", 1, 1)
-    chosen, replayed = _cells_to_replay(results, confirm), []
-    for number, choice in enumerate(chosen):
-        progress("replays", number, len(chosen))
-        if (one := _replay(setup, ran, results, choice)) is not None:
-            replayed.append(one)
-    progress("replays", len(chosen), len(chosen))
-    worth = _worth(results, replayed)
-    advice = None
-    if budget is not None and results.total.square > 0 and any(worth.values()):
-        search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
-        advice = search.recommend(results.planned, candidates(ran, worth))
+    setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
+    advice, replayed = None, []
+    with torch.random.fork_rng(devices):
+        progress("shortlist", 0, 1)
+        results, ran = estimates.run_three_passes(setup)
+        ran = replace(ran, policy=setup.policy)
+        progress("shortlist", 1, 1)
+        gradients = _with_columns(setup, ran, results)
+        progress("updates", 0, 1)
+        updates = update_costs(setup, whole)
+        progress("updates", 1, 1)
+        chosen = _cells_to_replay(results, confirm)
+        for number, choice in enumerate(chosen):
+            progress("replays", number, len(chosen))
+            if (one := _replay(setup, ran, results, choice)) is not None:
+                replayed.append(one)
+        progress("replays", len(chosen), len(chosen))
+        worth = _worth(results, replayed)
+        if budget is not None and results.total.square > 0 and any(worth.values()):
+            search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
+            advice = search.recommend(results.planned, candidates(ran, worth))
+        narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
+        findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
         digest=plan.digest,
@@ -132,9 +120,9 @@ def _audit(
         updates=tuple(updates),
         flips={name: count for name, (count, _) in router_flips(results.planned, results.reference).items()},
         caused=tuple((each.choice, each.alone.flips) for each in replayed if each.alone.flips),
-        findings=tuple(find_defects(ran, subject, results, gradients, updates, replayed)),
+        findings=tuple(findings),
         recommendation=advice,
-        narrower=tuple(narrower_columns(setup, ran, whole)) if confirm and budget is not None else (),
+        narrower=tuple(narrower),
         seconds=results.seconds,
     )
 
@@ -142,8 +130,8 @@ def _audit(
 def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[GradientLine]:
     """Measure what `accumulate` and `reduce` do to each gradient: one run for all parameters, because each
     affects its own alone."""
-
-    def measure(cell: variants.Cell) -> dict[str, float]:
+    changes: dict[variants.Cell, dict[str, float]] = {"accumulate": {}, "reduce": {}}
+    for cell in changes:
         rows = [row for row in plan.rows if cell in variants.narrow_cells(row.columns)]
         if rows and cell == "reduce" and setup.mesh.data == 1:
             wires = {}
@@ -151,13 +139,12 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
                 if (update := row.columns.update) is not None:
                     narrowest = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
                     wires[row.name] = narrowest.torch
-            return estimates.wire_rounding(setup, wires)
-        if rows:
+            changes[cell] = estimates.wire_rounding(setup, wires)
+        elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
-            return estimates.gradient_distances(setup, setup.policy, variants.widened_policy(plan, [choice]))
-        return {}
-
-    accumulate, reduce = measure("accumulate"), measure("reduce")
+            wide = variants.widened_policy(plan, [choice])
+            changes[cell] = estimates.gradient_distances(setup, setup.policy, wide)
+    accumulate, reduce = changes.values()
     return [
         replace(line, accumulate=accumulate.get(line.name, 0.0), reduce=reduce.get(line.name, 0.0))
         for line in results.gradients
@@ -217,20 +204,13 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
             row = engine.plan.row(line.name)
             update = None if row is None else row.columns.update
             state = State.FP32 if update is None else update.state
-            stuck = _stuck_share(engine, line.name) if state is State.BF16 else 0.0
+            stuck, decays = 0.0, _decays(watched) if state is State.BF16 else {}
+            for moment, value in engine.parameter(line.name).state.items() if decays else ():
+                if moment in decays and value.numel():  # decay leaves some as they are, rounded to nearest
+                    after = (value * decays[moment]).to(State.BF16.dtype.torch).float()
+                    stuck = max(stuck, float(((after == value) & (value != 0)).float().mean()))
             costs.append(UpdateCost(line.name, line.lost_share, line.underflow_share, stuck, str(state)))
         return costs
-
-
-def _stuck_share(engine: Engine, name: str) -> float:
-    """Share of elements that decay leaves as they are, rounded to nearest; of the worst moment."""
-    decays, worst = _decays(engine.plan.policy), 0.0
-    for moment, value in engine.parameter(name).state.items():
-        decay = decays.get(moment)
-        if decay is not None and value.numel():
-            after = (value * decay).to(State.BF16.dtype.torch).float()
-            worst = max(worst, float(((after == value) & (value != 0)).float().mean()))
-    return worst
 
 
 def _decays(policy: Policy) -> dict[str, float]:

@@ -1,13 +1,9 @@
 """Estimate the worth of every cell in three passes, each a forward and a backward of every micro-batch.
 
-1. The reference: signals, gradients, and what the model's own code narrows.
-2. The plan: signals, gradients, and each operation's errors times the gradient of the loss: how far they move
-   the loss.
-3. The plan again: the errors times the gradient of the targets' log-probabilities with random signs, and of
-   routers' close calls: how far they move the log-probabilities.
-
-The worth of rounding stored values comes from the gradients of parameters, in passes 2 and 3. `probe` is pass
-3 alone, between the steps of a run that trains.
+The first is the reference. The second is the plan, where each operation's errors are multiplied by the
+gradient of the loss; in the third by that of the targets' log-probabilities with random signs, and of
+routers' close calls. The worth of rounding stored values comes from the gradients of parameters. `probe` is
+the third pass alone, between the steps of a run that trains.
 
 Invariant: the watched plan has the bits of an unwatched forward, or the audit ends with an error. A run that
 is probed goes on with the bits that it has without.
@@ -34,7 +30,6 @@ from zerodrift.inspect.audit.run import Subject, running
 from zerodrift.inspect.audit.signals import CloseCalls, Drift, Signals
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
-from zerodrift.inspect.trace.places import paths_in
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Policy
@@ -60,7 +55,7 @@ class PassResults:
     seconds: float = 0.0
     used: frozenset[str] = frozenset()  # parameters that went into a result with a gradient
     ran: frozenset[str] = frozenset()  # modules that ran an operation
-    coarse: Mapping[str, str] = field(default_factory=dict)
+    coarse: dict[str, str] = field(default_factory=dict)
     """fp32 parameter -> the narrower dtype that holds all its values, or `""`."""
 
 
@@ -76,23 +71,11 @@ class AuditSetup:
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
         """Run forwards under a policy, with the model's own casts at `widened` left out."""
         with running(self.subject.frozen(), policy, self.mesh) as engine:
-            return gather_signals(engine, signals.forward_signals(engine, self.batches, _widening(widened)))
+            return signals.forward_signals(engine, self.batches, _widening(widened))
 
 
 def _widening(places: frozenset[tuple[str, str]]) -> signals.Around | None:
     return (lambda path: Widener(path, places)) if places else None
-
-
-def gather_signals(engine: Engine, mine: Signals) -> Signals:
-    """Join the signals of all ranks, in their order."""
-    whole = Signals()
-    told = (mine.losses, mine.targets, mine.routes, mine.margins)
-    for losses, targets, routes, margins in engine.comm.all_gather_object(told, "data"):
-        whole.losses += losses
-        whole.targets += targets
-        whole.routes += routes
-        whole.margins += margins
-    return whole
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
@@ -100,18 +83,20 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
     began = time.perf_counter()
     own, batches = Roundings(), setup.batches
     with running(setup.subject, reference_policy(setup.policy), setup.mesh) as reference:
-        plain = signals.backward_signals(reference, batches, _recording(reference, own))
-        plain = true = gather_signals(reference, plain)
+        plain = true = signals.backward_signals(reference, batches, _recording(reference, own))
         places = _sum_over_ranks(reference, own)
         narrowed = frozenset((place.module, place.line) for place in places)
         if narrowed:
-            seen = signals.forward_signals(reference, batches, _widening(narrowed))
-            true = gather_signals(reference, seen)
+            true = signals.forward_signals(reference, batches, _widening(narrowed))
         _require_finite(true, reference)
         with running(setup.subject, setup.policy, setup.mesh) as engine:
-            constants, by_loss = _cast_buffers(engine, reference), Roundings()
-            seen = signals.backward_signals(engine, batches, _recording(engine, by_loss, constants))
-            planned = gather_signals(engine, seen)
+            by_loss, buffers = Roundings(), dict(reference.module.named_buffers())
+            constants = {  # buffers that the plan casts, and their values in the reference
+                id(buffer): buffers[name]
+                for name, buffer in engine.module.named_buffers()
+                if buffer.is_floating_point() and buffer.dtype is not buffers.get(name, buffer).dtype
+            }
+            planned = signals.backward_signals(engine, batches, _recording(engine, by_loss, constants))
             total = signals.drift(planned, true)
             results = PassResults(true, signals.drift(plain, true), planned, total, narrowed)
             results.gradients, results.cosine = _compare_gradients(engine, reference)
@@ -120,23 +105,24 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
             def true_values(name: str) -> Tensor:
                 return reference.parameter(name).value.float()
 
-            moves = LossMoves(
-                {row.name: float(effect.sum()) for row, effect in _effects(engine, true_values)},
-                {place.key: scale.loss(place) for place in _sum_over_ranks(engine, by_loss)},
-            )
+            stored = {row.name: float(effect.sum()) for row, effect in _effects(engine, true_values)}
+            moved = {place.key: scale.loss(place) for place in _sum_over_ranks(engine, by_loss)}
             engine.zero_grad()
-            alone = gather_signals(engine, signals.forward_signals(engine, batches, gradients=True))
+            alone = signals.forward_signals(engine, batches, gradients=True)
             found, calls = Roundings(), signals.close_calls(planned, true)
-            again = gather_signals(engine, _signed_pass(engine, batches, found, constants, calls))
+            again = _signed_pass(engine, batches, found, constants, calls)
             if not (_is_same(planned, alone) and _is_same(again, alone)):
                 must = "must leave the bits of a run as they are"
                 got = "other log-probabilities where the same forward was watched"
                 do = "Does the model draw from generators of its own, or keep state in a forward?"
                 raise ZerodriftError("the audit", must, got=got, do=do)
-            _estimate(results, engine, true_values, found, scale, moves)
-            wide = (row.name for row in engine.plan.rows if row.source is DType.FP32)
-            held = {name: narrower_dtype_of(true_values(name)) for name in wide}
-            results.coarse = {name: dtype for name, dtype in held.items() if dtype is not None}
+            _estimate(results, engine, true_values, found, scale, stored, moved)
+            for row in engine.plan.rows:
+                if (
+                    row.source is DType.FP32
+                    and (held := narrower_dtype_of(true_values(row.name))) is not None
+                ):
+                    results.coarse[row.name] = held
             everyone = reference.comm.all_gather_object((own.used, own.ran), "data")
             results.used = frozenset().union(*(used for used, _ in everyone))
             results.ran = frozenset().union(*(ran for _, ran in everyone))
@@ -180,16 +166,6 @@ def _recording(
     return lambda path: RoundingRecorder(engine.module, names, path, found, constants or {})
 
 
-def _cast_buffers(engine: Engine, reference: Engine) -> dict[int, Tensor]:
-    """Buffers that the plan casts, by id, and their values in the reference."""
-    true = dict(reference.module.named_buffers())
-    return {
-        id(buffer): true[name]
-        for name, buffer in engine.module.named_buffers()
-        if name in true and buffer.is_floating_point() and buffer.dtype is not true[name].dtype
-    }
-
-
 def _signed_pass(
     engine: Engine,
     batches: Sequence[Batch],
@@ -197,15 +173,11 @@ def _signed_pass(
     constants: Mapping[int, Tensor],
     calls: CloseCalls | None = None,
 ) -> Signals:
-    """Run the third pass."""
-    seen, recording = Signals(), _recording(engine, found, constants)
-    with paths_in(engine.module) as path:
-        for number, batch in signals.number_batches(engine, batches):
-            with recording(path):
-                result = signals.forward(engine, batch, number, path, seen)
-                cost = signals.signed_costs(result, number, calls)
-            engine.backward(cost)
-    return seen
+
+    def begin(loss: Tensor, recorder: signals.Recorder, number: int) -> Tensor:
+        return signals.signed_costs(loss, recorder, number, calls)
+
+    return signals.forward_signals(engine, batches, _recording(engine, found, constants), begin)
 
 
 def _is_same(one: Signals, other: Signals) -> bool:
@@ -253,19 +225,17 @@ def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict
 
 def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[str, float]:
     """Parameter -> share of its gradient that the wire takes if every micro-batch is another rank's."""
-    whole: dict[str, Tensor] = {}
-    errors: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}  # sums over micro-batches of a gradient and of its error. Shape [2, ...]
     with running(setup.subject, setup.policy, setup.mesh) as engine:
         for batch in setup.batches:
             signals.backward_signals(engine, [batch])
             for name, wire in wires.items():
                 gradient = engine.parameter(name).gradient
-                error = gradient.to(wire).to(gradient.dtype) - gradient
-                whole[name] = whole[name] + gradient if name in whole else gradient
-                errors[name] = errors[name] + error if name in errors else error
+                both = torch.stack([gradient, gradient.to(wire).to(gradient.dtype) - gradient])
+                sums[name] = sums[name] + both if name in sums else both
             engine.zero_grad()
-    norms = {name: float(total.double().norm()) for name, total in whole.items()}
-    return {name: float(errors[name].double().norm()) / norm for name, norm in norms.items() if norm}
+    norms = {name: [float(one.double().norm()) for one in both] for name, both in sums.items()}
+    return {name: error / norm for name, (norm, error) in norms.items() if norm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +260,6 @@ class TargetScale:
         return place.signed / (self.loss_scale * self.batches * self.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class LossMoves:
-    """First-order changes of the mean loss: by rounding a parameter's values, and by each place."""
-
-    stored: Mapping[str, float]
-    places: Mapping[Key, float]
-
-
 def _effects(engine: Engine, true_values: Values) -> Iterator[tuple[Row, Tensor]]:
     """Yield the parameters with a narrow forward, with gradient times rounding error."""
     for row in engine.plan.rows:
@@ -314,9 +276,13 @@ def _estimate(
     true_values: Values,
     found: Roundings,
     scale: TargetScale,
-    moves: LossMoves,
+    stored_moves: Mapping[str, float],
+    place_moves: Mapping[Key, float],
 ) -> None:
-    """Add the worth of every cell and every place to the results."""
+    """Add the worth of every cell and every place to the results.
+
+    The moves are first-order changes of the mean loss: by rounding a parameter's values, and by each place.
+    """
     plan = engine.plan
     owners: dict[str, str] = {}
     for path, module in engine.module.named_modules():
@@ -328,7 +294,7 @@ def _estimate(
         results.planned_places.append(place)
         parameter = place.parameter or owners.get(place.module, "")
         square = scale.square(place.square / scale.loss_scale**2)
-        loss = moves.places.get(place.key, 0.0)
+        loss = place_moves.get(place.key, 0.0)
         if parameter and not place.constant:
             before, lost = computed.get(parameter, (0.0, 0.0))
             computed[parameter] = before + square, lost + loss
@@ -340,18 +306,21 @@ def _estimate(
     for row, effect in _effects(engine, true_values):
         stored[row.name] = scale.mean_square(float(effect.square().sum()))
         if "storage" in narrow_cells(row.columns):
-            choice, loss = Choice(row.name, "storage", (row.name,)), moves.stored.get(row.name, 0.0)
-            results.estimates.append(Estimate(choice, stored[row.name], loss))
+            choice = Choice(row.name, "storage", (row.name,))
+            results.estimates.append(Estimate(choice, stored[row.name], stored_moves.get(row.name, 0.0)))
     modules: dict[str, list[Row]] = {}
     for row in plan.rows:
         if "compute" in narrow_cells(row.columns):
             modules.setdefault(row.name.rpartition(".")[0], []).append(row)
     for rows in modules.values():
         names = tuple(row.name for row in sorted(rows, key=lambda row: -row.whole_numel))
-        parts = [(stored.get(name, 0.0), *computed.get(name, (0.0, 0.0))) for name in names]
-        # Inputs are rounded like outputs, and so are the values.
-        square = sum(values + 2 * operations for values, operations, _ in parts)
-        loss = sum(moves.stored.get(n, 0.0) + lost for n, (_, _, lost) in zip(names, parts, strict=True))
+        square = loss = 0.0
+        for name in names:
+            operations, lost = computed.get(name, (0.0, 0.0))
+            square += (
+                stored.get(name, 0.0) + 2 * operations
+            )  # inputs are rounded like outputs, and the values
+            loss += stored_moves.get(name, 0.0) + lost
         results.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
     results.estimates.sort(key=lambda estimate: -estimate.square)
 
@@ -368,15 +337,16 @@ class PrecisionProbe:
 
 def require_probe(plan: Plan) -> None:
     """Refuse a run that cannot be probed, before it begins."""
-    policy = plan.policy
-    refused = {
-        "a pipeline": policy.pipeline is not None,
-        f"backend {policy.backend}": policy.backend != "native",
-        "`reduce.order: tree`": policy.tree,
-    }
-    for what in (what for what, there in refused.items() if there):
+    policy, got = plan.policy, ""
+    if policy.pipeline is not None:
+        got = "a pipeline"
+    elif policy.backend != "native":
+        got = f"backend {policy.backend}"
+    elif policy.tree:
+        got = "`reduce.order: tree`"
+    if got:
         must = "must be left out: it looks at whole micro-batches on the native backend"
-        raise UnsupportedError("audit.at", must, got=what, do="Audit a checkpoint: `zerodrift audit`.")
+        raise UnsupportedError("audit.at", must, got=got, do="Audit a checkpoint: `zerodrift audit`.")
 
 
 def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> PrecisionProbe:
@@ -385,13 +355,11 @@ def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> Precision
     before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     with generators_kept(engine.mesh.device):
         try:
-            seen = gather_signals(engine, _signed_pass(engine, batches, found, {}))
+            seen = _signed_pass(engine, batches, found, {})
             none = signals.drift(seen, seen)
             results = PassResults(seen, none, seen, none, frozenset())
             scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)
-            _estimate(
-                results, engine, lambda name: engine.parameter(name).master, found, scale, LossMoves({}, {})
-            )
+            _estimate(results, engine, lambda name: engine.parameter(name).master, found, scale, {}, {})
         finally:
             engine.zero_grad()
     with torch.no_grad():

@@ -1,8 +1,6 @@
 """Find defects by name, the heaviest first.
 
-A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain:
-model code that narrows unasked, numbers beyond a dtype's range, cells narrower than the mode, a small tensor
-with a large part of the drift, gradients and updates that rounding takes away.
+A low-precision run rounds everywhere; its mode explains that. A finding is what the mode does not explain.
 
 Invariant: pure over what was measured. Each finding says what, where, how much, and how to mend it.
 """
@@ -11,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -51,13 +49,10 @@ def find_defects(
         *_out_of_range(results),
         *_narrow_code(results),
         *_buffers(plan),
-        *_rounded_before(results),
-        *_narrower_than_mode(plan, results, replayed),
+        *_rounded(plan, results, replayed),
         *_routing(results, replayed),
-        *_outliers(plan, results, replayed),
-        *_columns(plan, gradients),
+        *_columns(plan, gradients, updates),
         *_scaled(plan, subject, gradients),
-        *_updates(updates),
         *_no_gradient(gradients, results),
         *_untied(plan, subject),
     ]
@@ -75,27 +70,25 @@ def _at(kind: FindingKind, place: Rounding, what: str, do: str, weight: float) -
 
 
 def _out_of_range(results: PassResults) -> Findings:
-    """Numbers that a dtype cannot hold; of those that become zero, only where much is lost by it."""
+    """Find numbers that a dtype cannot hold; of those that become zero, only where much is lost by it."""
     do = "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it."
     for place in (*(place for place, _ in results.own_places), *results.planned_places):
         if place.saturated:
             what = (
                 f"{place.saturated} of {place.numel} numbers of `{place.operation}` are beyond the range of "
-                f"{place.dtype}, and finite in fp32"
             )
+            what += f"{place.dtype}, and finite in fp32"
             yield _at("overflow", place, what, do, 1e6 + place.saturated / max(1, place.numel))
     for place in results.planned_places:
         if place.vanished and not place.saturated and place.relative > VANISHED:
-            what = (
-                f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
-                f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out"
-            )
+            what = f"{place.vanished} of {place.numel} numbers of `{place.operation}` are too small for "
+            what += f"{place.dtype} and become zero: {percent(min(place.relative, 1.0))} of what comes out"
             yield _at("underflow", place, what, do, 1e5 + place.relative)
 
 
 def _narrow_code(results: PassResults) -> Findings:
-    """Places that the model's code narrows in fp32: the first of each module, because later ones work with
-    its result, unless a later one weighs three times as much."""
+    """Find places that the model's code narrows in fp32: the first of each module, because later ones work
+    with its result, unless a later one weighs three times as much."""
     first: dict[str, tuple[Rounding, float]] = {}
     for place, estimated in results.own_places:
         rms = estimated if math.isfinite(estimated) else math.inf
@@ -103,11 +96,11 @@ def _narrow_code(results: PassResults) -> Findings:
         if place.error and (known is None or rms > 3 * known[1]):
             first[place.module] = (place, rms)
     for place, rms in sorted(first.values(), key=lambda pair: -pair[1]):
-        worth = f"an estimated {rms:.2g} of a log-probability"
-        what = (
-            f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
-            f"{place.relative:.2g} of what comes out is lost, "
-            + (worth if math.isfinite(rms) else "and its gradient is not finite")
+        what = f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
+        what += f"{place.relative:.2g} of what comes out is lost, "
+        is_finite = math.isfinite(rms)
+        what += (
+            f"an estimated {rms:.2g} of a log-probability" if is_finite else "and its gradient is not finite"
         )
         do = "Leave out the cast, or cast to the dtype of what comes in."
         yield _at("narrow code", place, what, do, 1e3 + min(rms, 1e3))
@@ -124,41 +117,41 @@ def _buffers(plan: Plan) -> Findings:
             yield AuditFinding("narrow buffer", row.name, what, "Set `precision.buffers: keep`.", 800.0)
 
 
-def _rounded_before(results: PassResults) -> Findings:
-    """Values that were rounded before the run, where those of most parameters were not."""
+def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+    """Find values that were rounded before the run, where those of most were not, cells that a rule has made
+    narrower than the mode, and small tensors that are worth a large part of the drift."""
     before = {name: held for name, held in results.coarse.items() if held}
     whole = len(results.coarse) - len(before)
-    if len(before) < whole:
-        for name, held in before.items():
-            what = (
-                f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
-                f"those of {whole} other parameters were not"
-            )
-            do = "Take them from where they are whole: a cast and a cast back lose what lies between."
-            yield AuditFinding("rounded", name, what, do, 90.0, (name,))
-
-
-def _narrower_than_mode(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
-    """Cells that a rule has made narrower than the mode."""
+    for name, held in before.items() if len(before) < whole else ():
+        what = f"its values are numbers of {held}, held in fp32: they were rounded before the run, and "
+        what += f"those of {whole} other parameters were not"
+        do = "Take them from where they are whole: a cast and a cast back lose what lies between."
+        yield AuditFinding("rounded", name, what, do, 90.0, (name,))
     mode = plan.policy.mode.dtype
     for row in plan.rows:
         columns = row.columns
         dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
         narrow = {cell: d for cell, d in dtypes.items() if d.is_floating and not d.holds(mode)}
-        if not narrow:
-            continue
-        runs = [each.alone for each in replayed if row.name in each.choice.names]
-        worth = [e.rms for e in results.estimates if row.name in e.choice.names]
+        runs = [each.alone for each in replayed if narrow and row.name in each.choice.names]
+        worth = [e.rms for e in results.estimates if narrow and row.name in e.choice.names]
         alone = max([run.rms for run in runs] + worth, default=0.0)
         if alone > NOISE or any(run.flips for run in runs):
             cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
             what = f"{cells} where the mode has {mode}: {alone:.2g} of a log-probability"
             do = "Leave the column out of the rule, or pin the parameter."
             yield AuditFinding("rounded", row.name, what, do, 100.0 + alone, (row.name,))
+    numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
+    for each in replayed if square else ():
+        name = each.choice.names[0]
+        size = next((row.whole_numel for row in plan.rows if row.name == name), numel) / numel
+        removed, share = 1 - each.widened.square / square, each.alone.square / square
+        if size <= SMALL and removed > LARGE and share > LARGE and each.alone.rms > NOISE:
+            what = f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
+            what += f"{percent(size)} of the elements; in fp32 {percent(removed)} is gone"
+            yield AuditFinding("rounded", name, what, _pin(name), 20.0 + removed, (name,))
 
 
 def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
-    """Routers that choose other experts because they compute in 16 bits."""
     routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
     for each in replayed:
         name, alone = each.choice.names[0], each.alone
@@ -166,10 +159,8 @@ def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
         many = alone.flips >= max(ROUTED * alone.choices, LARGE * results.total.flips, 1)
         if many and any(module == path or module.startswith(f"{path}.") for path in routers):
             share = alone.flips / max(1, alone.choices)
-            what = (
-                f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
-                f"other experts ({percent(share)})"
-            )
+            what = f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
+            what += f"other experts ({percent(share)})"
             yield AuditFinding("routing", name, what, _pin(name), 50.0 + share, (name,))
 
 
@@ -177,69 +168,54 @@ def _pin(name: str) -> str:
     return f'Pin it: `{{match: "{name}", pin: fp32}}`.'
 
 
-def _outliers(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
-    """Small tensors that are worth a large part of the drift."""
-    numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
-    for each in replayed:
-        row = plan.row(each.choice.names[0])
-        if row is None or row.whole_numel > SMALL * numel or not square:
-            continue
-        removed, share = 1 - each.widened.square / square, each.alone.square / square
-        if removed > LARGE and share > LARGE and each.alone.rms > NOISE:
-            what = (
-                f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
-                f"{percent(row.whole_numel / numel)} of the elements; in fp32 {percent(removed)} is gone"
-            )
-            yield AuditFinding("rounded", row.name, what, _pin(row.name), 20.0 + removed, (row.name,))
-
-
-def _together(
-    kind: FindingKind, worth: Mapping[str, float], what: Callable[[float], str], do: str, weight: float
-) -> Findings:
-    """One finding for all parameters with the same defect, under the name of the worst."""
+def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str, weight: float) -> Findings:
+    """Find one defect of all parameters that have it, under the name of the worst."""
     if worth:
         names = sorted(worth, key=lambda name: -worth[name])
-        more = f"; and {len(names) - 1} more parameters" if len(names) > 1 else ""
         worst = worth[names[0]]
-        yield AuditFinding(kind, names[0], what(worst) + more, do, weight + worst, tuple(names))
+        what = what.format(percent(min(worst, 9.99)))
+        what += f"; and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        yield AuditFinding(kind, names[0], what, do, weight + worst, tuple(names))
 
 
-def _columns(plan: Plan, gradients: Sequence[GradientLine]) -> Findings:
-    """Gradients that `accumulate` or `reduce` changes. Rounding every rank's gradient once takes half an
-    epsilon at most; more than that only where gradients cancel."""
+def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[UpdateCost]) -> Findings:
+    """Find what `accumulate` and `reduce` take from gradients, and rounding from updates.
+
+    Rounding every rank's gradient once takes half an epsilon at most; more than that only where gradients
+    cancel.
+    """
     reduced = {}
     for line in gradients:
         row = plan.row(line.name)
-        update = None if row is None else row.columns.update
         once = 0.0
-        if update is not None:
-            wire = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
+        if row is not None and row.columns.update is not None:
+            reduce = row.columns.update.reduce
+            wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.size)
             once = torch.finfo(wire.torch).eps / 2
         if line.reduce > once:
             reduced[line.name] = line.reduce
+    accumulated = {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT}
+    what, do = "`accumulate` takes {} of the gradient's norm", "Set `precision.accumulate: fp32`."
+    yield from _together("accumulate", accumulated, what, do, 70.0)
     how = "" if plan.mesh.data > 1 else ", taking every micro-batch for another rank's"
-    yield from _together(
-        "accumulate",
-        {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT},
-        lambda worst: f"`accumulate` takes {percent(min(worst, 9.99))} of the gradient's norm",
-        "Set `precision.accumulate: fp32`.",
-        70.0,
-    )
-    yield from _together(
-        "reduce",
-        reduced,
-        lambda worst: (
-            f"`reduce` takes {percent(min(worst, 9.99))} of the gradient's norm{how}: "
-            "gradients of ranks are rounded, and then cancel"
-        ),
-        "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it.",
-        70.0,
-    )
+    what = f"`reduce` takes {{}} of the gradient's norm{how}: gradients of ranks are rounded, and then cancel"
+    do = "Set `precision.reduce: fp32`, or `{wire: fp32, sum: fp32}` for it."
+    yield from _together("reduce", reduced, what, do, 70.0)
+    lost = {cost.name: cost.lost for cost in updates if cost.lost > LOST}
+    what = "{} of the elements that were to change stay what they are: the update is below half a step of "
+    what += "their dtype, and no master remembers it"
+    do = "Give it a master: `precision.master: split`, or `fp32`."
+    yield from _together("lost updates", lost, what, do, 65.0)
+    stuck = {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK}
+    what = "a moment of {} of its elements cannot shrink: what decay takes in a step is below half a step of "
+    what += "bf16"
+    do = "Set `precision.state: fp32`, or `bf16-stochastic`."
+    yield from _together("stuck state", stuck, what, do, 60.0)
 
 
 def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> Findings:
-    """Gradients of another length than the reference's: rounding alone turns a gradient a little, and neither
-    halves nor doubles it."""
+    """Find gradients of another length than the reference's: rounding alone turns a gradient a little, and
+    neither halves nor doubles it."""
     whole = math.sqrt(sum(line.norm**2 for line in gradients))
     wrong = {
         line.name: line
@@ -257,29 +233,6 @@ def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> 
             do += f", where they are multiplied by the loss scale, {scale.initial:g} at first"
         do += "; in fp16, gradients below 6e-8 vanish: a larger loss scale keeps them."
         yield AuditFinding("gradient", last, what, do, 80.0, tuple(wrong))
-
-
-def _updates(updates: Sequence[UpdateCost]) -> Findings:
-    yield from _together(
-        "lost updates",
-        {cost.name: cost.lost for cost in updates if cost.lost > LOST},
-        lambda worst: (
-            f"{percent(worst)} of the elements that were to change stay what they are: the update is "
-            "below half a step of their dtype, and no master remembers it"
-        ),
-        "Give it a master: `precision.master: split`, or `fp32`.",
-        65.0,
-    )
-    yield from _together(
-        "stuck state",
-        {cost.name: cost.stuck for cost in updates if cost.stuck > STUCK},
-        lambda worst: (
-            f"a moment of {percent(worst)} of its elements cannot shrink: what decay takes in a step "
-            "is below half a step of bf16"
-        ),
-        "Set `precision.state: fp32`, or `bf16-stochastic`.",
-        60.0,
-    )
 
 
 def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Findings:
@@ -300,7 +253,6 @@ def _no_gradient(gradients: Sequence[GradientLine], results: PassResults) -> Fin
 
 
 def _untied(plan: Plan, subject: Subject) -> Findings:
-    """Embeddings that the model's config ties and that are two tensors."""
     model = subject.make()
     if getattr(getattr(model, "config", None), "tie_word_embeddings", None) is not True:
         return

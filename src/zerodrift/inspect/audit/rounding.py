@@ -1,6 +1,5 @@
 """Measure what each operation of a forward rounds: its result beside the same computed in fp32.
 
-Every operation with an input or output narrower than fp32 is computed once more in fp32 from the same inputs.
 The difference, times the gradient of what the run is judged by, says to first order how much of the drift
 begins there. Tensors without a gradient, such as a table of angles, have a shadow instead: their values if
 nothing had been rounded since they were made.
@@ -82,7 +81,6 @@ class Rounding:
 
     @property
     def typical(self) -> float:
-        """Root mean square of the exact results."""
         return math.sqrt(self.size / self.numel) if self.numel else 0.0
 
     def add(self, other: Rounding) -> None:
@@ -161,26 +159,21 @@ class RoundingRecorder(TorchFunctionMode):
         if not line:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        inputs = self._inputs_before(name, (args, kwargs), given)
+        bare = (type(t) is nn.Parameter and t.is_floating_point() and not t.numel() for t in given)
+        is_absent = any(bare)  # a parameter that is not here
+        inputs = self._copied((args, kwargs)) if _writes(name) and not is_absent else (args, kwargs)
         result = func(*args, **kwargs)
         self._found.ran.add(self._path.current)
         outputs = _tensors(result)
         if any(out.requires_grad for out in outputs):
             self._found.used.update(self._names[id(one)] for one in given if id(one) in self._names)
         for number, out in enumerate(_tensors(args[0]) if name == "__setitem__" else outputs):
-            if out.is_floating_point() and inputs is not None:
+            if out.is_floating_point() and not is_absent:
                 self._measure(func, line, inputs, given, out, number)
         return result
 
-    def _inputs_before(self, name: str, inputs: Any, given: list[Tensor]) -> Any:
-        """Copy the inputs of an operation that writes into one; None for parameters that are not here."""
-        if any(
-            type(tensor) is nn.Parameter and tensor.is_floating_point() and not tensor.numel()
-            for tensor in given
-        ):
-            return None
-        if not _writes(name):
-            return inputs
+    def _copied(self, inputs: Any) -> Any:
+        """Copy the inputs of an operation that writes into one."""
 
         def copied(tensor: Tensor) -> Tensor:
             copy = tensor.detach().clone()
@@ -196,14 +189,19 @@ class RoundingRecorder(TorchFunctionMode):
     ) -> None:
         name = _name(func)
         shadowed = [self._shadows[id(tensor)] for tensor in given if id(tensor) in self._shadows]
-        if not shadowed:
-            narrow = any(tensor.dtype in NARROW for tensor in (out, *given))
-            if not narrow or (not _writes(name) and _is_view(out, given)):
-                return
+        is_narrow = any(tensor.dtype in NARROW for tensor in (out, *given))
+        if not shadowed and (not is_narrow or (not _writes(name) and _is_view(out, given))):
+            return
         exact = self._repeat(func, inputs, number, shadows=False)
         if exact is None or exact.shape != out.shape:
             return
-        place = self._found.at(self._path.current, name, line, self._parameter(given))
+        parameter, size = "", 0  # the largest, or a view of it, that goes in
+        for tensor in given:
+            base = tensor if tensor._base is None else tensor._base
+            known = self._names.get(id(tensor)) or self._names.get(id(base))
+            if known and tensor.numel() > size:
+                parameter, size = known, tensor.numel()
+        place = self._found.at(self._path.current, name, line, parameter)
         if not place.calls:
             place.dtype = str(out.dtype).removeprefix("torch.")
         place.calls += 1
@@ -241,16 +239,6 @@ class RoundingRecorder(TorchFunctionMode):
             return None
         return outputs[number].float()
 
-    def _parameter(self, given: list[Tensor]) -> str:
-        """Name the largest parameter, or view of one, that goes in."""
-        best, size = "", 0
-        for tensor in given:
-            base = tensor if tensor._base is None else tensor._base
-            name = self._names.get(id(tensor)) or self._names.get(id(base))
-            if name and tensor.numel() > size:
-                best, size = name, tensor.numel()
-        return best
-
     def _remember(self, tensor: Tensor, true: Tensor, cause: Rounding) -> None:
         key = id(tensor)
         forget = weakref.ref(tensor, lambda _: self._shadows.pop(key, None))
@@ -279,7 +267,6 @@ class Widener(TorchFunctionMode):
 
 
 def _wide(leaf: Any) -> Any:
-    """Widen a narrow tensor or dtype to fp32."""
     if isinstance(leaf, Tensor):
         return leaf.float() if leaf.dtype in NARROW else leaf
     return torch.float32 if isinstance(leaf, torch.dtype) and leaf in NARROW else leaf
@@ -294,7 +281,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_view(out: Tensor, given: list[Tensor]) -> bool:
-    """Return True if a result is an input or a view of one."""
     base = out._base
     if base is None:
         return any(tensor is out for tensor in given)

@@ -140,13 +140,7 @@ def plan_for(subject: Subject, policy: Policy, mesh: MeshShape) -> Plan:
     return build(policy, describe(subject.make()), mesh)
 
 
-def seed(number: int) -> None:
-    """Seed the forward of micro-batch `number`, so that dropout is the same in every run."""
-    torch.manual_seed(1_000_003 + number)
-
-
 def loss_of(output: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss in what a model returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output

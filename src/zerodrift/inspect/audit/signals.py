@@ -9,7 +9,7 @@ Invariant: recording changes nothing; it computes beside the model, without grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,18 +19,21 @@ from torch.overrides import TorchFunctionMode
 
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError
-from zerodrift.inspect.audit.run import call_model, loss_of, seed
+from zerodrift.inspect.audit.run import call_model, loss_of
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.trace.places import ModulePaths, paths_in
 
 LOSSES = frozenset(("cross_entropy", "nll_loss"))
 
 Around = Callable[[ModulePaths], AbstractContextManager[Any]]  # makes a context around each forward
+Begin = Callable[
+    [torch.Tensor, "Recorder", int], torch.Tensor
+]  # of a loss, what was recorded, a batch's number
 
 
 @dataclass(slots=True)
 class Signals:
-    """Signals of micro-batches, in their order, on one rank."""
+    """Signals of micro-batches, in their order."""
 
     losses: list[float] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
@@ -103,15 +106,19 @@ def router_flips(run: Signals, other: Signals) -> dict[str, tuple[int, int]]:
 
 
 class Recorder(TorchFunctionMode):
-    """Records costs of targets, routes and margins of the forwards inside; costs and margins with their
-    gradients."""
+    """Records costs of targets and margins, with their gradients, and routes of the forwards inside."""
 
     def __init__(self, path: ModulePaths) -> None:
         super().__init__()
         self._path = path
         self.negative: list[torch.Tensor] = []
+        """Costs of targets, by call; empty unless the model takes its loss from `cross_entropy`."""
         self.routes: dict[str, torch.Tensor] = {}
         self.margins: dict[str, torch.Tensor] = {}
+
+    @property
+    def costs(self) -> torch.Tensor:
+        return torch.cat(self.negative) if self.negative else torch.zeros(0, dtype=torch.float64)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,58 +157,46 @@ def _target_costs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return costs[(target != given.get("ignore_index", -100)).reshape(-1)].double()
 
 
-def number_batches(engine: Engine, batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
-    """Yield micro-batches with their numbers over all ranks."""
-    return enumerate(batches, engine.mesh.rank("data") * len(batches))
-
-
 def forward_signals(
-    engine: Engine, batches: Sequence[Batch], around: Around | None = None, *, gradients: bool = False
+    engine: Engine,
+    batches: Sequence[Batch],
+    around: Around | None = None,
+    begin: Begin | None = None,
+    *,
+    gradients: bool = False,
 ) -> Signals:
-    """Run forwards alone; with `gradients` as if backwards came."""
+    """Run forwards, with `gradients` as if backwards came, and return the signals of all ranks.
+
+    `begin` makes the number that each backward begins at. Gradients stay in the engine; no step is taken.
+    """
     seen = Signals()
-    with paths_in(engine.module) as path, torch.set_grad_enabled(gradients):
-        for number, batch in number_batches(engine, batches):
+    with paths_in(engine.module) as path, torch.set_grad_enabled(gradients or begin is not None):
+        for number, batch in enumerate(batches, engine.mesh.rank("data") * len(batches)):
+            recorder = Recorder(path)
             with around(path) if around else nullcontext():
-                forward(engine, batch, number, path, seen)
-    return seen
+                torch.manual_seed(1_000_003 + number)  # dropout is the same in every run
+                with recorder:
+                    output = call_model(engine, batch)
+                loss = loss_of(output, batch)
+                start = begin(loss, recorder, number) if begin else None
+            seen.losses.append(float(loss.detach()))
+            seen.targets.append(-recorder.costs.detach().cpu())
+            seen.routes.append(recorder.routes)
+            seen.margins.append({key: margin.detach().cpu() for key, margin in recorder.margins.items()})
+            if start is not None:
+                engine.backward(start)
+    whole = Signals()
+    for each in engine.comm.all_gather_object(seen, "data"):
+        whole.losses += each.losses
+        whole.targets += each.targets
+        whole.routes += each.routes
+        whole.margins += each.margins
+    return whole
 
 
 def backward_signals(engine: Engine, batches: Sequence[Batch], around: Around | None = None) -> Signals:
-    """Run forwards and backwards from the loss. Gradients stay in the engine; no step is taken."""
-    seen = Signals()
-    with paths_in(engine.module) as path:
-        for number, batch in number_batches(engine, batches):
-            with around(path) if around else nullcontext():
-                loss = forward(engine, batch, number, path, seen).loss
-            engine.backward(loss)
-    return seen
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """Outputs that a backward may start from."""
-
-    loss: torch.Tensor
-    negative: torch.Tensor | None
-    """Cost of every target; None unless the model takes its loss from `cross_entropy`."""
-    margins: dict[str, torch.Tensor]
-
-
-def forward(engine: Engine, batch: Batch, number: int, path: ModulePaths, seen: Signals) -> ForwardResult:
-    """Run one micro-batch and add its signals to `seen`."""
-    seed(number)
-    recorder = Recorder(path)
-    with recorder:
-        output = call_model(engine, batch)
-    loss = loss_of(output, batch)
-    negative = torch.cat(recorder.negative) if recorder.negative else None
-    none = torch.zeros(0, dtype=torch.float64)
-    seen.losses.append(float(loss.detach()))
-    seen.targets.append(none if negative is None else -negative.detach().cpu())
-    seen.routes.append(recorder.routes)
-    seen.margins.append({key: margin.detach().cpu() for key, margin in recorder.margins.items()})
-    return ForwardResult(loss, negative, recorder.margins)
+    """Run forwards and backwards from the loss."""
+    return forward_signals(engine, batches, around, lambda loss, recorder, number: loss)
 
 
 HALF_OF_NORMAL = 0.6745  # half of a normal distribution is within this many of its standard deviations
@@ -243,19 +238,22 @@ def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
     return CloseCalls(within, math.sqrt(cost * len(gaps) / square)) if cost > 0 and square else None
 
 
-def signed_costs(result: ForwardResult, number: int, calls: CloseCalls | None) -> torch.Tensor:
+def signed_costs(
+    loss: torch.Tensor, recorder: Recorder, number: int, calls: CloseCalls | None
+) -> torch.Tensor:
     """Add up the costs of targets with random signs: squares of the gradients are, on average, sums of
     squares over targets. Close calls of routers are added alike."""
-    if result.negative is None:
-        return result.loss
+    if not recorder.negative:
+        return loss
     generator = torch.Generator().manual_seed(7_000_003 + number)
 
     def signed(values: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
         return (values * signs.to(values.device, values.dtype)).sum()
 
-    whole = signed(result.negative)
-    for router, margins in result.margins.items() if calls else ():
+    costs = recorder.costs
+    whole = signed(costs)
+    for router, margins in recorder.margins.items() if calls else ():
         if calls and router in calls.within and margins.requires_grad:
             whole = whole + calls.weight * signed(margins[margins.detach() < calls.within[router]])
-    return whole / len(result.negative)
+    return whole / len(costs)

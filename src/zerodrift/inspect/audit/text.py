@@ -117,12 +117,10 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
         parts += [grid([("", f"{finding.what}."), ("", finding.do)], (2,), ("",), WIDTH), Text()]
     if len(audit.findings) > SHOWN:
         parts.append(Text(f"and {len(audit.findings) - SHOWN} more", style="dim"))
+    widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
     for name, detail, rows in cell_tables(audit):
-        widths = {"cell": 7, "operation": 20, "alone": 7, "removes": 7, "loss": 8, "flips": 5}
-        parts += [
-            section(name, detail),
-            text_table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1)),
-        ]
+        table = text_table(rows, [widths.get(head, _NAME) for head in rows[0]], (0, 1))
+        parts += [section(name, detail), table]
         parts += [grid(_LEGEND, (8,), ("dim",), WIDTH)] if name == "replayed" else []
     if audit.recommendation is not None:
         parts += _pins(audit.recommendation, audit.drift)
@@ -139,11 +137,11 @@ def facts(audit: Audit) -> list[tuple[str, str]]:
         ("model", audit.source),
         ("plan", f"mode {audit.mode}, {ranks}, {batches}"),
         ("drift", f"{_spread(drift)}, over {drift.count:,} targets"),
-        (
-            "",
-            f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}",
-        ),
     ]
+    figures = (
+        f"mean {drift.mean:+.2g}, largest {drift.largest:.2g}, k3 {drift.k3:.2g}, loss {drift.loss:+.2g}"
+    )
+    rows.append(("", figures))
     if drift.choices:
         share = percent(drift.flips / drift.choices)
         rows.append(("routing", f"{drift.flips:,} of {drift.choices:,} choices are other ({share})"))
@@ -198,27 +196,23 @@ def cell_tables(audit: Audit) -> list[tuple[str, str, list[tuple[str, ...]]]]:
     not, and places without a parameter to charge. The first two columns are words."""
     whole = audit.drift.square
     done = {each.choice for each in audit.replayed}
-    replayed = [
-        (each.choice.pattern, each.choice.cell, _share(each.alone.square, whole),
-         _share(whole - each.widened.square, whole), f"{each.alone.loss:+.1e}",
-         f"{each.alone.flips:,}" if each.alone.choices else "")
-        for each in audit.replayed[:SHOWN]
-    ]  # fmt: skip
-    estimated = [
-        (each.choice.pattern, each.choice.cell, _share(each.square, whole), f"{each.loss:+.1e}")
-        for each in audit.shortlist
-        if each.choice not in done and each.square > 0
-    ]
-    places = [
-        (f"{p.module or 'model'} {p.line}", p.operation, _share(p.rms**2, whole), f"{p.loss:+.1e}")
-        for p in audit.places[:SHOWN]
-    ]
-    head = ("parameter", "cell", "alone", "removes", "loss", "flips")
-    of_places = ("module and line", "operation", "alone", "loss")
-    tables: list[tuple[str, str, list[tuple[str, ...]]]] = [
-        ("replayed", "one cell at a time", [head, *replayed]),
-        ("estimated", "not replayed", [("parameter", "cell", "alone", "loss"), *estimated[:SHOWN]]),
-        ("estimated", "operations with no parameter of their own", [of_places, *places]),
+    replayed: list[tuple[str, ...]] = [("parameter", "cell", "alone", "removes", "loss", "flips")]
+    for each in audit.replayed[:SHOWN]:
+        alone, flips = each.alone, f"{each.alone.flips:,}" if each.alone.choices else ""
+        shares = _share(alone.square, whole), _share(whole - each.widened.square, whole)
+        replayed.append((each.choice.pattern, each.choice.cell, *shares, f"{alone.loss:+.1e}", flips))
+    estimated: list[tuple[str, ...]] = [("parameter", "cell", "alone", "loss")]
+    for one in [e for e in audit.shortlist if e.choice not in done and e.square > 0][:SHOWN]:
+        share = _share(one.square, whole)
+        estimated.append((one.choice.pattern, one.choice.cell, share, f"{one.loss:+.1e}"))
+    places: list[tuple[str, ...]] = [("module and line", "operation", "alone", "loss")]
+    for p in audit.places[:SHOWN]:
+        where = f"{p.module or 'model'} {p.line}"
+        places.append((where, p.operation, _share(p.rms**2, whole), f"{p.loss:+.1e}"))
+    tables = [
+        ("replayed", "one cell at a time", replayed),
+        ("estimated", "not replayed", estimated),
+        ("estimated", "operations with no parameter of their own", places),
     ]
     return [each for each in tables if len(each[2]) > 1]
 

@@ -1,15 +1,14 @@
 """Read token ids and recorded log-probabilities from files, and make micro-batches of them.
 
-Ids are sequences: `.npy`, `.pt`, `.safetensors` (one integer tensor, `[tokens]` or `[sequences, tokens]`),
-`.json` (a list of ids, or of lists), `.jsonl` (a list per line, or an object with `tokens`). Recorded
-log-probabilities have one number for every token except the first, or one for each, the first null. A null
-elsewhere was not recorded.
+Ids are one integer tensor, a list of ids, or lists of them. Recorded log-probabilities have one number for
+every token except the first, or one for each, the first null. A null elsewhere was not recorded.
 
 Invariant: what is returned is whole and finite; an error names the sequence and the place in it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -156,32 +155,26 @@ def _read_json(path: Path) -> Any:
     if path.suffix not in _TEXTS:
         raise ModelError(path, f"must end in {', '.join((*_TENSORS, *_TEXTS))}", got=repr(path.name))
     try:
-        with opened(path) as file:
-            text = file.read().decode("utf-8")
+        text = _read(path).decode("utf-8")
         if path.suffix == ".json":
             return json.loads(text)
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except OSError as error:
-        raise ModelError(path, "must be a file that can be read", got=error.strerror or error) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(path, "must be JSON", got=first_line(error)) from None
 
 
 def _read_tensor(path: Path) -> torch.Tensor:
     found: Any
+    data = io.BytesIO(_read(path))
     try:
-        with opened(path) as file:
-            if path.suffix == ".npy":
-                array = np.load(file, allow_pickle=False)
-                found = torch.from_numpy(array.astype(np.int64, casting="safe"))
-            elif path.suffix == ".pt":
-                found = torch.load(file, map_location="cpu", weights_only=True)
-            else:
-                from safetensors.torch import load
+        if path.suffix == ".npy":
+            found = torch.from_numpy(np.load(data, allow_pickle=False).astype(np.int64, casting="safe"))
+        elif path.suffix == ".pt":
+            found = torch.load(data, map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load
 
-                found = load(file.read())
-    except OSError as error:
-        raise ModelError(path, "must be a file that can be read", got=error.strerror or error) from None
+            found = load(data.getvalue())
     except Exception as error:
         raise ModelError(path, "must hold a tensor of token ids", got=said(error)) from None
     if isinstance(found, dict):
@@ -191,6 +184,14 @@ def _read_tensor(path: Path) -> torch.Tensor:
         got = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else _kind(found)
         raise ModelError(path, "must hold one tensor of token ids, `[sequences, tokens]`", got=got)
     return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with opened(path) as file:
+            return file.read()
+    except OSError as error:
+        raise ModelError(path, "must be a file that can be read", got=error.strerror or error) from None
 
 
 def _value(row: Any, keys: Sequence[str]) -> Any:

@@ -38,15 +38,13 @@ class Choice:
 
 def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
-    update = columns.update
-    found: dict[Cell, bool] = {
-        "storage": _is_narrow(columns.storage.dtype) or _is_narrow(columns.gather),
-        "compute": _is_narrow(columns.compute),
-    }
+    update, storage = columns.update, _is_narrow(columns.storage.dtype)
+    found: dict[Cell, bool] = {"storage": storage or _is_narrow(columns.gather)}
+    found["compute"] = _is_narrow(columns.compute)
     if update is not None:
         found["accumulate"] = _is_narrow(update.accumulate.dtype)
         found["reduce"] = _is_narrow(update.reduce.wire) or _is_narrow(update.reduce.sum)
-        found["master"] = str(update.master) == "same" and _is_narrow(columns.storage.dtype)
+        found["master"] = str(update.master) == "same" and storage
         found["state"] = str(update.state) != _WIDE
     found["export"] = _is_narrow(columns.export)
     return tuple(cell for cell, narrow in found.items() if narrow)
@@ -89,15 +87,18 @@ def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
     return replace(policy, rules=(*policy.rules, *rules))
 
 
+_WIDENED: dict[Cell, tuple[str, ...]] = {
+    "storage": ("storage", "compute"),
+    "reduce": ("reduce.wire", "reduce.sum"),
+}
+"""Keys that are widened together for a cell; those of others have the cell's name."""
+
+
 def widened_policy(plan: Plan, choices: Iterable[Choice], output: Output | None = None) -> Policy:
     """The policy of a plan with these cells in fp32; `output` is what their modules return."""
     rules = []
     for choice in choices:
-        sets: dict[str, str] = {choice.cell: _WIDE}
-        if choice.cell == "storage":
-            sets = {"storage": _WIDE, "compute": _WIDE}
-        elif choice.cell == "reduce":
-            sets = {"reduce.wire": _WIDE, "reduce.sum": _WIDE}
+        sets = dict.fromkeys(_WIDENED.get(choice.cell, (choice.cell,)), _WIDE)
         beside = _siblings(plan, choice) if "compute" in sets else []
         rules += [make_rule(name, sets, output=output) for name in choice.names]
         rules += [make_rule(name, {"compute": _WIDE}, output=output) for name in beside]
@@ -160,7 +161,6 @@ def make_rule(
     output: Output | None = None,
     why: str = "the audit",
 ) -> ResolvedRule:
-    """A rule for the parameter of this name alone."""
     return ResolvedRule("glob", literal_glob(name), "", tuple(sets.items()), pin, output, why)
 
 

@@ -1,10 +1,9 @@
 """Compare a declaration with a run: our engine with its plan, or anybody's run with a file (`--expect`).
 
-A cell that was not seen is no difference: a rank that is alone sends nothing, an expert without tokens
-computes nothing. A cell that was seen must be as declared, with three exceptions. Under autocast an operation
-computes in one of two dtypes, unless a rule pins the parameter. A model's own code may compute wider than
-declared, as many norms do: nothing is lost. Another library may keep its own defaults: a config binds it only
-in columns that a key decides.
+A cell that was not seen is no difference. A cell that was seen must be as declared, with three exceptions.
+Under autocast an operation computes in one of two dtypes, unless a rule pins the parameter. A model's own
+code may compute wider than declared, as many norms do: nothing is lost. Another library may keep its own
+defaults: a config binds it only in columns that a key decides.
 
 Invariant: pure. A finding names the parameter, the column, both dtypes, and the reason in the plan.
 """
@@ -40,8 +39,7 @@ from zerodrift.plan.table import Plan, Row
 from zerodrift.policy.nouns import Columns, Master, State
 from zerodrift.policy.resolve import mesh_for, resolve
 
-COLUMNS = records.COLUMNS[:-1]
-"""The columns that a step shows; `export` is seen in files."""
+COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is seen in files
 
 UNSEEN = "not seen"
 
@@ -59,11 +57,17 @@ class Finding:
     column: Column
     declared: str
     seen: tuple[str, ...]
-    why: str
-    """The reason of the cell in the plan."""
+    why: str  # the reason of the cell in the plan
+
+    @property
+    def problem(self) -> Problem:
+        must = f"`{self.column}` must be {self.declared} ({self.why})"
+        do = "The model's own code may round what it is given: change that, or what the plan says."
+        got, do = ", ".join(self.seen), do if self.column in THE_MODELS else ""
+        return Problem(self.name, must, got=got, do=do)
 
     def __str__(self) -> str:
-        return str(_problem(self))
+        return str(self.problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,8 @@ class ComparedCell:
 def declared(columns: Columns) -> dict[Column, str]:
     """Return the cells of a row in the words of a record."""
     update = columns.update
-    cells: dict[Column, str] = {
-        "storage": _word(columns.storage.dtype),
-        "gather": _word(columns.gather),
-        "compute": _word(columns.compute),
-    }
+    cells: dict[Column, str] = {"storage": _word(columns.storage.dtype)}
+    cells |= {"gather": _word(columns.gather), "compute": _word(columns.compute)}
     if update is not None:
         wire, total = _word(update.reduce.wire), _word(update.reduce.sum)
         cells |= {
@@ -187,22 +188,15 @@ def require_declared(plan: Plan, observed: EngineRecord) -> None:
     """Raise one error for all cells that are neither as declared nor wider."""
     wrong = findings(plan, observed)
     if wrong:
-        raise PrecisionError.of(map(_problem, wrong), "the run and its plan differ")
-
-
-def _problem(finding: Finding) -> Problem:
-    must = f"`{finding.column}` must be {finding.declared} ({finding.why})"
-    do = "The model's own code may round what it is given: change that, or what the plan says."
-    do = do if finding.column in THE_MODELS else ""
-    return Problem(finding.name, must, got=", ".join(finding.seen), do=do)
-
-
-# --- anybody's run and a file -------------------------------------------------------------------------
+        raise PrecisionError.of([finding.problem for finding in wrong], "the run and its plan differ")
 
 
 def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
-    data = _json(path)
+    try:
+        data: Any = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        data = None  # the reader of configs says what is wrong with it
     if tables.is_table(data):
         do = "If the change is meant, save the table anew."
         return [
@@ -214,10 +208,16 @@ def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFindin
         must = "must be a table that `check --save` wrote, where several models are trained"
         got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
         raise ConfigError(path.name, must, got=got)
-    is_plan = isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
-    plan = _read_plan(path, data) if is_plan else _planned(path, trained[0], processes[0].world)
+    binds_all = isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
+    if binds_all:
+        try:
+            plan = Plan.from_json(data)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=repr(error)) from None
+    else:
+        plan = _planned(path, trained[0], processes[0].world)
     alike: dict[tuple[Column, str, str, str], list[str]] = {}
-    for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, is_plan):
+    for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]
     do = "The library that runs does not do what the key says: see what it supports, or leave the key out."
     found = []
@@ -232,22 +232,7 @@ _KEY = re.compile(r"[a-z_]+\.[a-z_]+|communication_data_type|[a-z]+_dtype")
 """Matches a key in the reason of a cell."""
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None  # the reader of configs says what is wrong with it
-
-
-def _read_plan(path: Path, data: Any) -> Plan:
-    try:
-        return Plan.from_json(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=repr(error)) from None
-
-
 def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
-    """Plan a config on the model that was seen."""
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)
@@ -260,46 +245,32 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
 
 
 def _differing(
-    plan: Plan, model: ModelRecord, micro_batches: int, is_plan: bool
+    plan: Plan, model: ModelRecord, micro_batches: int, binds_all: bool
 ) -> Iterator[tuple[str, Column, str, str, str]]:
     """Yield name, column, declared dtype, reason and seen dtypes of each cell that differs.
 
-    A plan binds every column, a config only those that one of its keys decides.
+    A plan binds every column that other libraries have, a config only those that it decides by no default.
     """
     for row in plan.rows:
         parameter = model.parameter(row.name)
         if parameter is None:
             yield row.name, "storage", "a parameter", "in the plan", "none of that name"
             continue
-        why = row.columns.reasons()
-        for column, said in _binding(row).items():
-            reason, seen = why.get(column, ""), parameter.dtypes(column)
-            if not seen or not (is_plan or _is_decided(column, reason, micro_batches)):
+        cells, update, why = declared(row.columns), row.columns.update, row.columns.reasons()
+        said: dict[Column, str] = {"storage": cells["storage"], "compute": cells["compute"]}
+        if update is not None:
+            state = "float32" if update.state is State.FP32 else str(update.state.value)
+            master = "same" if update.master is Master.SAME else "float32"
+            said |= {"accumulate": cells["accumulate"], "reduce": _word(update.reduce.wire)}
+            said |= {"master": master, "state": state}
+        for column, dtype in said.items():
+            reason = why.get(column, "")
+            once = column == "reduce" or (column == "accumulate" and micro_batches == 1)
+            is_decided = "default" not in reason and (bool(_KEY.search(reason)) or not once)
+            if not parameter.dtypes(column) or not (binds_all or is_decided):
                 continue
-            if not _holds(plan, row, column, said, parameter):
-                yield row.name, column, tables.SHORT.get(said, said), reason, tables.cell(parameter, column)
-
-
-def _is_decided(column: Column, reason: str, micro_batches: int) -> bool:
-    """Return True if the config decides a column, not a default of ours."""
-    if "default" in reason:
-        return False
-    once = column == "accumulate" and micro_batches == 1
-    return bool(_KEY.search(reason)) or not (column == "reduce" or once)
-
-
-def _binding(row: Row) -> dict[Column, str]:
-    """Return the declared cells of the columns that another library has too."""
-    cells, update = declared(row.columns), row.columns.update
-    said: dict[Column, str] = {"storage": cells["storage"], "compute": cells["compute"]}
-    if update is not None:
-        said |= {
-            "accumulate": cells["accumulate"],
-            "reduce": _word(update.reduce.wire),
-            "master": "same" if update.master is Master.SAME else "float32",
-            "state": "float32" if update.state is State.FP32 else str(update.state.value),
-        }
-    return said
+            if not _holds(plan, row, column, dtype, parameter):
+                yield row.name, column, tables.SHORT.get(dtype, dtype), reason, tables.cell(parameter, column)
 
 
 def _holds(plan: Plan, row: Row, column: Column, said: str, parameter: ParameterRecord) -> bool:

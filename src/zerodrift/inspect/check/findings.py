@@ -18,23 +18,11 @@ from zerodrift.inspect.check.table import same_model
 from zerodrift.inspect.trace.records import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
 Kind = Literal[
-    "no-master",
-    "norm-in-16-bits",
-    "upcast-without-effect",
-    "state-too-narrow",
-    "rounded-before-accumulation",
-    "router-in-16-bits",
-    "buffer-rounded",
-    "never-updated",
-    "not-averaged",
-    "not-accumulated",
-    "norm-of-scaled-gradients",
-    "untied",
-    "ranks-differ",
-    "narrow-export",
-    "key-without-effect",
-    "not-as-expected",
-]
+    "no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow",
+    "rounded-before-accumulation", "router-in-16-bits", "buffer-rounded", "never-updated", "not-averaged",
+    "not-accumulated", "norm-of-scaled-gradients", "untied", "ranks-differ", "narrow-export",
+    "key-without-effect", "not-as-expected",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +31,9 @@ class RunFinding:
 
     kind: Kind
     column: Column | None
-    names: tuple[str, ...]
-    """Names of parameters, or of buffers; empty for a fault of the whole run."""
-    what: str
-    """The fault, and what it costs."""
-    do: str
-    """How to mend it with the library that runs."""
+    names: tuple[str, ...]  # names of parameters, or of buffers; empty for a fault of the whole run
+    what: str  # the fault, and what it costs
+    do: str  # how to mend it with the library that runs
     line: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -57,27 +42,22 @@ class RunFinding:
 
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return all findings about a run, the most expensive first."""
-    if not processes:
-        return []
-    first = processes[0]
     found: list[RunFinding] = []
-    for model in first.models:
+    for model in processes[0].models if processes else ():
         if model.trained:
-            for rule in (_never_updated, _narrow, _untied, _narrow_export):
-                found += rule(first, model)
-            found += [*_not_averaged(processes, model), *_ranks_differ(processes, model)]
-        elif not any(other.trained for other in first.models):
-            found += _never_updated(first, model)
+            for rule in (_never_updated, _narrow, _untied, _narrow_export, _not_averaged, _ranks_differ):
+                found += rule(processes, model)
+        elif not any(other.trained for other in processes[0].models):
+            found += _never_updated(processes, model)
     what = (
         "Gradients are clipped while the loss scale is in them: their norm is thousands of times too large, "
-        "so every step is clipped to the bone."
     )
+    what += "so every step is clipped to the bone."
     do = "Call `scaler.unscale_(optimizer)` before clipping."
-    lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
+    events = processes[0].events if processes else ()
+    lines = [event["line"] for event in events if event["kind"] == "clipped_scaled"]
     return found + [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
 
-
-# --- advice -------------------------------------------------------------------------------------------
 
 _MASTERS = {
     "": "Keep the weights in fp32 and compute under `torch.autocast`, or update fp32 copies of them.",
@@ -113,10 +93,15 @@ def _advice(texts: dict[str, str], model: ModelRecord) -> str:
     return texts.get(_library(model), texts[""])
 
 
-# --- rules of one process -----------------------------------------------------------------------------
+def _finding(
+    kind: Kind, column: Column | None, names: Iterable[str], what: str, do: str, line: str = ""
+) -> list[RunFinding]:
+    """Return a finding, unless no parameter has the fault."""
+    names = tuple(names)
+    return [RunFinding(kind, column, names, what, do, line)] if names else []
 
-_BITS = {"bfloat16": 8, "float16": 11}
-"""Dtypes of 16 bits, and the bits of their significand."""
+
+_BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand
 
 _WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -125,76 +110,47 @@ def _names(parameters: Iterable[ParameterRecord]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters)
 
 
-def _narrow(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     """Find values that 16 bits round: weights, their computation, states, sums, routers, buffers."""
+    parameters, micro_batches, steps = model.parameters, processes[0].micro_batches, processes[0].steps
+    masters = _advice(_MASTERS, model)
     for dtype, bits in _BITS.items():
-        bare = [
-            p for p in model.parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)
-        ]
+        bare = [p for p in parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
-        still = sum(parameter.facts.get("changed") is False for parameter in norms)
         wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
-        sums = [p for p in model.parameters if p.facts.get("gradients", 0) > process.steps]
-        cast = wide[0].dtypes("compute")[0] if wide else ""
+        sums = [p for p in parameters if micro_batches > 1 and p.facts.get("gradients", 0) > steps]
+        still = sum(parameter.facts.get("changed") is False for parameter in norms)
         lost = f"an update smaller than 1/{2**bits} of a weight is lost"
-        cases: list[tuple[Kind, Column | None, tuple[str, ...], str, str]] = [
-            (
-                "no-master",
-                "master",
-                _names(p for p in bare if not _is_norm(p)),
-                f"The optimizer updates {dtype} weights in place: {lost}.",
-                _advice(_MASTERS, model),
-            ),
-            (
-                "norm-in-16-bits",
-                "master",
-                _names(norms),
-                f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
-                + (f"; {still} of {len(norms)} did not change at all." if still else "."),
-                _advice(_MASTERS, model),
-            ),
-            (
-                "upcast-without-effect",
-                "compute",
-                _names(wide),
-                f"Weights rest in {dtype} and are cast to {cast} where they compute: "
-                f"every update rounds them to {bits} bits before, and a cast adds none.",
-                _advice(_MASTERS, model),
-            ),
-            (
-                "state-too-narrow",
-                "state",
-                _names(p for p in model.parameters if p.has("state", dtype)),
-                f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
-                f"{dtype} rounds away, so it can grow and never shrink.",
-                _advice(_MASTERS, model),
-            ),
-            (
-                "rounded-before-accumulation",
-                "accumulate",
-                _names(p for p in sums if p.has("accumulate", dtype) and process.micro_batches > 1),
-                f"Gradients of {process.micro_batches} micro-batches are added in {dtype}: each addition "
-                f"keeps {bits} bits.",
-                _advice(_SUMS, model),
-            ),
-            (
-                "router-in-16-bits",
-                "compute",
-                _names(p for p in model.parameters if p.has("compute", dtype) and _is_router(p, model)),
-                f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
-                "other experts.",
-                "Compute the router's logits in fp32: cast its weight and its input up, with autocast off.",
-            ),
-            (
-                "buffer-rounded",
-                None,
-                tuple(name for name, held in model.buffers.items() if held == dtype),
-                f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
-                "rounded with the weights.",
-                "Cast parameters alone, not the module, or restore the buffers after the cast.",
-            ),
-        ]
-        yield from (RunFinding(*case) for case in cases if case[2])
+        what = f"The optimizer updates {dtype} weights in place: {lost}."
+        yield from _finding("no-master", "master", _names(p for p in bare if not _is_norm(p)), what, masters)
+        what = f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
+        what += f"; {still} of {len(norms)} did not change at all." if still else "."
+        yield from _finding("norm-in-16-bits", "master", _names(norms), what, masters)
+        cast = wide[0].dtypes("compute")[0] if wide else ""
+        what = f"Weights rest in {dtype} and are cast to {cast} where they compute: every update rounds them "
+        what += f"to {bits} bits before, and a cast adds none."
+        yield from _finding("upcast-without-effect", "compute", _names(wide), what, masters)
+        states = _names(p for p in parameters if p.has("state", dtype))
+        what = f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
+        what += f"{dtype} rounds away, so it can grow and never shrink."
+        yield from _finding("state-too-narrow", "state", states, what, masters)
+        rounded = _names(p for p in sums if p.has("accumulate", dtype))
+        what = f"Gradients of {micro_batches} micro-batches are added in {dtype}: each addition keeps {bits} "
+        what += "bits."
+        do = _advice(_SUMS, model)
+        yield from _finding("rounded-before-accumulation", "accumulate", rounded, what, do)
+        routers = _names(p for p in parameters if p.has("compute", dtype) and _is_router(p, model))
+        what = (
+            f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to other "
+        )
+        what += "experts."
+        do = "Compute the router's logits in fp32: cast its weight and its input up, with autocast off."
+        yield from _finding("router-in-16-bits", "compute", routers, what, do)
+        buffers = [name for name, held in model.buffers.items() if held == dtype]
+        what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
+        what += "rounded with the weights."
+        do = "Cast parameters alone, not the module, or restore the buffers after the cast."
+        yield from _finding("buffer-rounded", None, buffers, what, do)
 
 
 def _is_norm(parameter: ParameterRecord) -> bool:
@@ -215,16 +171,15 @@ def _is_router(parameter: ParameterRecord, model: ModelRecord) -> bool:
     )
 
 
-def _never_updated(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    steps = processes[0].steps
     trained = [p for p in model.parameters if p.trained and p.facts.get("gradients", 0)]
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
-    if left_out:
-        what = "Gradients arrive, and no optimizer that took a step has the parameter."
-        do = (
-            "Build the optimizer from the parameters of the model that is trained, after it was wrapped, "
-            "cast or moved."
-        )
-        yield RunFinding("never-updated", "master", left_out, what, do)
+    what = "Gradients arrive, and no optimizer that took a step has the parameter."
+    do = (
+        "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast or "
+    )
+    yield from _finding("never-updated", "master", left_out, what, do + "moved.")
     still = _names(
         p
         for p in trained
@@ -233,16 +188,15 @@ def _never_updated(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFi
         and any(p.facts.get("used") or ())
         and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & _BITS.keys())
     )
-    if still and process.steps > 1:
-        what = f"Not one bit changed in {process.steps} steps, though gradients arrived that are not zero."
-        do = (
-            "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
-            "and at whether the optimizer holds the tensors that the model computes with."
-        )
-        yield RunFinding("never-updated", "storage", still, what, do)
+    what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
+    do = (
+        "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, and "
+    )
+    do += "at whether the optimizer holds the tensors that the model computes with."
+    yield from _finding("never-updated", "storage", still if steps > 1 else (), what, do)
 
 
-def _untied(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     """Find an embedding and a parameter that began as its copy.
 
     They are a fault if the model's config ties them, a question if no config says, and meant if it says no.
@@ -261,57 +215,47 @@ def _untied(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
             )
             what, do = f"The model's config ties them; they {apart}", f"Tie {tie}"
             if not model.ties:
-                what = f"They {apart}"
-                do = (
-                    f"Are they meant to be one parameter? Then tie {tie} A copy by intent is as it should be."
-                )
-            yield RunFinding("untied", "storage", _names(alike), what, do)
+                what, do = f"They {apart}", f"Are they meant to be one parameter? Then tie {tie}"
+                do += " A copy by intent is as it should be."
+            yield from _finding("untied", "storage", _names(alike), what, do)
 
 
-def _narrow_export(process: ProcessRecord, model: ModelRecord) -> Iterator[RunFinding]:
+def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     def width(parameter: ParameterRecord, column: Column) -> int:
         return max((_WIDTH.get(dtype, 32) for dtype in parameter.dtypes(column)), default=0)
 
     narrow = [p for p in model.parameters if p.dtypes("export") and width(p, "export") < width(p, "storage")]
     if narrow:
-        export = narrow[0].cells["export"][0]
-        what = (
-            f"Files have {export.dtype} of weights that are {narrow[0].dtypes('storage')[0]}: what was "
-            "trained is rounded."
-        )
+        export, storage = narrow[0].cells["export"][0], narrow[0].dtypes("storage")[0]
+        what = f"Files have {export.dtype} of weights that are {storage}: what was trained is rounded."
         do = "Write the weights as they are trained, and round where they are served."
         yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
 
 
-# --- rules of several ranks ---------------------------------------------------------------------------
-
-
 def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
-    """Find optimizers that were given another gradient than the average over ranks."""
-    if len(processes) < 2:
-        return
-    ranks, micro_batches = len(processes), processes[0].micro_batches
     given: dict[str, list[str]] = {}
-    for parameter in model.parameters:
+    for parameter in model.parameters if len(processes) > 1 else ():
         given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
-    if "own" in given:
-        what = "What the optimizer was given is the gradient of its own rank, not the average: "
-        what += "each rank trains on its part of the batch."
-        yield RunFinding("not-averaged", "reduce", tuple(given["own"]), what, _advice(_AVERAGES, model))
-    if "sum" in given:
-        what = f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: "
-        what += f"steps are {ranks} times as long, or clipped as often."
-        do = "Divide by the number of ranks, unless the loss was divided by it."
-        yield RunFinding("not-averaged", "reduce", tuple(given["sum"]), what, do)
-    lost = tuple(given.get("neither", ()))
+    ranks, micro_batches = len(processes), processes[0].micro_batches
+    what = (
+        "What the optimizer was given is the gradient of its own rank, not the average: each rank trains on "
+    )
+    what += "its part of the batch."
+    yield from _finding("not-averaged", "reduce", given.get("own", ()), what, _advice(_AVERAGES, model))
+    what = (
+        f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: steps "
+    )
+    what += f"are {ranks} times as long, or clipped as often."
+    do = "Divide by the number of ranks, unless the loss was divided by it."
+    yield from _finding("not-averaged", "reduce", given.get("sum", ()), what, do)
+    lost = given.get("neither", ())
     if _library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
         what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
-        what += "some were dropped."
         do = (
             "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
-            "each, or mark the last with `engine.set_gradient_accumulation_boundary`."
         )
-        yield RunFinding("not-accumulated", "accumulate", lost, what, do)
+        do += "each, or mark the last with `engine.set_gradient_accumulation_boundary`."
+        yield from _finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
@@ -362,25 +306,19 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
             if _library(model) == "deepspeed" and column == "accumulate":
                 continue  # each rank reduces the part that it updates into another tensor
             cells = [(p.name, p.dtypes(column), q.dtypes(column)) for p, q in pairs]
-            unlike = [(name, a, b) for name, a, b in cells if a and b and set(a) != set(b)]
-            if unlike:
-                _, a, b = unlike[0]
+            unlike = {name: (a, b) for name, a, b in cells if a and b and set(a) != set(b)}
+            do = "Build the model and its optimizer alike on every rank."
+            for a, b in [*unlike.values()][:1]:
                 what = f"Rank {rank} has {', '.join(a)}, rank {other.rank} {', '.join(b)}."
-                do = "Build the model and its optimizer alike on every rank."
-                yield RunFinding("ranks-differ", column, tuple(name for name, _, _ in unlike), what, do)
-        apart = [
-            p
-            for p, q in pairs
-            if p.facts.get("optimized")
-            and None not in (p.facts.get("digest"), q.facts.get("digest"))
-            and p.facts["digest"] != q.facts["digest"]
-        ]
+                yield from _finding("ranks-differ", column, unlike, what, do)
+        apart = []
+        for p, q in pairs:
+            digests = p.facts.get("digest"), q.facts.get("digest")
+            if p.facts.get("optimized") and None not in digests and digests[0] != digests[1]:
+                apart.append(p.name)
         if apart:
-            what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: "
-            what += "they train apart."
-            do = (
-                "Begin with the same values on every rank (a seed before the model is built, or a "
-                "broadcast), and average gradients."
-            )
-            yield RunFinding("ranks-differ", "storage", _names(apart), what, do)
+            what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: they train "
+            do = "Begin with the same values on every rank (a seed before the model is built, or a "
+            do += "broadcast), and average gradients."
+            yield from _finding("ranks-differ", "storage", apart, what + "apart.", do)
             return

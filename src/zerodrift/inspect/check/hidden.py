@@ -1,8 +1,5 @@
 """Findings about a dry run that the plan does not show.
 
-They are values that are widened and rounded again, pins that a model casts, parameters that compute in
-another dtype than planned, and operations that torch refuses.
-
 Invariant: pure. Every finding follows from the operations and the plan, none from a name.
 """
 
@@ -21,12 +18,14 @@ from zerodrift.plan.trace import Hidden, Trace, TracedOperation, TracedTensor
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:
     """Return all findings, the worst first."""
     forward = [operation for operation in trace.operations if not operation.backward]
-    return [
-        *_refused(trace),
-        *_pin_casts(plan, trace, forward),
-        *_promotions(forward),
-        *_other_computes(plan, trace),
-    ]
+    found: list[Hidden] = []
+    if trace.refused is not None:
+        refused = trace.refused
+        where = f"the backward of `{refused.name}`" if refused.backward else f"`{refused.name}`"
+        what = f"torch refuses {where} of {' and '.join(refused.inputs)}: {refused.said}"
+        do = "The step ends there, and so does this trace. Cast one of them, or pin the module that makes it."
+        found.append(Hidden("refused", refused.module, what, refused.line, do))
+    return [*found, *_pin_casts(plan, trace, forward), *_promotions(forward), *_other_computes(plan, trace)]
 
 
 def computes(trace: Trace) -> dict[str, dict[str, TracedOperation]]:
@@ -45,21 +44,17 @@ def computes(trace: Trace) -> dict[str, dict[str, TracedOperation]]:
     return seen
 
 
+_KNOWN = {str(dtype): dtype for dtype in DType}
+
+
 def _is_floating(dtype: str) -> bool:
-    known = _known(dtype)
+    known = _KNOWN.get(dtype)
     return dtype.startswith("complex") or (known is not None and known.is_floating)
-
-
-def _known(dtype: str) -> DType | None:
-    try:
-        return DType(dtype)
-    except ValueError:
-        return None
 
 
 def _loses(source: str, target: str) -> bool:
     """Return True if a cast between floating dtypes can change a value."""
-    one, other = _known(source), _known(target)
+    one, other = _KNOWN.get(source), _KNOWN.get(target)
     if one is None or other is None:
         return False
     return one.is_floating and other.is_floating and not other.holds(one)
@@ -68,18 +63,6 @@ def _loses(source: str, target: str) -> bool:
 def _read(operation: TracedOperation) -> tuple[TracedTensor, ...]:
     """Return the inputs that are computed with, not the one that is overwritten."""
     return operation.inputs[1:] if operation.name == "copy_" else operation.inputs
-
-
-# --- one kind each ------------------------------------------------------------------------------------
-
-
-def _refused(trace: Trace) -> Iterator[Hidden]:
-    refused = trace.refused
-    if refused is not None:
-        where = f"the backward of `{refused.name}`" if refused.backward else f"`{refused.name}`"
-        what = f"torch refuses {where} of {' and '.join(refused.inputs)}: {refused.said}"
-        do = "The step ends there, and so does this trace. Cast one of them, or pin the module that makes it."
-        yield Hidden("refused", refused.module, what, refused.line, do)
 
 
 def _pin_casts(plan: Plan, trace: Trace, forward: list[TracedOperation]) -> Iterator[Hidden]:
@@ -141,7 +124,6 @@ def _is_in_place(operation: TracedOperation) -> bool:
 
 
 def _is_widened(inputs: list[TracedTensor], made: TracedTensor) -> bool:
-    """Return True if an output is wider than an input, not a single number, because of another input."""
     counted = [tensor.dtype for tensor in inputs if tensor.dims] or [tensor.dtype for tensor in inputs]
     is_mixed = len({tensor.dtype for tensor in inputs}) > 1
     return is_mixed and any(_loses(made.dtype, dtype) for dtype in counted)
@@ -155,10 +137,8 @@ def _promotion(origin: TracedOperation, cast: TracedOperation) -> Hidden:
     else:
         by = cast.cast_by or f"`{cast.name}`"
         what += f"makes {origin.outputs[0].dtype}, rounded to {cast.outputs[0].dtype} by {by}"
-        elsewhere = (
-            cast.line not in ("", origin.line) and by != "autocast"
-        )  # which casts at the next operation
-        what += f" at {cast.line}" if elsewhere else ""
+        if cast.line not in ("", origin.line) and by != "autocast":  # which casts at the next operation
+            what += f" at {cast.line}"
     do = "In between it has the size of the wider dtype. Cast one of them, unless that is meant."
     if cast.cast_by == "autocast":
         do = "This is how autocast works. In mode bf16 or fp16 nothing is widened unasked."
@@ -175,7 +155,7 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
         if not used and trace.refused is None and row.trained:
             do = "It gets no gradient. Freeze it, if that is meant."
             yield Hidden("unused", row.name, "enters no operation of the forward", "", do)
-        names = frozenset(dtype_name(known.torch) for dtype in used if (known := _known(dtype)))
+        names = frozenset(dtype_name(known.torch) for dtype in used if (known := _KNOWN.get(dtype)))
         if verdict(plan, row.columns, "compute", names) not in ("wider", "DIFFERENT"):
             continue
         for dtype, operation in used.items():

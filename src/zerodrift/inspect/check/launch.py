@@ -1,8 +1,7 @@
 """Run somebody's command with a watcher in each of its Python processes, and collect their records.
 
-The command runs as it stands. `startup` puts `watch_with_torch` into every Python process; it waits for the
-import of torch, and imports nothing until then. A process that never trains (a launcher, a worker of a data
-loader) leaves an empty record, or none.
+`startup` puts `watch_with_torch` into every Python process; it waits for the import of torch, and imports
+nothing until then. A process that never trains leaves an empty record, or none.
 
 Invariant: no process of the command outlives the check, unless it was to go on and has not ended by itself.
 If the check is killed, each ends once it has seen its steps.
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,19 +39,14 @@ _LONGEST_WAIT = 120.0  # seconds that a process waits for the others
 
 @dataclass
 class RunRecord:
-    """The records of a command's processes: of those that took a step, by rank, and of the idle ones.
+    """The records of a command's processes: of those that took a step, by rank, and of the idle ones."""
 
-    `failures` says why processes could not be watched, `silent` counts watched ones that left nothing, and
-    `late` is whether the check ended the command because its time was over.
-    """
-
-    code: int
-    """Exit code of the command; negative for a signal, 0 if the check ended it."""
-    processes: list[ProcessRecord] = field(default_factory=list)
-    idle: list[ProcessRecord] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    silent: int = 0
-    late: bool = False
+    code: int  # exit code of the command; negative for a signal, 0 if the check ended it
+    processes: list[ProcessRecord]
+    idle: list[ProcessRecord]
+    failures: list[str]  # why processes could not be watched
+    silent: int  # watched processes that left nothing
+    late: bool  # whether the check ended the command because its time was over
 
 
 def run(
@@ -74,13 +68,12 @@ def run(
             finally:
                 _end(child)
         records = _records(seen)
-        stepped = [record for record in records if record.steps]
+        stepped = sorted((record for record in records if record.steps), key=lambda record: record.rank)
         together = [record for record in stepped if record.world > 1] or stepped
         idle = [record for record in records if not record.steps]
         silent = len(
             {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
         )
-        together.sort(key=lambda record: record.rank)
         return RunRecord(code or 0, together, idle, failures(folder), silent, late=code is None)
 
 
@@ -163,7 +156,8 @@ def _watch(seen: Path, steps: int, keep_going: bool) -> Any:
 
     from zerodrift.inspect.trace.watch import Watcher
 
-    path = seen / f"{os.getpid()}.json"
+    pid = os.getpid()
+    path = seen / f"{pid}.json"
 
     def finished(process: ProcessRecord) -> None:
         part = path.with_suffix(".part")
@@ -176,20 +170,19 @@ def _watch(seen: Path, steps: int, keep_going: bool) -> Any:
                     stream.flush()
             os._exit(0)
 
+    def at_exit() -> None:
+        if os.getpid() == pid:
+            if not watcher.ended:
+                watcher.finish("crash" if getattr(sys, "last_value", None) is not None else "exit")
+            watcher.files_end()
+
     watcher = Watcher(steps, finished, files_after=keep_going)
     watcher.begin()
     path.with_suffix(".began").touch()
-    atexit.register(_at_exit, watcher, os.getpid())
+    atexit.register(at_exit)
     # A process that `multiprocessing` has forked leaves by `os._exit`, after these.
-    multiprocessing.util.Finalize(None, _at_exit, (watcher, os.getpid()), exitpriority=0)
+    multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
     return watcher
-
-
-def _at_exit(watcher: Any, pid: int) -> None:
-    if os.getpid() == pid:
-        if not watcher.ended:
-            watcher.finish("crash" if getattr(sys, "last_value", None) is not None else "exit")
-        watcher.files_end()
 
 
 def _wait_for_others(seen: Path) -> None:

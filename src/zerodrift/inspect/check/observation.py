@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.check.findings import RunFinding, run_findings
 from zerodrift.inspect.trace.records import ModelRecord, ProcessRecord
@@ -47,9 +49,6 @@ class Observation:
 
         return run_text([self.process], self.findings(), (), color=False)
 
-    def _end(self, process: ProcessRecord) -> None:
-        self._process = process
-
 
 @contextlib.contextmanager
 def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
@@ -58,27 +57,19 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     `model` is the module, wrapped or not; without one, every model that trains is watched. What `optimizer`
     updates is seen in its steps: one whose steps could not be seen is refused.
     """
-    if optimizer is not None:
-        _require_torch(optimizer)
+    held = getattr(optimizer, "optimizer", optimizer)
+    if optimizer is not None and not isinstance(held, torch.optim.Optimizer):
+        must = "must be a `torch.optim.Optimizer`, or wrap one as `optimizer.optimizer`"
+        do = "Steps of others cannot be seen."
+        raise ZerodriftError("optimizer", must, got=type(optimizer).__name__, do=do)
     observation = Observation()
-    watcher = Watcher(_FOREVER, observation._end, only=model)
+    watcher = Watcher(_FOREVER, lambda process: None, only=model)
     watcher.begin()
     try:
         yield observation
     finally:
         watcher.finish("steps")
-    if not watcher.state.process.models:
+        observation._process = watcher.state.process
+    if not observation.models:
         must = "must see the model's forward, with gradients on"
         raise ModelError("observe", must, got="none", do="Train at least one step of it inside the `with`.")
-
-
-def _require_torch(optimizer: Any) -> None:
-    import torch
-
-    if not isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Optimizer):
-        raise ZerodriftError(
-            "optimizer",
-            "must be a `torch.optim.Optimizer`, or wrap one as `optimizer.optimizer`",
-            got=type(optimizer).__name__,
-            do="Steps of others cannot be seen.",
-        )

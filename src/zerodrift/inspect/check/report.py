@@ -1,7 +1,6 @@
 """The result of a check as text and as one HTML page: cells, what showed them, and what they cost.
 
-The text is 80 columns wide on any terminal, so that it can be pasted into an issue. On the page every
-parameter has its line, and a cell says on hover what showed it.
+The text is 80 columns wide on any terminal, so that it can be pasted into an issue.
 """
 
 from __future__ import annotations
@@ -24,10 +23,17 @@ from zerodrift.inspect.trace.records import (
     Sighting,
 )
 from zerodrift.report import figures
+from zerodrift.report.blocks import (
+    NoteList,
+    PageCell,
+    PageHead,
+    PageSection,
+    PageTable,
+    Paragraph,
+    dtype_cell,
+    page,
+)
 from zerodrift.report.frame import elide, grid, legible_text, pairs, render, section, title
-from zerodrift.report.markup import Markup, join, tag
-from zerodrift.report.page import breaking, document, heads, tint
-from zerodrift.report.page import section as page_section
 
 WIDTH = 80
 
@@ -59,16 +65,12 @@ def _finding_names(finding: RunFinding, trained: Sequence[str]) -> str:
 
 
 def _first(names: Sequence[str], count: int) -> str:
-    """List the first names, and the number of the others."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _evidence(sighting: Sighting) -> str:
     where = f" in {sighting.module}" if sighting.module else ""
     return f"{sighting.by}{where}" + (f", {sighting.line}" if sighting.line else "")
-
-
-# --- text ---------------------------------------------------------------------------------------------
 
 
 def run_text(
@@ -147,65 +149,40 @@ def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
     return grid(rows, (1,), ("bold yellow",), WIDTH)
 
 
-# --- page ---------------------------------------------------------------------------------------------
-
-
 def run_page(
     processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], command: str
 ) -> str:
     """Return one HTML page that needs no other file."""
     first = processes[0]
-    labels = [("command", command), *facts(processes)]
-    terms = [tag("div", tag("dt", label), tag("dd", value)) for label, value in labels]
-    listed = [tag("li", note) for note in (*notes, *first.notes)]
-    body = [
-        tag("header", tag("h1", "zerodrift check"), tag("dl", terms, class_="facts")),
-        tag("ul", listed, class_="notes") if listed else Markup(""),
-        page_section("Findings", _findings(findings, _trained(first)), id="findings"),
-        *(
-            page_section(
-                " in ".join([model.name, *reversed(model.wrappers)]), _rows(model), id=f"model-{number}"
-            )
-            for number, model in enumerate(first.models)
-        ),
-    ]
-    return document(f"zerodrift check: {command}", body)
-
-
-def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> Markup:
-    if not findings:
-        return tag("p", "None.")
+    listed, trained = [*notes, *first.notes], _trained(first)
     rows = [
         (f.kind, f.column or "", _finding_names(f, trained), f"{f.line} {f.what}".strip(), f.do)
         for f in findings
     ]
-    lines = [tag("tr", [tag("td", breaking(text)) for text in row]) for row in rows]
-    head = tag("tr", heads(("finding", "column", "parameters", "what it costs", "what to do")))
-    return tag("table", tag("thead", head), tag("tbody", lines), class_="listing")
+    heads = ("finding", "column", "parameters", "what it costs", "what to do")
+    found = PageTable(heads, rows) if rows else Paragraph("None.", "")
+    sections = [
+        PageSection("", "", [NoteList(listed)] if listed else ()),
+        PageSection("Findings", "findings", [found]),
+    ]
+    for number, model in enumerate(first.models):
+        title = " in ".join([model.name, *reversed(model.wrappers)])
+        lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]
+        table = PageTable(("parameter", "shape", "elements", *COLUMNS), lines, "rows")
+        sections.append(PageSection(title, f"model-{number}", [table]))
+    head = PageHead("zerodrift check", facts=[("command", command), *facts(processes)])
+    return page(f"zerodrift check: {command}", head, sections)
 
 
-def _rows(model: ModelRecord) -> Markup:
-    head = tag("thead", tag("tr", heads(("parameter", "shape", "elements", *COLUMNS))))
-    lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]
-    return tag("div", tag("table", head, tag("tbody", lines), class_="rows"), class_="scroll")
+def _row(parameter: ParameterRecord) -> list[str | PageCell]:
+    below = [*(f"= {name}" for name in parameter.also), *([parameter.layout] if parameter.layout else [])]
+    name = PageCell(parameter.name, "name", badge="" if parameter.trained else "frozen", below=below)
+    cells = [_cell(parameter, column) for column in COLUMNS]
+    return [name, figures.shape(parameter.shape), figures.elements(parameter.numel), *cells]
 
 
-def _row(parameter: ParameterRecord) -> Markup:
-    badge = "" if parameter.trained else tag("span", "frozen", class_="badge")
-    also = [tag("div", "= ", breaking(name), class_="quiet") for name in parameter.also]
-    layout = [tag("div", parameter.layout, class_="quiet")] if parameter.layout else []
-    return tag(
-        "tr",
-        tag("td", join([breaking(parameter.name), " ", badge, also, layout]), class_="name"),
-        tag("td", figures.shape(parameter.shape), class_="number"),
-        tag("td", figures.elements(parameter.numel), class_="number"),
-        [_cell(parameter, column) for column in COLUMNS],
-    )
-
-
-def _cell(parameter: ParameterRecord, column: Column) -> Markup:
+def _cell(parameter: ParameterRecord, column: Column) -> PageCell:
     text = cell(parameter, column)
     seen = [f"{sighting.dtype}: {_evidence(sighting)}" for sighting in parameter.cells.get(column, ())]
-    label = "\n".join([column, *(seen or [parameter.unseen.get(column, "not seen")])])
-    dtype = cell(parameter, "storage") if text == "same" else text
-    return tag("td", text, class_=f"cell {tint(dtype)}".strip(), title=label)
+    hover = "\n".join([column, *(seen or [parameter.unseen.get(column, "not seen")])])
+    return dtype_cell(text, cell(parameter, "storage") if text == "same" else text, hover)

@@ -29,19 +29,23 @@ FORMAT = "zerodrift check"
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-# --- several ranks ------------------------------------------------------------------------------------
-
-
 def completed(processes: Sequence[ProcessRecord]) -> list[ProcessRecord]:
     """Fill empty cells of the first rank from the others, and name the rank that they come from."""
     first, *others = processes
     for model in first.models:
         for other in others:
             same = same_model(other, model, first)
-            for parameter in model.parameters if same is not None else ():
-                theirs = same.parameter(parameter.name)  # type: ignore[union-attr]
-                if theirs is not None:
-                    _fill(parameter, theirs, other.rank)
+            for parameter in model.parameters:
+                theirs = None if same is None else same.parameter(parameter.name)
+                if theirs is None:
+                    continue
+                if theirs.facts.get("optimized"):
+                    parameter.facts["optimized"] = True
+                for column, sightings in theirs.cells.items():
+                    if sightings and not parameter.cells.get(column):
+                        named = [seen._replace(by=f"{seen.by}, on rank {other.rank}") for seen in sightings]
+                        parameter.cells[column] = named
+                        parameter.unseen.pop(column, None)
     return [first, *others]
 
 
@@ -50,20 +54,6 @@ def same_model(process: ProcessRecord, model: ModelRecord, among: ProcessRecord)
     place = [id(one) for one in among.models if one.name == model.name].index(id(model))
     named = [one for one in process.models if one.name == model.name]
     return named[place] if place < len(named) else None
-
-
-def _fill(parameter: ParameterRecord, theirs: ParameterRecord, rank: int) -> None:
-    if theirs.facts.get("optimized"):
-        parameter.facts["optimized"] = True
-    for column in COLUMNS:
-        if not parameter.cells.get(column) and theirs.cells.get(column):
-            parameter.cells[column] = [
-                sighting._replace(by=f"{sighting.by}, on rank {rank}") for sighting in theirs.cells[column]
-            ]
-            parameter.unseen.pop(column, None)
-
-
-# --- groups for print ---------------------------------------------------------------------------------
 
 
 ParameterGroup = tuple[tuple[str, ...], list[ParameterRecord]]
@@ -98,9 +88,6 @@ def folded(names: Iterable[str]) -> tuple[str, ...]:
     """Fold names that differ only in numbers into one pattern, with their count."""
     lines = rows.fold_names([(name, None) for name in names])
     return tuple(pattern if len(held) == 1 else f"{pattern} ({len(held)})" for pattern, held in lines)
-
-
-# --- files --------------------------------------------------------------------------------------------
 
 
 def encoded(processes: Sequence[ProcessRecord], findings: Sequence[Any]) -> str:
@@ -139,15 +126,11 @@ def read(path: Path) -> list[ProcessRecord]:
     return processes
 
 
-# --- differences --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CellDifference:
     """One column of some parameters that differs between two tables."""
 
-    column: Any
-    """A column, or `model`, `parameter` or `training`."""
+    column: Any  # A column, or `model`, `parameter` or `training`
     a: str
     b: str
     names: tuple[str, ...]
@@ -168,22 +151,19 @@ def _unlike(a: ProcessRecord, b: ProcessRecord) -> Iterator[tuple[str, str, str,
     """Pair models by name; a single model may have another name."""
     models = {model.name: model for model in b.models}
     names = [model.name for model in a.models]
+    others = [model for model in b.models if model.name not in names]
+    is_renamed = len(a.models) == len(b.models) and len(others) == 1
     for model in a.models:
-        other = models.get(model.name)
-        if other is None:
-            others = [one for one in b.models if one.name not in names]
-            other = others[0] if len(a.models) == len(b.models) and len(others) == 1 else None
+        other = models.get(model.name, others[0] if is_renamed else None)
         if other is None:
             yield model.name, "model", "seen", "not seen"
         else:
             yield from _unlike_cells(model, other)
-    for model in b.models:
-        if model.name not in names and len(a.models) != len(b.models):
-            yield model.name, "model", "not seen", "seen"
+    for model in others if len(a.models) != len(b.models) else ():
+        yield model.name, "model", "not seen", "seen"
 
 
 def _unlike_cells(a: ModelRecord, b: ModelRecord) -> Iterator[tuple[str, str, str, str]]:
-    training = {True: "trained", False: "frozen"}
     for parameter in a.parameters:
         other = b.parameter(parameter.name)
         if other is None:
@@ -194,7 +174,8 @@ def _unlike_cells(a: ModelRecord, b: ModelRecord) -> Iterator[tuple[str, str, st
             if was != now:
                 yield parameter.name, column, was, now
         if parameter.trained != other.trained:
-            yield parameter.name, "training", training[parameter.trained], training[other.trained]
+            was, now = ("trained" if one.trained else "frozen" for one in (parameter, other))
+            yield parameter.name, "training", was, now
     for parameter in b.parameters:
         if a.parameter(parameter.name) is None:
             yield parameter.name, "parameter", "missing", "there"

@@ -108,13 +108,17 @@ def make_batches(sequences: Ids) -> tuple[list[Batch], list[list[int]]]:
     return batches, order
 
 
-@dataclass(frozen=True, slots=True)
 class ComparedTokens:
     """The tokens that are compared, in the order of the micro-batches."""
 
-    order: list[list[int]]
-    sequences: Ids
-    of_server: Recorded | None
+    def __init__(self, order: list[list[int]], sequences: Ids, of_server: Recorded | None) -> None:
+        self.order, self.sequences = order, sequences
+        self._numbers = [number for part in order for number in part]
+        self._recorded: Tensor | None = None
+        """Recorded values of all tokens, NaN where there is none."""
+        if of_server is not None:
+            values = (float("nan") if each is None else each for n in self._numbers for each in of_server[n])
+            self._recorded = torch.tensor(list(values), dtype=torch.float64)
 
     def select(self, seen: Signals) -> Tensor:
         """The log-probabilities of a run."""
@@ -122,27 +126,14 @@ class ComparedTokens:
 
     def kept(self, per_token: Tensor) -> Tensor:
         """Select from a value for each token except the first of a sequence."""
-        flat = self._flat()
-        return per_token if flat is None else per_token[~flat.isnan()]
+        return per_token if self._recorded is None else per_token[~self._recorded.isnan()]
 
     def recorded(self) -> Tensor | None:
-        flat = self._flat()
-        return None if flat is None else flat[~flat.isnan()]
-
-    def _flat(self) -> Tensor | None:
-        """Recorded values of all tokens, NaN where there is none."""
-        if self.of_server is None:
-            return None
-        rows = (self.of_server[number] for part in self.order for number in part)
-        values = [float("nan") if item is None else item for row in rows for item in row]
-        return torch.tensor(values, dtype=torch.float64)
+        return None if self._recorded is None else self.kept(self._recorded)
 
     def furthest(self, mine: Tensor, theirs: Tensor, count: int = 5) -> tuple[FarToken, ...]:
-        numbers = [number for part in self.order for number in part]
-        every = [(number, place) for number in numbers for place in range(1, len(self.sequences[number]))]
-        flat = self._flat()
-        kept = [True] * len(every) if flat is None else (~flat.isnan()).tolist()
-        places = [each for each, keep in zip(every, kept, strict=True) if keep]
+        every = [(n, place) for n in self._numbers for place in range(1, len(self.sequences[n]))]
+        places = self.kept(torch.tensor(every)).tolist()
         far = (theirs - mine).abs().nan_to_num(nan=float("inf"))
         found = []
         for index in far.argsort(descending=True)[:count].tolist():

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from zerodrift.errors import several
@@ -17,6 +16,7 @@ from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComp
 from zerodrift.inspect.drift.tensor_status import TensorStatus
 from zerodrift.report.frame import (
     DIGEST_SHOWN,
+    columns,
     elide,
     grid,
     legible_text,
@@ -147,16 +147,12 @@ def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
     numbers = [max(map(len, column)) for column in list(zip(*rows, strict=True))[2:]]
     room = width - sum(numbers) - 8
     first = min(room // 2, max(len(row[0]) for row in rows))
-    columns = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    for size in (first, room - first):
-        columns.add_column(width=size, overflow="fold")
-    for size in numbers:
-        columns.add_column(width=size, justify="right")
+    lines: list[list[RenderableType]] = []
     for number, row in enumerate(rows):
         style = "" if number else "dim"
         words = legible_text(elide(row[0], first), style), legible_text(row[1], "dim")
-        columns.add_row(*words, *(Text(cell, style=style) for cell in row[2:]))
-    return columns
+        lines.append([*words, *(Text(cell, style=style) for cell in row[2:])])
+    return columns((first, room - first, *numbers), lines, right=(2, 3, 4), gap=2, folds=True)
 
 
 def comparison_json(found: SideComparison) -> str:

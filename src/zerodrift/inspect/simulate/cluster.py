@@ -155,14 +155,8 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
-    known = fields.fields(block) if block is not None else {}
-    paths = [join(path, word) for word in nearest(key, known)]
-    if not paths:
-        every = (each.path for each in fields.every_key(Cluster))
-        paths = [other for other in every if other.rpartition(".")[2] == key]
-    if not paths:
-        return "See docs/simulate.md."
-    return f"Did you mean {' or '.join(f'`{name}`' for name in paths[:3])}?"
+    near = nearest(key, fields.fields(block) if block is not None else ())
+    return f"Did you mean `{join(path, near[0])}`?" if near else "See docs/simulate.md."
 
 
 KEYS = Keys("cluster", Cluster, "a cluster", _suggestion)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from zerodrift.errors import UnsupportedError, ZerodriftError, first_line
 from zerodrift.inspect.simulate.cluster import GIGA, Cluster, axis_layout, message_seconds
 from zerodrift.inspect.simulate.streams import (
-    Interval,
     RankPlayer,
     Streams,
     run_in_turns,
@@ -82,7 +81,7 @@ class Simulation:
     mfu: float
     memory: Memory
     wire: int  # bytes that a rank sends
-    intervals: tuple[Interval, ...] = field(repr=False)  # spans of the micro-batches that were played
+    sent: tuple[tuple[str, str, int], ...] = field(repr=False)  # transfers of what was played
 
     @property
     def exposed(self) -> float:
@@ -121,7 +120,7 @@ def simulate(
         mfu=flops / played.now / cluster.peak(work.products),
         memory=max(memories, key=lambda use: use.total),
         wire=max(bill.wire for bill in bills),
-        intervals=tuple(played.intervals),
+        sent=tuple(played.sent),
     )
 
 
@@ -143,16 +142,7 @@ def require_known_order(plan: Plan, cluster: Cluster, timeline: Timeline | None)
         raise UnsupportedError("pipeline", must, got=f"{policy.batch.accumulation} micro-batches")
 
 
-@dataclass(slots=True)
-class _PlayedStep:
-    now: float
-    computed: float
-    idle: float
-    waited: dict[tuple[str, str], float]
-    intervals: Sequence[Interval]
-
-
-def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -> _PlayedStep:
+def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -> Streams:
     """Play some micro-batches and count the others like the second of two equal ones."""
     player, count = RankPlayer(plan, plan, work, cluster, recompute), plan.policy.batch.accumulation
     streams, played = player.streams, min(count, PLAYED)
@@ -161,28 +151,29 @@ def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -
     for number, batch in enumerate(batches):
         now, computed, waited = streams.now, streams.computed, dict(streams.waited)
         player.play(batch, first=number == 0, last=number == played - 1)
-        player.end_backward()
+        player.finish_reductions()
         if number == PLAYED - 2:
             equal = Streams(cluster, streams.now - now, computed=streams.computed - computed)
             equal.waited = {key: value - waited.get(key, 0.0) for key, value in streams.waited.items()}
     player.play(after, first=False, last=True)
     player.end()
-    step = _PlayedStep(streams.now, streams.computed, 0.0, streams.waited, streams.intervals)
     if equal is not None:
         times = count - played
-        step.now, step.computed = step.now + times * equal.now, step.computed + times * equal.computed
-        step.waited = {key: value + times * equal.waited.get(key, 0.0) for key, value in step.waited.items()}
-    return step
+        streams.now, streams.computed = (
+            streams.now + times * equal.now,
+            streams.computed + times * equal.computed,
+        )
+        for key, value in equal.waited.items():
+            streams.waited[key] += times * value
+    return streams
 
 
-def _play_pipeline(
-    plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline
-) -> _PlayedStep:
+def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, timeline: Timeline) -> Streams:
     """Play all stages, each action as soon as its rank is free and its inputs have arrived."""
     parts = [part(plan, rank) for rank in range(plan.mesh.pipeline)]
     players = [RankPlayer(plan, own, work, cluster, recompute) for own in parts]
     orders = [list(pipeline_events(plan, rank, timeline.ranks[rank])) for rank in range(len(parts))]
-    idle, places = [0.0] * len(parts), [0] * len(parts)
+    places = [0] * len(parts)
     ended: dict[Action, float] = {}
     last = max(action.piece for rank in timeline.ranks for action in rank)
     activation = max((unit.entering for unit in work.blocks.values()), default=0)
@@ -205,7 +196,7 @@ def _play_pipeline(
                 if None in inputs:
                     break
                 begin = max([player.streams.now, *(time for time in inputs if time is not None)])
-                idle[rank] += begin - player.streams.now
+                player.streams.idle += begin - player.streams.now
                 player.streams.now = begin
                 places[rank] += len(pair)
                 final = places[rank] == len(order)
@@ -213,20 +204,18 @@ def _play_pipeline(
                     player.turns(found, first=False, last=final, kind=action.kind)
                     for action, found in reversed(pair)
                 ])  # fmt: skip
-                player.end_backward()
+                player.finish_reductions()
                 ended |= {action: player.streams.now for action, _ in pair}
                 moved = True
         if not moved:
             raise AssertionError("a schedule in which every rank waits for another")
     together = max(player.streams.now for player in players)
     for rank, player in enumerate(players):
-        idle[rank] += together - player.streams.now
+        player.streams.idle += together - player.streams.now
         player.streams.now = together
         player.play(step_end(parts[rank]), first=False, last=True)
         player.end()
-    slowest = max(range(len(parts)), key=lambda rank: players[rank].streams.now)
-    streams = players[slowest].streams
-    return _PlayedStep(streams.now, streams.computed, idle[slowest], streams.waited, streams.intervals)
+    return max((player.streams for player in players), key=lambda streams: streams.now)
 
 
 def _memory(

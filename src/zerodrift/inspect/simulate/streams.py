@@ -13,7 +13,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.inspect.simulate.cluster import (
@@ -31,19 +30,6 @@ from zerodrift.plan.table import Plan, Segment
 from zerodrift.policy.nouns import Master
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A span of one stream."""
-
-    stream: Literal["compute", "link"]
-    what: str
-    """`forward`, `backward`, `recompute`, `update`, the purpose of a collective, or `exchange` of experts."""
-    unit: str
-    start: float
-    end: float
-    bytes: int = 0  # size of the whole buffer that travels
-
-
 @dataclass
 class Streams:
     """The time of one rank, in seconds."""
@@ -54,10 +40,12 @@ class Streams:
     computed: float = 0.0
     waited: dict[tuple[str, str], float] = field(default_factory=dict)
     """(unit, purpose) -> seconds in which nothing was computed."""
-    intervals: list[Interval] = field(default_factory=list)
+    idle: float = 0.0  # seconds in which the rank waits for another pipeline stage
+    sent: list[tuple[str, str, int]] = field(default_factory=list)
+    """(purpose, unit, bytes of the whole buffer) of each transfer."""
     _busy: list[tuple[float, float]] = field(default_factory=list)
 
-    def compute(self, seconds: float, what: str, unit: str) -> None:
+    def compute(self, seconds: float) -> None:
         """Compute, slower while something travels."""
         if seconds <= 0:
             return
@@ -80,7 +68,6 @@ class Streams:
         self.now += left
         self._busy = [span for span in self._busy if span[1] > self.now]
         self.computed += self.now - start
-        self.intervals.append(Interval("compute", what, unit, start, self.now))
 
     def send(self, seconds: float, what: str, unit: str, count: int = 0) -> float:
         """Begin a transfer and return its end."""
@@ -88,7 +75,7 @@ class Streams:
         self.free = start + seconds
         if seconds > 0:
             self._busy.append((start, self.free))
-            self.intervals.append(Interval("link", what, unit, start, self.free, count))
+            self.sent.append((what, unit, count))
         return self.free
 
     def wait(self, end: float, what: str, unit: str) -> None:
@@ -134,10 +121,6 @@ class RankPlayer:
             else:
                 self._issue(event, first)
 
-    def end_backward(self) -> None:
-        """Wait for all reductions."""
-        self._finish_reductions(0)
-
     def end(self) -> None:
         for transfer in self._last_gathers:
             self.streams.wait(transfer.end, "update", self._unit(transfer.call))
@@ -146,16 +129,15 @@ class RankPlayer:
     def _compute(self, event: Computation, first: bool, last: bool, kind: str) -> Iterator[None]:
         part = self._part
         if event.work == "update":
-            self._memory_pass(sum(_update_bytes(part, segment) for segment in part.segments), "update", "")
+            self._pass_over(sum(_update_bytes(part, segment) for segment in part.segments))
             return
         unit = part.units[event.unit]
         outer = self._work.enter if event.work == "enter" else self._work.leave
         work = self._work.blocks[unit.name] if unit.name else outer
         for number in list(self._gathers) if self._pipelined else unit.segments:
             if (transfer := self._gathers.pop(number, None)) is not None:
-                purpose = transfer.call.purpose
-                self.streams.wait(transfer.end, purpose, self._unit(transfer.call))
-                self._memory_pass(_cast_bytes(part.segments[number]), purpose, unit.name)
+                self.streams.wait(transfer.end, transfer.call.purpose, self._unit(transfer.call))
+                self._pass_over(_cast_bytes(part.segments[number]))
         if not event.back:
             yield from self._run(work, "forward", unit.name)
             return
@@ -167,12 +149,12 @@ class RankPlayer:
         for segment in (part.segments[number] for number in unit.segments):
             if first:
                 seconds = self._cluster.seconds_of_new(_new_bytes(part, segment))
-                self.streams.compute(seconds, "backward", unit.name)
+                self.streams.compute(seconds)
             update = segment.columns.update
             divided = update is not None and part.slices(segment) > 1
             if not (divided and update is not None and (last or update.reduce.when == "every")):
                 adds = not first or self._pipelined
-                self._memory_pass(_accumulate_bytes(segment, adds=adds), "backward", unit.name)
+                self._pass_over(_accumulate_bytes(segment, adds=adds))
 
     def _run(self, work: UnitWork, what: str, unit: str, kind: str = "B") -> Iterator[None]:
         """Compute a unit part by part, with the expert rows that travel between the parts."""
@@ -183,7 +165,7 @@ class RankPlayer:
         travels = layout.ranks > 1 and kind != "W"
         for part, size in itertools.zip_longest(parts, sizes if travels else (), fillvalue=None):
             if part is not None:
-                self.streams.compute(self._seconds_of(part) * (1.0 if kind == "B" else 0.5), what, unit)
+                self.streams.compute(self._seconds_of(part) * (1.0 if kind == "B" else 0.5))
             if size:
                 seconds = all_to_all_seconds(size, layout, self._cluster)
                 end = self.streams.send(seconds, "exchange", unit, size)
@@ -201,24 +183,25 @@ class RankPlayer:
             known = self._seconds[id(operations)] = operations, seconds
         return known[1]
 
-    def _memory_pass(self, count: int, what: str, unit: str) -> None:
+    def _pass_over(self, count: int) -> None:
+        """Read and write so many bytes."""
         if count:
-            self.streams.compute(self._cluster.seconds_of_bytes(count), what, unit)
+            self.streams.compute(self._cluster.seconds_of_bytes(count))
 
     def _issue(self, call: Collective, first: bool) -> None:
         if call.purpose == "reduce" and call.op == "reduce_scatter":
-            unit, segment = self._unit(call), self._part.segments[call.segment]
+            segment = self._part.segments[call.segment]
             update = segment.columns.update
-            self._finish_reductions(REDUCTIONS - 1)
+            self.finish_reductions(REDUCTIONS - 1)
             if not self._pipelined:
                 adds = not first and update is not None and not update.accumulate.axis
-                self._memory_pass(_accumulate_bytes(segment, adds=adds), "backward", unit)
-            self._memory_pass(_wire_bytes(self._part, segment), "reduce", unit)
+                self._pass_over(_accumulate_bytes(segment, adds=adds))
+            self._pass_over(_wire_bytes(self._part, segment))
             self._reductions.append(self._send(call))
         elif call.purpose in ("forward", "backward"):
             self._gathers[call.segment] = self._send(call)
         else:
-            self._finish_reductions(0)
+            self.finish_reductions()
             transfer = self._send(call)
             if call.purpose == "update" and call.sum is None:
                 update = self._part.segments[call.segment].columns.update
@@ -232,14 +215,14 @@ class RankPlayer:
         size = call.numel * call.dtype.size
         return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
 
-    def _finish_reductions(self, leave: int) -> None:
+    def finish_reductions(self, leave: int = 0) -> None:
+        """Wait for all reductions but the last `leave`."""
         while len(self._reductions) > leave:
             self._end(self._reductions.pop(0))
 
     def _end(self, transfer: _Transfer) -> None:
-        unit, purpose = self._unit(transfer.call), transfer.call.purpose
-        self.streams.wait(transfer.end, purpose, unit)
-        self._memory_pass(transfer.time.added, purpose, unit)
+        self.streams.wait(transfer.end, transfer.call.purpose, self._unit(transfer.call))
+        self._pass_over(transfer.time.added)
 
     def _unit(self, call: Collective) -> str:
         return "" if call.segment < 0 else self._part.units[self._part.segments[call.segment].unit].name

@@ -50,12 +50,13 @@ def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation
     if rest:
         total = sum(line.seconds for line in rest)
         waited.append((f"{len(rest)} more", "", _seconds(total), percent(total / step)))
+    fits = "fits" if memory.fits else "does not fit"
     uses = [
         ("the plan's peak", size(memory.plan), "what `zerodrift plan` counts"),
         ("activations", size(memory.activations), "what autograd keeps"),
         ("one operation", size(memory.workspace), "the result of the largest"),
         ("reserved", size(memory.reserve), "`reserve_gb` of the cluster"),
-        ("in all", size(memory.total), f"of {size(memory.room)}: it {_fits(memory.fits)}"),
+        ("in all", size(memory.total), f"of {size(memory.room)}: it {fits}"),
     ]
     lines: list[RenderableType] = [
         title("plan --simulate", plan.digest, WIDTH),
@@ -68,10 +69,6 @@ def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation
         grid(uses, (24, 12), ("", "bold"), WIDTH),
     ]
     return render(lines, color, WIDTH)
-
-
-def _fits(fits: bool) -> str:
-    return "fits" if fits else "does not fit"
 
 
 def _seconds(seconds: float) -> str:
@@ -157,7 +154,7 @@ def sweep_json(cluster: str, fit: Sequence[SweepResult], others: Sequence[SweepR
 
 def _values(simulation: Simulation) -> dict[str, Any]:
     values: dict[str, Any] = encode(simulation)
-    del values["intervals"]
+    del values["sent"]
     memory = values["memory"] | {"total": simulation.memory.total, "fits": simulation.memory.fits}
     more = {"exposed": simulation.exposed, "tokens_per_second": simulation.tokens_per_second}
     return values | more | {"memory": memory}

@@ -2,10 +2,9 @@
 
 traced = trace(plan, model, Inputs((), {"input_ids": ids, "labels": ids}, "..."))
 
-Parameters have the dtype of their `compute` column, and buffers that of their row. The engine's own code
-casts: the hooks of `engine/step/compute.py` at the plan's boundaries, the classes of `engine/habits/pins.py`,
-the contexts of `ForwardPrecision`. There are no weights, no ranks and no process group: collectives do not
-change the dtypes that operations compute in. Every operation is recorded below autograd and autocast.
+Parameters and buffers have the dtypes of the plan, and the engine's own code casts. There are no weights and
+no ranks: collectives do not change the dtypes that operations compute in. Every operation is recorded below
+autograd and autocast.
 
 Invariant: nothing is computed from weights. Numbers that do not depend on them keep their values if they are
 whole or single (token ids, positions, masks, a constant), so that code may look at them. An error names the
@@ -51,9 +50,16 @@ def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
 
     The model is used up: its parameters have no values afterwards.
     """
-    run = _DryRun(plan, model)
-    with _quiet(), run.prepared():
-        return run.step(inputs)
+    run, before = _DryRun(plan, model), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch and libraries warn about real runs
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            with run.prepared():
+                return run.step(inputs)
+    finally:
+        logging.disable(before)
 
 
 class _DryRun:
@@ -72,7 +78,11 @@ class _DryRun:
     def prepared(self) -> Iterator[None]:
         """Replace parameters and buffers, and put the engine's hooks around modules."""
         self._replace_parameters()
-        self._replace_buffers()
+        dtypes = {row.name: row.storage.torch for row in self._plan.buffers}
+        for path, module in self._model.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                dtype = dtypes.get(f"{path}.{name}" if path else name, buffer.dtype)
+                setattr(module, name, self._recorder.held(buffer, dtype))
         handles = [*self._paths.enter(), *compute.attach(self._model, self._plan.boundaries)]
         handles += self._watch_kept()
         handles += self._paths.leave()
@@ -108,29 +118,22 @@ class _DryRun:
                 torch.utils.swap_tensors(parameter, instead)
             self._parameters[self._recorder.memory(parameter)] = row.name
             if row.columns.pinned and holds and parameter.is_floating_point():
-                parameter.__class__ = pins.class_for(row, FakeTensor)
-
-    def _replace_buffers(self) -> None:
-        dtypes = {row.name: row.storage.torch for row in self._plan.buffers}
-        for path, module in self._model.named_modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                dtype = dtypes.get(f"{path}.{name}" if path else name, buffer.dtype)
-                setattr(module, name, self._recorder.held(buffer, dtype))
+                parameter.__class__ = pins.class_for(row.name, row.columns.output, FakeTensor)
 
     def _watch_kept(self) -> Iterator[Any]:
         """Hook on pinned modules whose output keeps the pin's dtype, as the plan says."""
+
+        def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if isinstance(tensor, FakeTensor) and tensor.is_floating_point():
+                    self._kept.setdefault(self._recorder.memory(tensor), path)
+
         modules = dict(self._model.named_modules(remove_duplicate=False))
         pinned = {n.rpartition(".")[0] for row in self._plan.rows if row.columns.pinned for n in row.names}
         for boundary in self._plan.boundaries:
             inside = any(path == boundary.path or path.startswith(f"{boundary.path}.") for path in pinned)
             if inside and boundary.output == "keep":
-                note = functools.partial(self._note_kept, boundary.path)
-                yield modules[boundary.path].register_forward_hook(note)
-
-    def _note_kept(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
-            if isinstance(tensor, FakeTensor) and tensor.is_floating_point():
-                self._kept.setdefault(self._recorder.memory(tensor), path)
+                yield modules[boundary.path].register_forward_hook(functools.partial(note, boundary.path))
 
     def step(self, inputs: Inputs) -> Trace:
         recorder, loss, refused = self._recorder, "", None
@@ -153,25 +156,25 @@ class _DryRun:
         return Trace(DEVICE, inputs.words, loss, operations, classes, self._parameters, self._kept, refused)
 
     def _error(self, error: BaseException) -> ModelError:
-        """Return an error of the model's code with its module and line."""
+        if isinstance(error, ModelError):
+            return error
         path, line = self._paths.failed or self._paths.current, line_of(error)
         if self._recorder.backward and self._recorder.failed is not None:
             (path, _), line, _ = self._recorder.failed
         where = f"{path or 'model'} ({type(self._model.get_submodule(path)).__name__})"
         at = f"{' in its backward' if self._recorder.backward else ''}{f' at {line}' if line else ''}"
-        if isinstance(error, ModelError):
-            return error
+        must, got, do = "must run on tensors without values", said(error).rstrip("."), _RUN
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             name = name_of(error.func).strip("_")
-            what = _LOOKS.get(name, f"`{name}`")
-            must = "must not let values decide what runs, for a trace has none"
-            experts = _EXPERTS if "expert" in path else ""
-            return ModelError(where, must, got=what + at, do=_LOOK + experts)
-        if isinstance(error, UnsupportedOperatorException):
-            must = "must run operations that work without values"
-            return ModelError(where, must, got=f"`{error.func}`{at}", do="Register a fake form of it.")
-        must = "must run on tensors without values"
-        return ModelError(where, must, got=said(error).rstrip(".") + at, do=_RUN)
+            must, got = (
+                "must not let values decide what runs, for a trace has none",
+                _LOOKS.get(name, f"`{name}`"),
+            )
+            do = _LOOK + (_EXPERTS if "expert" in path else "")
+        elif isinstance(error, UnsupportedOperatorException):
+            must, got = "must run operations that work without values", f"`{error.func}`"
+            do = "Register a fake form of it."
+        return ModelError(where, must, got=got + at, do=do)
 
 
 _LOOKS = {
@@ -190,27 +193,12 @@ _RUN = "Is it what the model can be called with? `--inputs package.module:functi
 def _loss(output: Any) -> tuple[torch.Tensor | None, str]:
     """Return the number that a backward begins at, and its description."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    floating = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if isinstance(own, torch.Tensor) and own.requires_grad and own.dim() == 0:
         return own, "the model's own"
+    floating = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+    for single in (tensor for tensor in floating if tensor.dim() == 0):
+        return single, "the first output that is one number"
     if not floating:
         return None, ""
-    first = next((tensor for tensor in floating if tensor.dim() == 0), None)
-    if first is not None:
-        return first, "the first output that is one number"
     sums = [tensor.sum() for tensor in floating]
     return functools.reduce(torch.add, sums), "the sum of what the model returns"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch and libraries, whose warnings are about real runs, and fix the random numbers."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            yield
-    finally:
-        logging.disable(before)

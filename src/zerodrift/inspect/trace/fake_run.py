@@ -1,7 +1,6 @@
 """Run operations on tensors without values, and write each down for a dry run.
 
-`torch._subclasses.fake_tensor` is private, and so are autograd's node and its number that are asked for here.
-Tested with torch 2.13.
+Private in torch (2.13): `torch._subclasses.fake_tensor`, autograd's node and its number.
 
 [Note: mixed dtypes] torch's forms of operations for tensors without values do not all refuse what the
 operations refuse. So the operations that refuse operands of several floating dtypes on a CPU are listed here,
@@ -72,11 +71,9 @@ class _FunctionCall:
 
     name: str = ""
     autocast: bool = False
-    computed: bool = False
-    """Whether an operation of it has run that is no cast: autocast casts before."""
+    computed: bool = False  # whether an operation of it has run that is no cast: autocast casts before
 
     def cast_by(self) -> CastBy:
-        """Return who asks for a cast inside."""
         if not self.name or self.name in _SAYS_CAST:
             return "the model"
         return "autocast" if self.autocast and not self.computed else "torch"
@@ -119,11 +116,9 @@ class FakeRecorder:
         self.refused: Refusal | None = None
         self.failed: tuple[tuple[str, int], str, CastBy] | None = None
         """The place of an operation that raised."""
-        self._storages: list[Any] = []
-        """Held, so that no number comes again; they have no memory."""
+        self._storages: list[Any] = []  # held, so that no number comes again; they have no memory
         self._numbers: dict[int, int] = {}
-        self._unknown: set[int] = set()
-        """Storages of numbers that were known, and were written to since."""
+        self._unknown: set[int] = set()  # storages of numbers that were known, and were written to since
         self._instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Id of a tensor -> the tensor and its form without values."""
         self._nodes: list[int] = []
@@ -131,7 +126,6 @@ class FakeRecorder:
         """Numbers of autograd's nodes, ascending, and the module, call and line that made each."""
 
     def mode(self) -> TorchDispatchMode:
-        """Return the context in which operations are recorded."""
         return every_operation(self._write_down, compiled=False, run=self._run)
 
     def memory(self, tensor: torch.Tensor) -> int:
@@ -153,16 +147,17 @@ class FakeRecorder:
             return args[0].fake_device  # asked for at every step of torch's own code
         given, name = _tensors((args, kwargs)), name_of(func)
         if given and all(map(self._is_known, given)):
-            return tree_map(self._without_value, func(*args, **kwargs))
+            results = func(*args, **kwargs)
+            return tree_map(lambda leaf: leaf if _keeps_values(leaf) else self._faked(leaf), results)
         if name == "_local_scalar_dense" and not isinstance(given[0], FakeTensor) and not given[0].is_meta:
             return func(*args, **kwargs)
         self._require_one_dtype(name, given)
-        return self._run_without_values(func, args, kwargs, given)
-
-    def _run_without_values(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        name = name_of(func)
         if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
-            args = (args[0], self._indices(args[1]), *args[2:])
+            indices: list[Any] = []
+            for index in args[1]:  # a known mask is the places that it has
+                mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and self._is_known(index)
+                indices += index.nonzero(as_tuple=True) if mask else [index]
+            args = (args[0], indices, *args[2:])
         is_plain = name in ("lift_fresh", "lift_fresh_copy") or all(isinstance(t, FakeTensor) for t in given)
         instead = (args, kwargs) if is_plain else tree_map(self._faked, (args, kwargs))
         try:
@@ -178,36 +173,20 @@ class FakeRecorder:
             self.failed = self._place()
             raise
         if func._schema.is_mutable:
-            self._forget_written(func, args, kwargs)
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for leaf in _tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
+                        if self._is_known(leaf):
+                            self._unknown.add(leaf.untyped_storage()._cdata)
             stands_for = {id(new): old for old, new in self._instead.values()}
             out = tree_map(lambda leaf: stands_for.get(id(leaf), leaf), out)
         if not given and isinstance(out, FakeTensor) and _keeps_values(out) and out.numel() <= SMALL:
             return func(*args, **kwargs)
         return out
 
-    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Mark known numbers that an operation on others has written to as unknown."""
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in _tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
-                    if self._is_known(leaf):
-                        self._unknown.add(leaf.untyped_storage()._cdata)
-
-    def _indices(self, indices: Any) -> list[Any]:
-        """Return the indices of an operation, with a known mask as the places that it has."""
-        found: list[Any] = []
-        for index in indices:
-            mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and self._is_known(index)
-            found += index.nonzero(as_tuple=True) if mask else [index]
-        return found
-
     def _is_known(self, tensor: torch.Tensor) -> bool:
         is_real = not isinstance(tensor, FakeTensor) and not tensor.is_meta
         return is_real and _keeps_values(tensor) and tensor.untyped_storage()._cdata not in self._unknown
-
-    def _without_value(self, leaf: Any) -> Any:
-        """Return a result of known numbers: whole ones keep their values, floating ones do not."""
-        return leaf if not isinstance(leaf, torch.Tensor) or _keeps_values(leaf) else self._faked(leaf)
 
     def _faked(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
@@ -308,12 +287,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _keeps_values(tensor: torch.Tensor) -> bool:
-    """Return True for whole numbers and single ones, which a model may look at."""
-    return tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex())
+def _keeps_values(tensor: Any) -> bool:
+    """Return True for whole numbers and single ones, which a model may look at, and for what is no tensor."""
+    return (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dim() == 0
+        or not (tensor.is_floating_point() or tensor.is_complex())
+    )
 
 
 def _floating_dtypes(given: list[torch.Tensor]) -> list[str]:
-    """Return the floating dtypes among operands, each once."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in given if tensor.is_floating_point())
     return [str(from_torch(dtype) or dtype) for dtype in dtypes]

@@ -19,13 +19,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from zerodrift.inspect.trace.gradients import GradientWatch
+from zerodrift.inspect.trace.model import is_compiled
 from zerodrift.inspect.trace.operations import CASTS, anything_compiled, computing, every_operation, floating
 from zerodrift.inspect.trace.places import is_from_script, line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import WatchState, guarded
 
-CallKind = tuple[Any, ...]
-"""See [Note: once is enough]."""
+CallKind = tuple[Any, ...]  # see [Note: once is enough]
 
 
 class ForwardWatch:
@@ -39,12 +39,10 @@ class ForwardWatch:
         """Number of modules that were under way when the mode was entered; -1 outside of it."""
         self._calls: list[tuple[torch.nn.Module, CallKind]] = []
         self._known: set[CallKind] = set()
-        self._names: dict[Any, str] = {}
-        """Operation -> its name, if it computes."""
+        self._names: dict[Any, str] = {}  # operation -> its name, if it computes
         self._compiles = False
         """Whether torch compiles code here, which takes other ways under a mode and is not watched."""
-        self._is_training = False
-        """Whether the forward under way trains, and no backward inside of it runs."""
+        self._is_training = False  # whether the forward under way trains, and no backward inside of it runs
         accelerator = torch.accelerator.current_accelerator()
         self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         """Devices whose autocast may be on."""
@@ -76,12 +74,14 @@ class ForwardWatch:
             if not state.active or any(adapter.claims(module) for adapter in state.adapters):
                 return
             if trains:
-                if state.only is not None and not _is_part(module, state.only):
+                if state.only is not None and not self._is_part(module):
                     return
                 self._root_begins(module)
         kind: CallKind = ()
         if self._is_training and not self._compiles:
-            kind = self._kind(module, args)
+            casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
+            dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
+            kind = (id(module), module.training, *casts, *dtypes)
             if self._entered < 0 and kind not in self._known:
                 state.remember()
                 self._mode.__enter__()
@@ -103,32 +103,31 @@ class ForwardWatch:
             if self._entered == len(calls):
                 self._entered = -1
                 self._mode.__exit__(None, None, None)
-        elif self._is_training and any(model.has_others(module) for model in state.models):
+        elif self._is_training:
             state.safely(lambda: self._look(module, is_watched=False), None)
         if not calls:
             self._is_training = False
+
+    def _is_part(self, module: torch.nn.Module) -> bool:
+        only = self.state.only
+        modules = only.modules() if isinstance(only, torch.nn.Module) else ()
+        return any(module is part for part in modules) or any(only is part for part in module.modules())
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
         model = state.model_of(module)
         changed = model.look()
         if changed:
-            state.forget()
+            state.optimized.clear()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
-        if model.is_compiled or anything_compiled() or self._compiles:
+        if any(map(is_compiled, model.root.modules())) or anything_compiled() or self._compiles:
             self._compiles = True
             state.note(
                 "Code is compiled by torch.compile, which goes other ways where operations are watched: "
                 "compute is not seen. Run it with TORCH_COMPILE_DISABLE=1 to see it."
             )
         self._is_training = state.rested = True
-
-    def _kind(self, module: torch.nn.Module, args: Any) -> CallKind:
-        """See [Note: once is enough]."""
-        casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in self._devices]
-        dtypes = [arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args]
-        return (id(module), module.training, *casts, *dtypes)
 
     def _is_first_thread(self) -> bool:
         """Return True if no other thread has run a forward."""
@@ -154,7 +153,6 @@ class ForwardWatch:
 
     @guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the parameters of an operation that computes."""
         state = self.state
         if not state.looked:
             state.looked = True
@@ -184,9 +182,3 @@ class ForwardWatch:
                     self._gradients.hook(parameter, tensor)
                     if not is_watched and parameter.compute_dtype is not dtype:
                         self._known.clear()
-
-
-def _is_part(module: torch.nn.Module, whole: Any) -> bool:
-    """Return True if one module is in the other."""
-    modules = whole.modules() if isinstance(whole, torch.nn.Module) else ()
-    return any(module is part for part in modules) or any(whole is part for part in module.modules())

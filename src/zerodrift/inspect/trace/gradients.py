@@ -6,7 +6,6 @@ there, at a key where torch has none, and hand it on.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,17 +25,28 @@ class GradientWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self._is_scaled = False
 
     def begin(self) -> None:
         replace = self.state.patches.replace
         for name in ("backward", "grad"):
             replace(torch.autograd, name, self._backward)
+        is_scaled, state = False, self.state
+
+        def clips(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if state.active and is_scaled and threading.get_ident() == state.thread:
+                state.event("clipped_scaled", line_of_script())
+            return original(*args, **kwargs)
+
+        def scales(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_scaled
+            is_scaled = original.__name__ == "scale" and bool(scaler.is_enabled())
+            return original(scaler, *args, **kwargs)
+
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                replace(module, name, self._clips)
+                replace(module, name, clips)
         for name in ("scale", "unscale_", "update"):
-            replace(torch.amp.GradScaler, name, functools.partial(self._scales, name == "scale"))
+            replace(torch.amp.GradScaler, name, scales)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -52,8 +62,12 @@ class GradientWatch:
 
     @guarded
     def _begins(self) -> None:
-        self.state.backward_begins()
-        for model in self.state.models:
+        state = self.state
+        state.passes += 1
+        state.gradient_memory.forget_freed()
+        state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
+        state.see_place()
+        for model in state.models:
             for parameter in model.parameters:
                 tensor = parameter.tensor()
                 if parameter.record.trained and not parameter.is_hooked and tensor is not None:
@@ -70,8 +84,9 @@ class GradientWatch:
         holder, state = weakref.ref(leaf), self.state
 
         def accumulated(tensor: torch.Tensor) -> None:
-            if state.several and tensor.grad is not None:
-                self._accumulated(parameter, tensor.grad)
+            gradient = tensor.grad
+            if state.several and gradient is not None and not torch.compiler.is_compiling():
+                state.safely(lambda: state.gradient_memory.put(gradient, parameter), False)
 
         def forget() -> None:
             tensor: Any = holder()
@@ -84,31 +99,12 @@ class GradientWatch:
 
     @guarded
     def _arrives(self, parameter: LiveParameter, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
-        """Record a gradient, and the dtype of one that it is added to."""
         parameter.arrives(gradient, self.state.several)
-        held = None if leaf is None else leaf.grad
-        # Zeros are no sum: DeepSpeed's BF16_Optimizer leaves them.
-        if (
-            held is not None
-            and not parameter.record.has("accumulate", dtype_name(held.dtype))
-            and local(held).any()
-        ):
-            parameter.record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
-
-    @guarded
-    def _accumulated(self, parameter: LiveParameter, gradient: torch.Tensor) -> None:
-        self.state.gradient_memory.put(gradient, parameter)
-
-    def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.state.active and self._is_scaled and threading.get_ident() == self.state.thread:
-            self.state.event("clipped_scaled", line_of_script())
-        return original(*args, **kwargs)
-
-    def _scales(
-        self, scales: bool, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self._is_scaled = scales and bool(scaler.is_enabled())
-        return original(scaler, *args, **kwargs)
+        held, record = None if leaf is None else leaf.grad, parameter.record
+        if held is None or record.has("accumulate", dtype_name(held.dtype)):
+            return
+        if local(held).any():  # zeros are no sum: DeepSpeed's BF16_Optimizer leaves them
+            record.add("accumulate", dtype_name(held.dtype), ".grad", "", line_of_script)
 
 
 _KEY = "ADInplaceOrView"  # of the dispatcher, between autograd and the backends
@@ -127,8 +123,7 @@ class CollectiveWatch:
 
     def __init__(self, state: WatchState) -> None:
         self.state = state
-        self.unknown: dict[str, int] = {}
-        """Counts of reductions and gathers whose parameters nobody knows."""
+        self.unknown: dict[str, int] = {}  # counts of reductions and gathers whose parameters nobody knows
 
     def begin(self) -> None:
         for namespace in ("c10d", "_c10d_functional"):
@@ -161,12 +156,12 @@ class CollectiveWatch:
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
                 continue  # one without values, of code that is being compiled
             for parameter in self._carried(column, tensor):
-                parameter.reductions += column == "reduce"
-                dtype = dtype_name(tensor.dtype) if column == "reduce" else parameter.gathered(tensor.dtype)
+                dtype = dtype_name(tensor.dtype)
+                if column == "gather" and tensor.dtype is torch.uint8:
+                    dtype = parameter.gather_dtype or dtype
                 parameter.record.add(column, dtype, name, "", line_of_script)
 
     def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
-        """Return the parameters that a collective carries, or whose gradients."""
         state = self.state
         if state.packed:
             return state.packed[-1]
@@ -178,9 +173,11 @@ class CollectiveWatch:
         if tensor.numel() < 2 or not state.models:
             return ()
         if column == "reduce" and state.in_backward:
-            buckets = self._in_buckets(tensor)
-            if buckets:
-                return buckets
+            # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
+            replicated = [m for m in state.models if "DistributedDataParallel" in m.wrappers]
+            trained = [p for model in replicated for p in model.parameters if p.record.trained]
+            if trained:
+                return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:
             carried = adapter.carried(column, tensor)
             if carried:
@@ -189,9 +186,3 @@ class CollectiveWatch:
             name = "reductions" if column == "reduce" else "gathers"
             self.unknown[name] = self.unknown.get(name, 0) + 1
         return ()
-
-    def _in_buckets(self, tensor: torch.Tensor) -> list[LiveParameter]:
-        """Return DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket."""
-        replicated = [m for m in self.state.models if "DistributedDataParallel" in m.wrappers]
-        trained = [p for model in replicated for p in model.parameters if p.record.trained]
-        return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained

@@ -44,7 +44,6 @@ def every_operation(
 
 
 def anything_compiled() -> bool:
-    """Return True if torch has compiled code in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"].get("ok"))
 
@@ -79,9 +78,6 @@ class _UncompiledMode(OperationMode):
         return False
 
     __torch_dispatch__ = inspect.unwrap(OperationMode.__torch_dispatch__)
-
-
-# --- one operation ------------------------------------------------------------------------------------
 
 
 def name_of(func: Any) -> str:

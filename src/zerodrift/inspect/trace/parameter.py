@@ -7,9 +7,9 @@ tensors again. So a tensor belongs to a parameter by the memory that holds it, a
 from __future__ import annotations
 
 import bisect
+import operator
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ Owner = TypeVar("Owner")
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_FIRST = operator.itemgetter(0)
 _is_freed: Any = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` comes to
 
 
@@ -33,21 +34,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else tensor
 
 
-@dataclass(slots=True)
-class _Allocation(Generic[Owner]):
-    """One storage, and the owners of ranges of its elements, in the order of their begins."""
-
-    memory: StorageWeakRef
-    begins: list[int] = field(default_factory=list)
-    ranges: list[tuple[int, Owner]] = field(default_factory=list)
-    """End and owner of each."""
-
-
 class Owners(Generic[Owner]):
     """Maps a tensor to the owner of its memory."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Allocation[Owner]] = {}
+        self._held: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Owner]]]] = {}
+        """A storage, and the begin, end and owner of ranges of its elements, in the order of their begins."""
 
     def put(self, tensor: torch.Tensor, owner: Owner) -> bool:
         """Give a tensor's memory to an owner until it is freed; return True if the owner is new."""
@@ -57,62 +49,56 @@ class Owners(Generic[Owner]):
 
     def put_range(self, storage: torch.UntypedStorage, begin: int, end: int, owner: Owner) -> bool:
         """Give a range of elements to an owner, in a storage that may have no memory now."""
-        held = self._held.get(storage._cdata)
-        if held is None or _is_freed(held.memory.cdata):
-            held = self._held[storage._cdata] = _Allocation(StorageWeakRef(storage))
-        place = bisect.bisect_left(held.begins, begin)
-        if place == len(held.begins) or held.begins[place] != begin:
-            held.begins.insert(place, begin)
-            held.ranges.insert(place, (end, owner))
+        ranges = self._ranges(storage)
+        if not ranges:
+            self._held[storage._cdata] = (StorageWeakRef(storage), ranges)
+        place = bisect.bisect_left(ranges, begin, key=_FIRST)
+        if place == len(ranges) or ranges[place][0] != begin:
+            ranges.insert(place, (begin, end, owner))
             return True
-        before, held.ranges[place] = held.ranges[place], (end, owner)
-        return before[0] != end or before[1] is not owner
+        (_, last, before), ranges[place] = ranges[place], (begin, end, owner)
+        return last != end or before is not owner
 
-    def _find(self, tensor: torch.Tensor) -> tuple[int, _Allocation[Owner] | None]:
-        held = self._held.get(tensor.untyped_storage()._cdata)
-        is_alive = held is not None and not _is_freed(held.memory.cdata)
-        return int(tensor.storage_offset()), held if is_alive else None
+    def _ranges(self, storage: torch.UntypedStorage) -> list[tuple[int, int, Owner]]:
+        held = self._held.get(storage._cdata)
+        return [] if held is None or _is_freed(held[0].cdata) else held[1]
 
     def of(self, tensor: torch.Tensor) -> Owner | None:
-        """Return the owner of a tensor's first element."""
-        begin, held = self._find(local(tensor))
-        place = 0 if held is None else bisect.bisect_right(held.begins, begin)
-        if held is None or not place:
+        tensor = local(tensor)
+        ranges, begin = self._ranges(tensor.untyped_storage()), tensor.storage_offset()
+        place = bisect.bisect_right(ranges, begin, key=_FIRST)
+        if not place:
             return None
-        end, owner = held.ranges[place - 1]
+        _, end, owner = ranges[place - 1]
         return owner if begin < end else None
 
     def all_of(self, tensor: torch.Tensor) -> list[Owner]:
         """Return every owner of any of its elements."""
-        begin, held = self._find(local(tensor))
-        if held is None:
-            return []
-        end, parts = begin + local(tensor).numel(), zip(held.begins, held.ranges, strict=True)
-        return [owner for first, (last, owner) in parts if first < end and begin < last]
+        tensor = local(tensor)
+        begin = tensor.storage_offset()
+        end, ranges = begin + tensor.numel(), self._ranges(tensor.untyped_storage())
+        return [owner for first, last, owner in ranges if first < end and begin < last]
 
     def forget_freed(self) -> None:
-        for key in [key for key, held in self._held.items() if _is_freed(held.memory.cdata)]:
-            del self._held[key]
+        self._held = {key: held for key, held in self._held.items() if not _is_freed(held[0].cdata)}
 
 
 class Samples:
     """A few elements of each gradient: as they arrive on a rank, and as an optimizer is given them.
 
-    Elements are copied when a gradient passes by, and read when a step is over, all at once: a device is not
-    waited for more often than that.
+    Elements are copied when a gradient passes by, and read when a step is over: no device waits before.
     """
 
     def __init__(self, numel: int) -> None:
         self.places = range(0, max(numel, 1), max(1, -(-numel // 8)))
         self._arrived: list[torch.Tensor] = []
-        self._given: list[tuple[range, torch.Tensor]] = []
-        """Numbers of elements, and their values."""
-        self._own = [0.0] * len(self.places)
-        self._used: list[float | None] = [None] * len(self.places)
-        self.missed = False
-        """Whether a gradient was not sampled."""
-        self.was_given = False
+        self._given: list[tuple[range, torch.Tensor]] = []  # numbers of elements, and their values
+        self.missed = False  # whether a gradient was not sampled
+
+    @property
+    def was_given(self) -> bool:
         """Whether an optimizer was given some of them since the last end."""
+        return bool(self._given)
 
     def arrives(self, gradient: torch.Tensor) -> None:
         self._arrived.append(_elements(gradient, self.places))
@@ -127,31 +113,18 @@ class Samples:
             first = self.places[numbers.start] - begin + at
             places = range(first, first + (len(numbers) - 1) * step + 1, step)
             self._given.append((numbers, _elements(gradient, places)))
-            self.was_given = True
 
     def end(self) -> tuple[list[float], list[float | None]]:
         """Return sums of what arrived (empty if some was missed) and the last that was given; begin anew."""
-        own, used = [] if self.missed else self._own, self._used
-        self.missed = self.was_given = False
-        self._own, self._used = [0.0] * len(self.places), [None] * len(self.places)
+        own = [0.0] * len(self.places)
+        if self._arrived:
+            own = torch.stack(self._arrived).cpu().double().sum(0).tolist()
+        used: list[float | None] = [None] * len(self.places)
+        for numbers, values in self._given:
+            used[numbers.start : numbers.stop] = values.tolist()
+        own = [] if self.missed else own
+        self._arrived, self._given, self.missed = [], [], False
         return own, used
-
-
-def read(samples: Sequence[Samples]) -> None:
-    """Read all copied elements, with one transfer per device."""
-    samples = [one for one in samples if one._arrived or one._given]
-    copied = [tensor for one in samples for tensor in (*one._arrived, *(given for _, given in one._given))]
-    values = {
-        device: iter(torch.cat([tensor for tensor in copied if tensor.device == device]).tolist())
-        for device in {tensor.device for tensor in copied}
-    }
-    for one in samples:
-        for tensor in one._arrived:
-            one._own = [own + next(values[tensor.device]) for own in one._own]
-        for numbers, tensor in one._given:
-            for number in numbers:
-                one._used[number] = next(values[tensor.device])
-        one._arrived, one._given = [], []
 
 
 def _elements(tensor: torch.Tensor, places: range) -> torch.Tensor:
@@ -164,22 +137,17 @@ class LiveParameter:
 
     def __init__(self, record: ParameterRecord, tensor: torch.Tensor) -> None:
         self.record = record
-        self.reductions = 0
         self.optimized = False
-        self.has_gradient = False
-        """Whether an optimizer was given a gradient of it that is not zero."""
-        self.is_sliced = False
-        """Whether ranks have slices of it, though its type does not say so."""
+        self.has_gradient = False  # whether an optimizer was given a gradient of it that is not zero
+        self.is_sliced = False  # whether ranks have slices of it, though its type does not say so
         self.gather_dtype = ""
         """The dtype that it is gathered in, if its library packs several dtypes as bytes."""
         self.samples = Samples(record.numel)
-        self.begin = 0
-        """Flat index of this rank's first element; -1 if its elements are no range."""
+        self.begin = 0  # flat index of this rank's first element; -1 if its elements are no range
         self.rests_in(tensor)
         self.computed_with: Callable[[], torch.Tensor | None] = lambda: None
         """Returns the tensor of its module's last forward."""
-        self.compute_dtype: torch.dtype | None = None
-        """Dtype of that tensor; operations may cast it."""
+        self.compute_dtype: torch.dtype | None = None  # dtype of that tensor; operations may cast it
         self.computed_in: set[torch.dtype] = set()
         self._arrived = self._arrived_before = 0
         self._arrived_in: set[torch.dtype] = set()
@@ -190,8 +158,7 @@ class LiveParameter:
     def rests_in(self, tensor: torch.Tensor) -> None:
         """Rest in another tensor between steps, which `tensor` returns while it is there."""
         self._rested_in: torch.dtype | None = None
-        self.is_hooked = False
-        """Whether gradients are seen to arrive at the tensor that rests."""
+        self.is_hooked = False  # whether gradients are seen to arrive at the tensor that rests
         self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
         self.begin = _begin(tensor, self.record)
 
@@ -219,13 +186,13 @@ class LiveParameter:
         record.add("storage", dtype_name(rests.dtype), "the parameter between steps")
         record.layout = "a flat slice on each rank" if self.is_sliced else _layout(tensor)
         if self._first_digest is None and record.trained:
-            self._first_digest = _digest(local(rests))
-            if not self.is_sliced and _varies(local(rests)):
-                record.facts["began"] = self._first_digest
+            values = local(rests).detach()
+            self._first_digest = _digest(values)
+            if not self.is_sliced and values.dim() > 1 and values.numel() and not values.is_meta:
+                least, greatest = values.aminmax()
+                if least < greatest:  # a constant identifies no tensor
+                    record.facts["began"] = self._first_digest
         return True
-
-    def gathered(self, dtype: torch.dtype) -> str:
-        return self.gather_dtype if dtype is torch.uint8 and self.gather_dtype else dtype_name(dtype)
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
         """Record a gradient at the leaf, and sample it if other ranks have one to compare with."""
@@ -245,16 +212,6 @@ class LiveParameter:
         since, self._arrived_before = self._arrived - self._arrived_before, self._arrived
         return since
 
-    def began(self, master: torch.Tensor, at: int, length: int) -> None:
-        """Record once, before its first step, whether storage holds every value of its master."""
-        if "master_rounded" in self.record.facts or not self.record.dtypes("storage"):
-            return
-        storage = getattr(torch, self.record.dtypes("storage")[0])
-        if master.is_floating_point() and master.dtype.itemsize > storage.itemsize:
-            flat = master.detach().reshape(-1)[at:]
-            flat = flat[:length] if length >= 0 else flat
-            self.record.facts["master_rounded"] = bool(torch.equal(flat.to(storage).to(flat.dtype), flat))
-
     def stepped(self, since: bool) -> None:
         """Attribute the gradients that arrived to the step that used them.
 
@@ -269,11 +226,7 @@ class LiveParameter:
     def end(self, world: int) -> ParameterRecord:
         """Return the record, with a reason for every empty cell."""
         record, tensor = self.record, self.tensor()
-        record.facts |= {
-            "optimized": self.optimized,
-            "gradients": self._arrived,
-            "reductions": self.reductions,
-        }
+        record.facts |= {"optimized": self.optimized, "gradients": self._arrived}
         rests = getattr(tensor, "ds_tensor", tensor)
         if isinstance(rests, torch.Tensor) and self._first_digest is not None:
             last = _digest(local(rests))
@@ -289,7 +242,6 @@ class LiveParameter:
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    """Describe how a DTensor is spread over ranks."""
     placements = getattr(tensor, "placements", None)
     if placements is None or all(placement.is_replicate() for placement in placements):
         return ""
@@ -310,14 +262,6 @@ def _begin(tensor: torch.Tensor, record: ParameterRecord) -> int:
     if any(offsets[1:]):
         return -1
     return offsets[0] * (record.numel // max(record.shape[0], 1)) if offsets else 0
-
-
-def _varies(tensor: torch.Tensor) -> bool:
-    """Return True if its values can identify it: it is no vector and no constant."""
-    if tensor.dim() < 2 or not tensor.numel() or tensor.device.type == "meta":
-        return False
-    least, greatest = tensor.detach().aminmax()
-    return bool(least < greatest)
 
 
 _AS_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch import nn
 from zerodrift.plan.trace import CastBy
 
 _HERE = os.path.dirname(__file__) + os.sep
+_INSPECT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WATCHERS = (os.path.join(_PACKAGE, "inspect") + os.sep,)
 _LIBRARIES = tuple(
     {
         os.path.realpath(path) + os.sep
@@ -35,9 +35,6 @@ _SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-pac
 """Folders of packages in any path: those of a user, or of an environment below this one."""
 
 
-# --- modules ------------------------------------------------------------------------------------------
-
-
 class ModulePaths:
     """The path of the module whose forward is under way, known by hooks on every module."""
 
@@ -46,8 +43,7 @@ class ModulePaths:
         self._modules = [each for each in model.named_modules() if not isinstance(each[1], scripted)]
         self._stack: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}
-        self.failed = ""
-        """Path of the innermost module that raised."""
+        self.failed = ""  # path of the innermost module that raised
 
     @property
     def current(self) -> str:
@@ -97,9 +93,6 @@ def paths_in(model: nn.Module) -> Iterator[ModulePaths]:
             handle.remove()
 
 
-# --- lines of the model's code ------------------------------------------------------------------------
-
-
 @functools.cache
 def _casts() -> dict[str, CastBy]:
     """Return the engine's files that cast, by path."""
@@ -113,25 +106,41 @@ def _casts() -> dict[str, CastBy]:
 @functools.cache
 def _is_models(file: str) -> bool | None:
     """Return True for code of the model, False for ours, None for frames between the two."""
-    if file.startswith((_TORCH, *_WATCHERS, "<")) or file in _casts():
+    if file.startswith((_TORCH, _INSPECT, "<")) or file in _casts():
         return None
     if file.startswith(_PACKAGE):
         return False
     return None if os.path.basename(file) == "contextlib.py" else True
 
 
+@functools.cache
+def _is_script(file: str) -> bool | None:
+    """Return True for a script, False for a library, None for frames between the two."""
+    if file.startswith(("<", _HERE)):
+        return None
+    return not (file.startswith((_PACKAGE, *_LIBRARIES)) or any(part in file for part in _SITES))
+
+
+def _frames() -> Iterator[tuple[str, types.FrameType]]:
+    """Yield the files and frames of the calls that are under way, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame
+        frame = frame.f_back
+
+
+def _line(frame: types.FrameType, line: int | None = None) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno if line is None else line}"
+
+
 def place_of_code() -> tuple[str, CastBy]:
     """Return `file:line` of the model's code that is under way, and who in the engine casts for it."""
     by: CastBy = ""
-    casts = _casts()
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        by = by or casts.get(file, "")
+    for file, frame in _frames():
+        by = by or _casts().get(file, "")
         is_models = _is_models(file)
         if is_models is not None:
             return (_line(frame) if is_models else ""), by
-        frame = frame.f_back
     return "", by
 
 
@@ -145,35 +154,12 @@ def line_of(error: BaseException) -> str:
     return found
 
 
-def _line(frame: types.FrameType, line: int | None = None) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno if line is None else line}"
-
-
-# --- lines of a script --------------------------------------------------------------------------------
-
-
-@functools.cache
-def _is_script(file: str) -> bool | None:
-    """Return True for a script, False for a library, None for frames between the two."""
-    if file.startswith(("<", _HERE)):
-        return None
-    return not (file.startswith((_PACKAGE, *_LIBRARIES)) or any(part in file for part in _SITES))
-
-
-def _frame_where(accepts: Callable[[str], bool | None]) -> types.FrameType | None:
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and not accepts(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
 def is_from_script() -> bool:
     """Return True if a script, not a library for itself, makes the call that is under way."""
-    frame = _frame_where(lambda file: _is_script(file) is not None)
-    return frame is not None and _is_script(frame.f_code.co_filename) is True
+    known = (_is_script(file) for file, _ in _frames())
+    return next((is_script for is_script in known if is_script is not None), False)
 
 
 def line_of_script() -> str:
     """Return `file:line` of the innermost frame that is in no library; empty if there is none."""
-    frame = _frame_where(_is_script)
-    return "" if frame is None else _line(frame)
+    return next((_line(frame) for file, frame in _frames() if _is_script(file)), "")

@@ -1,8 +1,7 @@
 """The records of a run: the dtypes that one process saw of every parameter, and the call that showed each.
 
-A cell holds sightings: the dtype, and the first operation, collective or tensor that showed it. An empty cell
-has a reason instead. Records hold values only: every process of a command writes its own as JSON, and ranks
-send an `EngineRecord` to each other.
+An empty cell has a reason instead of sightings. Every process of a command writes its record as JSON, and
+ranks send an `EngineRecord` to each other.
 
 Invariant: a dtype that was not seen has no sighting. Nothing here is taken from a config or a plan.
 """
@@ -47,13 +46,9 @@ class Facts(TypedDict, total=False):
     """Knowledge about a parameter besides its dtypes."""
 
     changed: bool
-    """Whether its values changed over the watched steps."""
     optimized: bool
     """Whether an optimizer that stepped holds it."""
     gradients: int
-    reductions: int
-    master_rounded: bool
-    """Whether its master began as values that storage holds exactly."""
     began: int | None
     """Digest of its first values, where they identify the tensor."""
     digest: int | None
@@ -89,7 +84,7 @@ class ParameterRecord:
         return tuple(sighting.dtype for sighting in self.cells.get(column, ()))
 
     def has(self, column: Column, dtype: str) -> bool:
-        return any(sighting.dtype == dtype for sighting in self.cells.get(column, ()))
+        return dtype in self.dtypes(column)
 
     def add(
         self, column: Column, dtype: str, by: str, module: str = "", line: str | Callable[[], str] = ""
@@ -138,27 +133,22 @@ class ProcessRecord:
     the observer failed."""
 
     def to_json(self) -> dict[str, Any]:
-        of_model = ("name", "trained", "wrappers", "ties", "buffers", "parameters")
-        names = ("rank", "world", "steps", "micro_batches", "ended", "libraries", "notes", "events", "models")
         data = asdict(self)
-        data["models"] = [{name: model[name] for name in of_model} for model in data["models"]]
-        return {"version": VERSION, **{name: data[name] for name in names}}
+        models = data.pop("models")
+        return {"version": VERSION, **data, "models": models}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProcessRecord:
-        rest = {name: value for name, value in data.items() if name not in ("version", "models")}
-        return cls(models=[_model(model) for model in data["models"]], **rest)
-
-
-def _model(data: dict[str, Any]) -> ModelRecord:
-    model = ModelRecord(**data)
-    model.wrappers = tuple(model.wrappers)
-    model.parameters = [ParameterRecord(**item) for item in data["parameters"]]
-    for parameter in model.parameters:
-        parameter.shape, parameter.also = tuple(parameter.shape), tuple(parameter.also)
-        cells = parameter.cells.items()
-        parameter.cells = {column: [Sighting(*sighting) for sighting in held] for column, held in cells}
-    return model
+        process = cls(**{name: value for name, value in data.items() if name != "version"})
+        process.models = [ModelRecord(**model) for model in data["models"]]
+        for model in process.models:
+            model.wrappers = tuple(model.wrappers)
+            model.parameters = [ParameterRecord(**item) for item in model.parameters]  # type: ignore[arg-type]
+            for parameter in model.parameters:
+                parameter.shape, parameter.also = tuple(parameter.shape), tuple(parameter.also)
+                for column, sightings in parameter.cells.items():
+                    parameter.cells[column] = [Sighting(*sighting) for sighting in sightings]
+        return process
 
 
 @dataclass

@@ -29,14 +29,10 @@ class OptimizedPart:
     """Some elements of a parameter, in a tensor that an optimizer updates."""
 
     parameter: LiveParameter
-    begin: int = 0
-    """Flat index of the first element in the parameter."""
-    at: int = 0
-    """Flat index of the first element in the tensor."""
-    length: int = -1
-    """Elements; -1 for all of the tensor."""
-    sums: bool = True
-    """Whether micro-batches were added in the tensor's `.grad`, and not in another tensor."""
+    begin: int = 0  # flat index of the first element in the parameter
+    at: int = 0  # flat index of the first element in the tensor
+    length: int = -1  # elements; -1 for all of the tensor
+    sums: bool = True  # whether micro-batches were added in the tensor's `.grad`, and not in another tensor
 
 
 class Adapter:
@@ -68,8 +64,7 @@ class WatchState:
     def __init__(self, only: Any, adapters: Iterable[Adapter], may_finish: Callable[[], None]) -> None:
         self.active = False
         self.only = only
-        self.thread: int | None = None
-        """The thread whose calls are watched; None until one trains."""
+        self.thread: int | None = None  # the thread whose calls are watched; None until one trains
         self.several = False
         self.models: list[LiveModel] = []
         self.patches = Patches()
@@ -79,10 +74,8 @@ class WatchState:
         """Finishes if every step was seen; called when a forward of the next begins."""
         self.memory: Owners[LiveParameter] = Owners()
         self.gradient_memory: Owners[LiveParameter] = Owners()
-        self.rested = False
-        """Whether parameters may rest elsewhere than when `memory` was filled."""
-        self.looked = False
-        """Whether the innermost module's parameters are known to be where they were."""
+        self.rested = False  # whether parameters may rest elsewhere than when `memory` was filled
+        self.looked = False  # whether the innermost module's parameters are known to be where they were
         self.packed: list[list[LiveParameter]] = []
         """The parameters of the collectives that an adapter's library issues; the innermost call's last."""
         self.in_backward = 0
@@ -91,8 +84,7 @@ class WatchState:
         """Steps of an engine or of the first parameter that they updated: a run may make a new optimizer."""
         self.optimized: dict[int, Any] = {}
         """The parts of each tensor that an optimizer updates, by the tensor's id."""
-        self._settled = 0
-        """Steps that there had been when a backward last began."""
+        self._settled = 0  # steps that there had been when a backward last began
 
     def safely(self, call: Callable[[], Result], otherwise: Result) -> Result:
         """Call while the run is watched; an error ends the watching."""
@@ -107,10 +99,9 @@ class WatchState:
     def broken(self, error: Exception) -> None:
         """Stop watching, and note that the rest was not seen."""
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self.process.notes.append(
-            f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error} "
-            f"({where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]})."
-        )
+        place = f"{where.name}, line {where.lineno} of {where.filename.rpartition('/')[2]}"
+        defect = f"The observer stopped, a defect of zerodrift's: {type(error).__name__}: {error}"
+        self.process.notes.append(f"{defect} ({place}).")
         self.active = False  # hooks stay, and do nothing: one of them may be running
         self.process.ended = "broken"
 
@@ -129,7 +120,6 @@ class WatchState:
         self.patches.undo(when_imported(name, imported))
 
     def note(self, text: str) -> None:
-        """Add a note, once."""
         if text not in self.process.notes:
             self.process.notes.append(text)
 
@@ -142,7 +132,7 @@ class WatchState:
         for model in self.models:
             if made.path(model.root) is not None:  # a wrapper around it, or a module that it is a part of
                 model.become(made)
-                self.forget()
+                self.optimized.clear()
                 return model
         self.models.append(made)
         return made
@@ -151,10 +141,6 @@ class WatchState:
         """Return the parameter that this tensor is."""
         found = (model.resting(tensor) for model in self.models)
         return next((parameter for parameter in found if parameter is not None), None)
-
-    def forget(self) -> None:
-        """Drop what depends on names and packs, which have changed."""
-        self.optimized.clear()
 
     def remember(self) -> None:
         """Fill `memory` before it is asked."""
@@ -173,13 +159,6 @@ class WatchState:
         finally:
             self.packed.pop()
 
-    def backward_begins(self) -> None:
-        """Close a step that may be over: its optimizer was given the gradients that had arrived."""
-        self.passes += 1
-        self.gradient_memory.forget_freed()
-        self.settle()
-        self.see_place()
-
     def has_stepped(self, what: Any, micro_batches: int) -> None:
         """Count a step of a parameter or an engine."""
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -188,15 +167,14 @@ class WatchState:
         self.see_place()
 
     def event(self, kind: str, line: str) -> None:
-        """Record an event that makes a finding, once per line."""
         event = {"kind": kind, "line": line}
         if event not in self.process.events:
             self.process.events.append(event)
 
     def settle(self) -> None:
         since, self._settled = self.process.steps > self._settled, self.process.steps
-        for model in self.models:
-            model.stepped(since)
+        for parameter in (parameter for model in self.models for parameter in model.parameters):
+            parameter.stepped(since)
 
     def see_place(self) -> None:
         """Record the rank and the world size, before a program leaves its group."""
@@ -214,11 +192,6 @@ def guarded(method: Method) -> Method:
         if torch.compiler.is_compiling():
             return None
         state: WatchState = part.state
-        if state.active:
-            try:
-                return method(part, *args)
-            except Exception as error:
-                state.broken(error)
-        return None
+        return state.safely(lambda: method(part, *args), None)
 
     return cast(Method, call)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerodrift.inspect.trace.hooks import Patches, when_imported
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import LiveParameter, local
+from zerodrift.inspect.trace.parameter import local
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
@@ -27,8 +27,7 @@ class _OptimizedTensor:
     parts: Sequence[OptimizedPart]
     given: set[torch.dtype | None] = field(default_factory=set)
     """Dtypes of gradients that it was given; None for no gradient."""
-    kept: list[Any] = field(default_factory=list)
-    """Dtypes of its state when that was last looked at."""
+    kept: list[Any] = field(default_factory=list)  # dtypes of its state when that was last looked at
 
 
 class StepWatch:
@@ -64,7 +63,7 @@ class StepWatch:
 
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._under_way = optimizer, self._pairs(optimizer)
+        self._under_way = optimizer, self._updated(optimizer)
         for tensor, updated in self._under_way[1]:
             gradient = tensor.grad
             dtype = None if gradient is None else gradient.dtype
@@ -72,47 +71,41 @@ class StepWatch:
                 updated.given.add(dtype)
                 for part in updated.parts:
                     _see_given(part, tensor, dtype)
-            if gradient is not None:
-                for part in updated.parts:
-                    if self.state.several or not part.parameter.has_gradient:
-                        part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
+            for part in updated.parts:
+                if gradient is not None and (self.state.several or not part.parameter.has_gradient):
+                    part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        states, (begun, pairs) = getattr(optimizer, "state", {}), self._under_way
+        state, (begun, pairs) = self.state, self._under_way
         self._under_way = None, []
         if begun is not optimizer:
-            pairs = self._pairs(optimizer)
+            pairs = self._updated(optimizer)
         for tensor, updated in pairs:
-            state = states.get(tensor)
-            held = state.values() if isinstance(state, dict) else ()
-            kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held]
+            held = getattr(optimizer, "state", {}).get(tensor)
+            held = held if isinstance(held, dict) else {}
+            kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
                 updated.kept = kept
-                _see_kept(type(optimizer).__name__, updated.parts, tensor, state)
-        self._count(optimizer, [part.parameter for _, updated in pairs for part in updated.parts])
-
-    def _count(self, optimizer: Any, parameters: Sequence[LiveParameter]) -> None:
-        passes = self.state.passes
+                _see_kept(type(optimizer).__name__, updated.parts, tensor, held)
+        parameters = [part.parameter for _, updated in pairs for part in updated.parts]
         arrived = max((parameter.arrived_since_step() for parameter in parameters), default=0)
-        since = passes - self._stepped.get(optimizer, 0)
-        if since or not passes:  # none for a group of a step that was counted
-            self._stepped[optimizer] = passes
-            micro_batches = min(since, arrived) if arrived else since
-            self.state.has_stepped(parameters[0] if parameters else optimizer, micro_batches)
+        since = state.passes - self._stepped.get(optimizer, 0)
+        if since or not state.passes:  # none for a group of a step that was counted
+            self._stepped[optimizer] = state.passes
+            state.has_stepped(parameters[0] if parameters else optimizer, min(since, arrived or since))
 
-    def _pairs(self, optimizer: Any) -> list[tuple[torch.Tensor, _OptimizedTensor]]:
-        return [(tensor, self._of(optimizer, tensor)) for tensor in _tensors(optimizer)]
-
-    def _of(self, optimizer: Any, tensor: torch.Tensor) -> _OptimizedTensor:
-        """Return a tensor with the parameters in it, found once."""
-        known = self.state.optimized.get(id(tensor))
-        if known is not None and known.tensor() is tensor:
-            return known
-        updated = _OptimizedTensor(weakref.ref(tensor), self._parts(optimizer, tensor))
-        if updated.parts:
-            self.state.optimized[id(tensor)] = updated
-        return updated
+    def _updated(self, optimizer: Any) -> list[tuple[torch.Tensor, _OptimizedTensor]]:
+        """Return an optimizer's tensors with the parameters in them, which are found once."""
+        pairs = []
+        for tensor in _tensors(optimizer):
+            known = self.state.optimized.get(id(tensor))
+            if known is None or known.tensor() is not tensor:
+                known = _OptimizedTensor(weakref.ref(tensor), self._parts(optimizer, tensor))
+                if known.parts:
+                    self.state.optimized[id(tensor)] = known
+            pairs.append((tensor, known))
+        return pairs
 
     def _parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart]:
         for adapter in self.state.adapters:
@@ -122,18 +115,13 @@ class StepWatch:
         parameter = self.state.resting(tensor)
         if parameter is not None:
             return (OptimizedPart(parameter, parameter.begin),)
-        for model in self.state.models:
-            parameter = model.copied(tensor)
-            if parameter is not None:
-                return (OptimizedPart(parameter),)
-        return ()
+        copies = (model.copied(tensor) for model in self.state.models)
+        return [OptimizedPart(copied) for copied in copies if copied is not None][:1]
 
 
 def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
+        yield from (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
 
 
 def _see_given(part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
@@ -143,28 +131,21 @@ def _see_given(part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | N
         parameter.record.add("master", "same", "the parameter itself")
     else:
         parameter.record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
-        parameter.began(local(tensor), part.at, part.length)
     if part.sums and dtype is not None:
         parameter.record.add("accumulate", dtype_name(dtype), ".grad", "", line_of_script)
 
 
-def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, state: Any) -> None:
-    kept = _moments(state, tensor)
-    for part in parts:
-        for key, moment in kept:
-            part.parameter.record.add("state", dtype_name(moment.dtype), f"{name} {key}")
-        if not kept and local(tensor).numel():
-            part.parameter.record.unseen["state"] = f"{name} keeps none"
-
-
-def _moments(state: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the states of every element or every block of elements, and no counters."""
-    if not isinstance(state, dict):
-        return []
+def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, held: dict[Any, Any]) -> None:
+    """Record the states of every element or every block of elements, and no counters."""
     numel = local(tensor).numel()
     least = min(max(2, numel // 4096), numel)
-    kept = [(str(key), local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)]
-    return [(key, value) for key, value in kept if value.numel() >= least]
+    tensors = {key: local(value) for key, value in held.items() if isinstance(value, torch.Tensor)}
+    kept = {key: value for key, value in tensors.items() if value.numel() >= least}
+    for part in parts:
+        for key, moment in kept.items():
+            part.parameter.record.add("state", dtype_name(moment.dtype), f"{name} {key}")
+        if not kept and numel:
+            part.parameter.record.unseen["state"] = f"{name} keeps none"
 
 
 class ExportWatch:
@@ -174,18 +155,16 @@ class ExportWatch:
         self._written: dict[str, tuple[tuple[int, ...], str, str, str]] = {}
         """Name in the file -> shape, dtype, the function that wrote it, line."""
         self._patches = Patches()
+        self.end = self._patches.restore
 
     def begin(self) -> None:
-        patches = self._patches
-        patches.replace(torch, "save", self._saves("torch.save"))
+        replace = self._patches.replace
+        replace(torch, "save", self._saves("torch.save"))
 
-        def safetensors(module: Any) -> None:
-            patches.replace(module, "save_file", self._saves("safetensors"))
+        def imported(module: Any) -> None:
+            replace(module, "save_file", self._saves("safetensors"))
 
-        patches.undo(when_imported("safetensors.torch", safetensors))
-
-    def end(self) -> None:
-        self._patches.restore()
+        self._patches.undo(when_imported("safetensors.torch", imported))
 
     def _saves(self, by: str) -> Callable[..., Any]:
         def save(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +189,7 @@ class ExportWatch:
 def _named(value: Any, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating tensors of a checkpoint, a dict of dicts."""
     for key, item in value.items() if isinstance(value, dict) and depth else ():
-        if isinstance(item, torch.Tensor):
-            if isinstance(key, str) and item.is_floating_point():
-                yield key, item
-        else:
+        if not isinstance(item, torch.Tensor):
             yield from _named(item, depth - 1)
+        elif isinstance(key, str) and item.is_floating_point():
+            yield key, item

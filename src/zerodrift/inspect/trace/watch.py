@@ -1,20 +1,9 @@
 """Watch the models that train in this process, with any library, and record what they do.
 
-Everything hangs on doors that every library goes through: forwards of modules and the operations in them,
-gradients that arrive at leaves, collectives, steps of torch's optimizers. A library's own buffers are
+Everything hangs on doors that every library goes through: forwards of modules and the operations in them
+(`compute`), gradients that arrive at leaves (`grad`, `accumulate`), collectives (`gather`, `reduce`), steps
+of torch's optimizers (`master`, `state`), files that are written (`export`). A library's own buffers are
 unpacked by its `Adapter`.
-
-A cell is seen where it is a tensor or a call:
-
-    storage     a parameter between steps
-    gather      collectives that carry parameters
-    compute     inputs of the first operation that is no view and no cast, in a forward
-    grad        the gradient that arrives at the leaf
-    accumulate  the tensor that a gradient is added to, and the one that the optimizer is given
-    reduce      collectives that carry gradients
-    master      the tensor that the optimizer updates
-    state       the tensors that it keeps of each
-    export      tensors in files that were written
 
 Invariant: watching changes no value, and leaves nothing behind when it ends.
 """
@@ -29,23 +18,17 @@ import torch
 
 from zerodrift.inspect.trace.forwards import ForwardWatch
 from zerodrift.inspect.trace.gradients import CollectiveWatch, GradientWatch
-from zerodrift.inspect.trace.libraries import adapters
+from zerodrift.inspect.trace.libraries.deepspeed import DeepSpeed
+from zerodrift.inspect.trace.libraries.fsdp import Fsdp1, Fsdp2
+from zerodrift.inspect.trace.libraries.own import Own
 from zerodrift.inspect.trace.records import ProcessRecord
 from zerodrift.inspect.trace.state import WatchState
 from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 
-TRIED = ("2.13", "2.15")
-"""Versions of torch."""
+TRIED = ("2.13", "2.15")  # versions of torch
 
-_LIBRARIES = [
-    "torch",
-    "deepspeed",
-    "accelerate",
-    "transformers",
-    "lightning",
-    "pytorch_lightning",
-    "zerodrift",
-]
+_LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zerodrift")
+_LIBRARIES_OF_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 class Watcher:
@@ -59,7 +42,7 @@ class Watcher:
         files_after: bool = False,
     ) -> None:
         """`files_after`: see the files that are written after these steps too, until `files_end`."""
-        self.state = WatchState(only, adapters(), self._may_finish)
+        self.state = WatchState(only, (Own(), Fsdp2(), Fsdp1(), DeepSpeed()), self._may_finish)
         self._wanted, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
         self._steps = StepWatch(self.state)
@@ -78,7 +61,6 @@ class Watcher:
             adapter.begin(self.state)
 
     def end(self) -> None:
-        """Remove every hook."""
         self._exports.end()
         if self.state.active:
             self.state.active = False
@@ -94,12 +76,11 @@ class Watcher:
     def finish(self, ended: str) -> None:
         """Look at what rests, end, and hand over the record."""
         state, process = self.state, self.state.process
-        broken = process.ended == "broken"
-        if not state.active and not broken:
+        if not state.active and process.ended != "broken":
             return
         state.active = False
         try:
-            if not broken:
+            if process.ended != "broken":
                 state.settle()
                 for model in state.models:
                     model.look()
@@ -111,11 +92,9 @@ class Watcher:
         if process.ended != "broken":
             process.ended = ended
         state.see_place()
-        process.libraries = {
-            name: str(getattr(sys.modules[name], "__version__", "unknown"))
-            for name in _LIBRARIES
-            if sys.modules.get(name) is not None
-        }
+        for name in (*_LIBRARIES, *_LIBRARIES_OF_LIGHTNING):
+            if sys.modules.get(name) is not None:
+                process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             process.notes.append(
                 f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)}): what it "

@@ -77,8 +77,7 @@ class Feed:
         mean = self.blocks.labels(chosen).sum() / (seat.ranks * seat.accumulation)
         for place in seat.numbers:
             own = blocks_of(chosen, place, seat.micro)
-            batch = micro_batch(self.blocks, own, mean, seat.device)
-            yield batch if self.groups is None else _cut(batch, self._length(own))
+            yield micro_batch(self.blocks, own, mean, seat.device, self._length(own))
 
     def tokens(self, number: int) -> list[int]:
         """Return the tokens of each micro-batch of a step on all ranks, with padding."""
@@ -96,13 +95,14 @@ class Feed:
 
 
 def micro_batch(
-    blocks: Blocks | Mixture, chosen: np.ndarray, mean: float, device: torch.device
+    blocks: Blocks | Mixture, chosen: np.ndarray, mean: float, device: torch.device, length: int | None = None
 ) -> MicroBatch:
-    """Read blocks as tensors; `mean` is the average number of labels of a micro-batch of the step."""
+    """Read blocks as tensors, cut to `length`; `mean` is the average number of labels of a micro-batch of
+    the step."""
     read = blocks.read(chosen)
 
     def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(values[:, :length])).to(device, non_blocking=True)
 
     tokens = on_device(read.tokens)
     labels = tokens if read.labels is read.tokens else on_device(read.labels)
@@ -110,30 +110,13 @@ def micro_batch(
     return MicroBatch(tokens, labels, float(blocks.labels(chosen).sum() / mean), chosen, positions)
 
 
-def _cut(batch: MicroBatch, length: int) -> MicroBatch:
-    """Drop the tokens from `length` on."""
-    tokens, positions = batch.tokens[:, :length].contiguous(), batch.positions
-    return replace(
-        batch,
-        tokens=tokens,
-        labels=tokens if batch.labels is batch.tokens else batch.labels[:, :length].contiguous(),
-        positions=None if positions is None else positions[:, :length].contiguous(),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationBatch:
-    """One micro-batch of the validation data on one rank."""
-
-    batch: MicroBatch
-    labels: int
-    """Labels that count; 0 for a batch that only gives all ranks the same number of forwards."""
-
-
 def validation_batches(
     blocks: Blocks | Mixture, seat: BatchLayout, most: int | None
-) -> Iterator[ValidationBatch]:
-    """Deal the first `most` validation blocks to ranks in turns, the same every time."""
+) -> Iterator[tuple[MicroBatch, int]]:
+    """Deal the first `most` validation blocks to ranks in turns, the same every time.
+
+    Yields a micro-batch and its labels; none for a batch that only gives all ranks as many forwards.
+    """
     stride = seat.ranks * seat.micro
     count = len(blocks) if most is None else min(most, len(blocks))
     for turn in range(-(-count // stride)):
@@ -147,4 +130,4 @@ def validation_batches(
             labels = batch.labels.clone()  # may be the tokens themselves
             labels[torch.from_numpy(~real).to(seat.device)] = IGNORED
             batch = replace(batch, labels=labels, blocks=chosen[real])
-        yield ValidationBatch(batch, int(blocks.labels(chosen[real]).sum()))
+        yield batch, int(blocks.labels(chosen[real]).sum())

@@ -16,10 +16,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -40,75 +40,71 @@ def _checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int,
 
 
 class BlockWriter:
-    """Writes the blocks of a folder. With `separate_documents` those that share a block do not see each
-    other."""
+    """Writes the blocks of one part of a folder. With `separate_documents` the documents that share a block
+    do not see each other."""
 
-    def __init__(self, folder: Path, length: int, vocabulary: int, separate_documents: bool = False) -> None:
-        self.folder, self.length, self.vocabulary = folder, length, vocabulary
-        self.separate_documents = separate_documents
-        self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-        self._files: dict[str, tuple[BinaryIO, BinaryIO]] = {}
-        self._counts: dict[str, list[np.ndarray]] = {}
-        self._sums: dict[str, list[np.ndarray]] = {}
-        self._marked: set[str] = set()
-        """Parts in which some token is not learned."""
+    def __init__(
+        self, folder: Path, part: str, length: int, vocabulary: int, separate_documents: bool = False
+    ) -> None:
+        self.length = length
+        self._vocabulary, self._separate_documents = vocabulary, separate_documents
+        self._paths = {what: folder / f"{part}.{what}" for what in ("tokens", "marks", "counts", "sums")}
+        self._files = [self._paths[what].open("wb") for what in ("tokens", "marks")]
+        self._counts: list[np.ndarray] = []
+        self._sums: list[np.ndarray] = []
+        self._is_marked = False
+        """Whether some token is not learned."""
 
-    def write(self, part: str, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    def write(self, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
         """Append the blocks that have a label, and return which these are."""
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
-            must = f"must make tokens from 0 to {self.vocabulary - 1}"
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
+            must = f"must make tokens from 0 to {self._vocabulary - 1}"
             raise ConfigError("data.tokenizer", must, got=f"{tokens.min()} to {tokens.max()}")
-        if self.separate_documents:
+        if self._separate_documents:
             marks = np.where(marks & STARTS, marks & STARTS, marks)
         else:
             marks = marks & LEARNED
         # The first token of a block, and of a separate document, follows from nothing.
         counts = (marks[:, 1:] & LEARNED).sum(axis=1, dtype=np.int32)
         keep: np.ndarray = counts > 0
-        if part not in self._files:
-            self._files[part] = (self._at(part, "tokens").open("wb"), self._at(part, "marks").open("wb"))
-        tokens, marks, counts = tokens[keep].astype(self.dtype), marks[keep].astype(_MARK), counts[keep]
-        for file, values in zip(self._files[part], (tokens, marks), strict=True):
+        tokens, marks = tokens[keep].astype(_token_dtype(self._vocabulary)), marks[keep].astype(_MARK)
+        for file, values in zip(self._files, (tokens, marks), strict=True):
             file.write(values.tobytes())
-        sums = [_checksums(*block) for block in zip(tokens, marks, counts.tolist(), strict=True)]
-        self._counts.setdefault(part, []).append(counts)
-        self._sums.setdefault(part, []).append(np.array(sums, np.uint32).reshape(-1, 2))
-        if (marks != LEARNED).any():
-            self._marked.add(part)
+        sums = [_checksums(*block) for block in zip(tokens, marks, counts[keep].tolist(), strict=True)]
+        self._counts.append(counts[keep])
+        self._sums.append(np.array(sums, np.uint32).reshape(-1, 2))
+        self._is_marked |= bool((marks != LEARNED).any())
         return keep
 
-    def close(self, reading: dict[str, Any]) -> None:
-        """Write the index, with the counts of what was read."""
-        parts: dict[str, object] = {}
+    def close(self) -> dict[str, int]:
+        """Finish the files, and return what the index says of the part; empty for a part without blocks."""
         self.release()
-        for part in self._files:
-            counts = np.concatenate(self._counts[part])
-            counts.tofile(self._at(part, "counts"))
-            if part not in self._marked:
-                self._at(part, "marks").unlink()
-            parts[part] = {"blocks": len(counts), "labels": int(counts.sum())}
-            np.concatenate(self._sums[part]).tofile(self._at(part, "sums"))
-        index = {
-            "length": self.length,
-            "dtype": self.dtype.name,
-            "vocabulary": self.vocabulary,
-            "parts": parts,
-            "apart": self.separate_documents,
-            "reading": reading,
-        }
-        (self.folder / INDEX).write_text(_sealed(index))
+        blocks = sum(map(len, self._counts))
+        if not self._is_marked:
+            self._paths["marks"].unlink()
+        if not blocks:
+            self._paths["tokens"].unlink()
+            return {}
+        np.concatenate(self._counts).tofile(self._paths["counts"])
+        np.concatenate(self._sums).tofile(self._paths["sums"])
+        return {"blocks": blocks, "labels": sum(int(counts.sum()) for counts in self._counts)}
 
     def release(self) -> None:
-        """Close the open files."""
-        for file in (file for files in self._files.values() for file in files):
+        for file in self._files:
             file.close()
 
-    def _at(self, part: str, what: str) -> Path:
-        return self.folder / f"{part}.{what}"
+
+def _token_dtype(vocabulary: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
+def write_index(folder: Path, length: int, vocabulary: int, parts: Mapping[str, Any], **more: Any) -> None:
+    """Write what each part has; `more` are `apart`, the separate documents, and the counts in `reading`."""
+    sizes = {"length": length, "dtype": _token_dtype(vocabulary).name, "vocabulary": vocabulary}
+    (folder / INDEX).write_text(_sealed({**sizes, "parts": parts, **more}))
 
 
 def _sealed(index: dict[str, Any]) -> str:
-    """Return the index as JSON, and a line with its checksum."""
     text = json.dumps(index, indent=1)
     return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
 
@@ -203,7 +199,11 @@ class Blocks:
         return BlockValues(tokens, labels, _positions(starts) if self.separate_documents else None)
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        part, place = self._locate(index)
+        place = index
+        for part in self.maps:
+            if place < len(part):
+                break
+            place -= len(part)
         tokens, marks = part[place], None if self.marks is None else self.marks[index]
         if self.sums is not None and self.counts is not None:
             held = np.full(self.length, LEARNED, _MARK) if marks is None else marks
@@ -213,13 +213,6 @@ class Blocks:
             got = f"{tokens.min()} to {tokens.max()} in block {place}"
             raise ConfigError(str(part.file), _in_vocabulary(self.vocabulary), got=got, do=_TOKENIZER)
         return tokens.astype(np.int64), marks
-
-    def _locate(self, index: int) -> tuple[Rows, int]:
-        for part in self.maps:
-            if index < len(part):
-                return part, index
-            index -= len(part)
-        raise AssertionError(f"block {index} is beyond the end")
 
     def split(self, share: float) -> tuple[Blocks, Blocks]:
         """Split off the last `share` of the blocks of each map, at least one."""
@@ -278,19 +271,16 @@ def open_blocks(folder: Path, part: str) -> Blocks:
         tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
         file = folder / f"{part}.marks"
         marks = Rows.of(file, _MARK, length) if file.is_file() else None
-        counts = _numbers(folder / f"{part}.counts", np.dtype(np.int32))
-        sums = _numbers(folder / f"{part}.sums", np.dtype(np.uint32)).reshape(-1, 2)
+        for name in (f"{part}.counts", f"{part}.sums"):
+            if other := kind(folder / name):
+                raise ValueError(f"{other} at {name}")
+        counts = np.memmap(folder / f"{part}.counts", np.int32, "r")
+        sums = np.memmap(folder / f"{part}.sums", np.uint32, "r").reshape(-1, 2)
     except (OSError, ValueError) as error:
         raise damaged(folder, first_line(error)) from None
     if {len(rows) for rows in (tokens, counts, sums, marks) if rows is not None} != {count}:
         raise damaged(folder, f"files of other lengths than {count} blocks")
     return Blocks((tokens,), marks, counts, length, vocabulary, sums, index["apart"])
-
-
-def _numbers(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    if other := kind(file):
-        raise ValueError(f"{other} at {file.name}")
-    return np.memmap(file, dtype, "r")
 
 
 def damaged(folder: Path, got: str) -> ConfigError:
@@ -304,37 +294,19 @@ def damaged(folder: Path, got: str) -> ConfigError:
 def open_tokens(files: Sequence[Path], dtype: str, length: int, vocabulary: int) -> Blocks:
     """Open `.npy` and `.bin` files of token numbers as blocks, without a copy."""
     problems = Problems()
-    maps = [_tokens(file, dtype, length, vocabulary, problems) for file in files]
+    maps = []
+    for file in files:
+        try:
+            rows = _npy_rows(file, length) if file.suffix == ".npy" else _bin_rows(file, dtype, length)
+            maps.append(rows)
+            _check_first(rows, vocabulary)
+        except ConfigError as error:
+            problems.include(*error.problems)
+        except Exception as error:  # a damaged header makes NumPy raise nearly anything
+            got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            problems.add(str(file), "must be a file of token numbers", got=got)
     problems.raise_as(ConfigError)
     return Blocks(tuple(rows for rows in maps if rows), None, None, length, vocabulary)
-
-
-def _tokens(file: Path, dtype: str, length: int, vocabulary: int, problems: Problems) -> Rows | None:
-    try:
-        open_rows = _npy_rows(file, length) if file.suffix == ".npy" else _bin_rows(file, dtype, length)
-    except ConfigError as error:
-        problems.include(*error.problems)
-        return None
-    except Exception as error:  # a damaged header makes NumPy raise nearly anything
-        got = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        problems.add(str(file), "must be a file of token numbers", got=got)
-        return None
-    if not len(open_rows):
-        return open_rows
-    first = open_rows[0]
-    if int(first.min()) < 0 or int(first.max()) >= vocabulary:
-        got = f"{first.min()} to {first.max()} in its first block"
-        problems.add(str(file), _in_vocabulary(vocabulary), got=got, do=_TOKENIZER)
-    elif open_rows.dtype == np.uint16 and first[::2].any() and _every_second_is_zero(open_rows):
-        got = "a 0 in every second place, as 32-bit numbers have"
-        problems.add(str(file), "must hold uint16 numbers", got=got, do="Set `data.token_dtype: uint32`.")
-    return open_rows
-
-
-def _every_second_is_zero(rows: Rows) -> bool:
-    """Check as many first blocks as rule out chance."""
-    some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
-    return len(some) >= 64 and not some[1::2].any()
 
 
 def _npy_rows(file: Path, length: int) -> Rows:
@@ -353,3 +325,20 @@ def _bin_rows(file: Path, dtype: str, length: int) -> Rows:
     if size % number.itemsize or not size:
         raise ConfigError(str(file), f"must hold {dtype} numbers", got=f"{size} bytes")
     return Rows.of(file, number, length)
+
+
+def _check_first(rows: Rows, vocabulary: int) -> None:
+    """Refuse a map of another vocabulary or dtype, as its first blocks show it."""
+    if not len(rows):
+        return
+    first = rows[0]
+    if int(first.min()) < 0 or int(first.max()) >= vocabulary:
+        got = f"{first.min()} to {first.max()} in its first block"
+        raise ConfigError(str(rows.file), _in_vocabulary(vocabulary), got=got, do=_TOKENIZER)
+    # As many first blocks as rule out chance.
+    some = np.concatenate([rows[index] for index in range(min(len(rows), -(-64 // rows.length)))])
+    if rows.dtype == np.uint16 and first[::2].any() and len(some) >= 64 and not some[1::2].any():
+        got = "a 0 in every second place, as 32-bit numbers have"
+        raise ConfigError(
+            str(rows.file), "must hold uint16 numbers", got=got, do="Set `data.token_dtype: uint32`."
+        )

@@ -13,13 +13,14 @@ is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from zerodrift.errors import ConfigError
+from zerodrift.model.factory import cause
 from zerodrift.train.data.conversation import ASSISTANT, TOOL, USER, Conversation, Message, names
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens, TransformersTokenizer
 
@@ -115,13 +116,8 @@ def _with_template(
     talk, text = _accepted_form(talk, tokenizer)
     every = [number for number, turn in enumerate(talk.messages) if turn["role"] == ASSISTANT]
     if not learn_all and tokenizer.marks_answers(talk.tools) and list(talk.answers) == every:
-        made = tokenizer.inner.apply_chat_template(
-            tokenizer.turns(talk.messages),
-            tools=list(talk.tools) or None,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        more = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        made = _apply(tokenizer, talk.messages, talk.tools, **more)
         return np.asarray(made["input_ids"], np.int64), np.asarray(made["assistant_masks"], bool)
     render = _renderer(talk, tokenizer)
     answers = () if learn_all else talk.answers
@@ -129,22 +125,21 @@ def _with_template(
     return encode_with_mask(text, spans, tokenizer, talk.where)
 
 
+def _apply(
+    tokenizer: TransformersTokenizer, messages: Sequence[Message], tools: Sequence[Any], **more: Any
+) -> Any:
+    turns = tokenizer.turns(messages)
+    return tokenizer.inner.apply_chat_template(turns, tools=list(tools) or None, **more)
+
+
 def _renderer(talk: Conversation, tokenizer: TransformersTokenizer) -> Render:
     def render(messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] = talk.tools) -> str:
         try:
-            return str(
-                tokenizer.inner.apply_chat_template(
-                    tokenizer.turns(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                )
-            )
+            return str(_apply(tokenizer, messages, tools, tokenize=False, add_generation_prompt=ask))
         except Exception as error:  # the template is a program of its owner
             roles = ", ".join(turn["role"] for turn in messages[:8])
             must = f"must be a conversation that the chat template of {tokenizer.name} writes"
-            got = f"{roles or 'no turns'}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            todo = "Change the conversation or the template."
+            got, todo = f"{roles or 'no turns'}: {cause(error)}", "Change the conversation or the template."
             raise ConfigError(talk.where, must, got=got, do=todo) from error
 
     return render
@@ -165,56 +160,45 @@ def _accepted_form(talk: Conversation, tokenizer: TransformersTokenizer) -> tupl
     raise problems[0]
 
 
-def _call_forms(talk: Conversation) -> list[Conversation]:
-    """Return a conversation with tool calls in the four forms that templates expect.
+def _call_forms(talk: Conversation) -> Iterator[Conversation]:
+    """Yield a conversation with tool calls in the four forms that templates expect.
 
     Some templates write arguments as JSON and want a mapping, others want the text. Some see a call only
     where the content is missing, others where it is empty.
     """
-
-    def with_arguments(change: Callable[[Any], Any]) -> Conversation:
-        turns = []
-        for turn in talk.messages:
-            calls = [{**call, "function": dict(call["function"])} for call in turn.get("tool_calls", ())]
-            for function in (call["function"] for call in calls if "arguments" in call["function"]):
-                function["arguments"] = change(function["arguments"])
-            turns.append({**turn, "tool_calls": calls} if calls else turn)
-        return replace(talk, messages=tuple(turns))
-
-    def with_other_emptiness(form: Conversation) -> Conversation:
-        return replace(form, messages=tuple(map(_other_emptiness, form.messages)))
-
-    forms = [with_arguments(lambda value: _as_block(value, talk.where)), with_arguments(_as_text)]
-    return [*forms, *map(with_other_emptiness, forms)]
+    for swap_emptiness in (False, True):
+        for as_text in (False, True):
+            turns = []
+            for turn in talk.messages:
+                if "tool_calls" in turn:
+                    calls = [_call_form(call, as_text, talk.where) for call in turn["tool_calls"]]
+                    turn = {**turn, "tool_calls": calls}
+                    if swap_emptiness and not turn["content"]:
+                        turn["content"] = "" if turn["content"] is None else None
+                turns.append(turn)
+            yield replace(talk, messages=tuple(turns))
 
 
-def _other_emptiness(turn: Message) -> Message:
-    if "tool_calls" not in turn or turn["content"]:
-        return turn
-    return {**turn, "content": "" if turn["content"] is None else None}
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _as_block(arguments: Any, where: str) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        block = json.loads(arguments)
-    except (ValueError, RecursionError):
-        block = None
-    if not isinstance(block, Mapping):
-        must, got = "must have `arguments` of JSON keys", repr(arguments[:60])
-        raise ConfigError(f"{where}: tool_calls", must, got=got)
-    return block
+def _call_form(call: Mapping[str, Any], as_text: bool, where: str) -> dict[str, Any]:
+    """Return a call with its arguments as a text, or as a mapping."""
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if as_text and arguments is not None and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except (ValueError, RecursionError):
+            function["arguments"] = None
+        if not isinstance(function["arguments"], Mapping):
+            must, got = "must have `arguments` of JSON keys", repr(arguments[:60])
+            raise ConfigError(f"{where}: tool_calls", must, got=got)
+    return {**call, "function": function}
 
 
 def _answer(
     talk: Conversation, number: int, text: str, render: Render, tokenizer: TransformersTokenizer
 ) -> Span:
-    """Find an answer in the text of its conversation."""
     try:
         before = render(talk.messages[:number], ask=True)
     except ConfigError:  # a template that needs a turn, or a question, in front

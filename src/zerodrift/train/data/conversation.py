@@ -25,14 +25,9 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
 SPEAKERS = {
     SYSTEM: SYSTEM,
-    "human": USER,
-    USER: USER,
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    ASSISTANT: ASSISTANT,
-    "observation": TOOL,
-    TOOL: TOOL,
+    **dict.fromkeys(("human", USER), USER),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", ASSISTANT), ASSISTANT),
+    **dict.fromkeys(("observation", TOOL), TOOL),
 }
 """ShareGPT's speakers -> roles. Its `function_call` is a tool call of the assistant."""
 
@@ -80,27 +75,22 @@ class Conversation:
     @property
     def answers(self) -> tuple[int, ...]:
         """Numbers of the turns that are learned."""
-        return tuple(number for number in self._assistant_turns if not _is_silent(self.messages[number]))
+        return tuple(
+            number
+            for number in self._spoken
+            if (turn := self.messages[number]).keys() > {"role", "content"} or (turn["content"] or "").strip()
+        )
 
     @property
     def silent(self) -> int:
         """Number of empty answers, which are not learned."""
-        return len(self._assistant_turns) - len(self.answers)
+        return len(self._spoken) - len(self.answers)
 
     @property
-    def _assistant_turns(self) -> list[int]:
-        roles = [turn["role"] for turn in self.messages]
-        numbers = range(self.given, len(roles))
-        return [number for number in numbers if roles[number] == ASSISTANT and number not in self.muted]
-
-
-def _is_silent(turn: Message) -> bool:
-    return not (turn["content"] or "").strip() and turn.keys() == {"role", "content"}
-
-
-def plain_conversation(messages: Sequence[Message], where: str = "a conversation") -> Conversation:
-    """Make a conversation of plain turns."""
-    return Conversation(tuple(messages), where)
+    def _spoken(self) -> list[int]:
+        """Numbers of the turns of the assistant that the row does not exclude."""
+        later = list(enumerate(self.messages))[self.given :]
+        return [number for number, turn in later if turn["role"] == ASSISTANT and number not in self.muted]
 
 
 def is_conversation(row: Mapping[str, Any], key: str) -> bool:
@@ -124,32 +114,41 @@ def pair_columns(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def read_conversation(row: Mapping[str, Any], key: str, where: str) -> Conversation:
     """Return the conversation of a row in any known dialect; `key` is `data.messages`."""
+    got = names(row) or "nothing"
     if key != _TURNS[0] and key not in row:
-        raise ConfigError(
-            where, f"must have `{key}`, which `data.messages` names", got=names(row) or "nothing"
-        )
+        raise ConfigError(where, f"must have `{key}`, which `data.messages` names", got=got)
     column = turns_column(row, key) or next((name for name in (key, *_TURNS) if name in row), None)
     pair = pair_columns(row)
     if column is not None:
-        turns = _turns(_parsed(row[column], f"{where}: {column}"), f"{where}: {column}")
-        given, columns, form = 0, {column}, f"`{column}`"
+        turns, given, columns = _turns(row, column, where), 0, {column}
+        form = f"`{column}`"
     elif pair is not None:
         turns, given, columns = _question_and_answer(row, pair, where)
         form = f"`{pair[0]}` and `{pair[1]}`"
     else:
         must = f"must have `{key}`, or columns such as `prompt` and `completion`, `instruction` and `output`"
-        raise ConfigError(where, must, got=names(row) or "nothing")
+        raise ConfigError(where, must, got=got)
     if (before := _first(row, _SYSTEM)) and not (turns and turns[0]["role"] == SYSTEM):
         turns = [{"role": SYSTEM, "content": text_of(row, before, where)}, *turns]
         given += bool(given)
         columns |= {before}
-    muted = {number for number, turn in enumerate(turns) if not _is_learned(turn, f"{where}: turn {number}")}
-    messages = tuple({key: turn[key] for key in turn if key not in _LEARNED} for turn in turns)
-    tools = _tools(row, where)
+    muted = set()
+    for number, turn in enumerate(turns):
+        for mark in [name for name in _LEARNED if turn.get(name) is not None]:
+            if turn[mark] not in (0, 1):
+                place = f"{where}: turn {number}: {mark}"
+                raise ConfigError(place, "must be 0 or 1, or not be there", got=repr(turn[mark]))
+            muted |= set() if turn[mark] else {number}
+    messages = tuple({name: turn[name] for name in turn if name not in _LEARNED} for turn in turns)
+    tools = _parsed(row, "tools", where)
+    if not has_content(tools):
+        tools = []
+    elif not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ConfigError(f"{where}: tools", "must be a list of descriptions of tools", got=type_name(tools))
     if other := [name for name in _UNSUPPORTED if name not in columns and has_content(row.get(name))]:
         raise ConfigError(where, "must be a conversation of text", got=names(other))
     columns |= {"tools"} if tools else set()
-    return Conversation(messages, where, tools, given, frozenset(muted), form, frozenset(columns))
+    return Conversation(messages, where, tuple(tools), given, frozenset(muted), form, frozenset(columns))
 
 
 def _question_and_answer(
@@ -160,7 +159,7 @@ def _question_and_answer(
     turns = _history(row, where)
     columns = {asked, answered} | ({"history"} if turns else set())
     if isinstance(row[asked], list):
-        turns += _turns(row[asked], f"{where}: {asked}")
+        turns += _turns(row, asked, where)
     else:
         question = text_of(row, asked, where)
         if more := _first(row, [name for name in _CONTEXT if name not in pair]):
@@ -170,7 +169,7 @@ def _question_and_answer(
         turns.append({"role": USER, "content": question})
     given = len(turns)
     if isinstance(row[answered], list):
-        turns += _turns(row[answered], f"{where}: {answered}")
+        turns += _turns(row, answered, where)
     else:
         turns.append({"role": ASSISTANT, "content": text_of(row, answered, where)})
     # Answers of Alpaca's history are learned; turns that TRL calls a prompt are not.
@@ -178,8 +177,7 @@ def _question_and_answer(
 
 
 def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return earlier questions and answers in Alpaca's form."""
-    earlier = _parsed(row.get("history"), f"{where}: history")
+    earlier = _parsed(row, "history", where)
     if not has_content(earlier):
         return []
     turns: list[dict[str, Any]] = []
@@ -187,15 +185,16 @@ def _history(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         place = f"{where}: history[{number}]"
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
             raise ConfigError(place, "must be pairs of what was asked and answered", got=type_name(pair))
-        turns += [{"role": USER, "content": unicode(pair[0], place)}]
-        turns += [{"role": ASSISTANT, "content": unicode(pair[1], place)}]
+        said = zip((USER, ASSISTANT), pair, strict=True)
+        turns += [{"role": role, "content": unicode(text, place)} for role, text in said]
     return turns
 
 
 # --- turns ------------------------------------------------------------------------------------------------
 
 
-def _turns(value: Any, where: str) -> list[dict[str, Any]]:
+def _turns(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
+    value, where = _parsed(row, column, where), f"{where}: {column}"
     if not isinstance(value, list) or not value:
         must = "must be a list of `role` and `content`, or of `from` and `value`"
         raise ConfigError(where, must, got=type_name(value))
@@ -213,59 +212,59 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
         raise ConfigError(where, must, got=names(keys) or type_name(turn))
     role = turn[speaker]
     if content == "value" and role == "function_call":
-        calls = _calls([_parsed(turn[content], where)], where)
+        calls = _calls([_json(turn[content], where)], where)
         return {"role": ASSISTANT, "content": "", "tool_calls": calls}
     if not isinstance(role, str) or role not in roles:
         got = repr(role) if isinstance(role, str) else type_name(role)
         raise ConfigError(f"{where}: {speaker}", f"must be one of {', '.join(roles)}", got=got)
     read: dict[str, Any] = {"role": roles[role], "content": None}
-    if turn.get(content) is not None or not has_content(turn.get("tool_calls")):
-        rest = [key for key in turn if key not in (speaker, content, *_LEARNED) and has_content(turn[key])]
-        read["content"] = _content(turn.get(content), f"{where}: {content}", rest)
-    for key, value in turn.items():
-        if key not in (speaker, content) and has_content(value):
-            read[key] = _other(key, value, f"{where}: {key}")
+    others = {key: turn[key] for key in turn if key not in (speaker, content) and has_content(turn[key])}
+    if turn.get(content) is not None or "tool_calls" not in others:
+        beside = [key for key in others if key not in _LEARNED]
+        read["content"] = _content(turn.get(content), f"{where}: {content}", beside)
+    # A template that does not write one of the others is refused later.
+    for key, value in others.items():
+        place = f"{where}: {key}"
+        if key == "tool_calls":
+            read[key] = _calls(_json(value, place), place)
+        elif isinstance(value, str):
+            read[key] = unicode(value, place)
+        elif key in _LEARNED:
+            read[key] = value
+        else:
+            must = "must be a text, or not be there"
+            raise ConfigError(place, must, got=type_name(value), do="Leave it out.")
     return read
 
 
-def _other(key: str, value: Any, where: str) -> Any:
-    """Return another value of a turn. A template that does not write it is refused later."""
-    if key == "tool_calls":
-        return _calls(value, where)
-    if key in _LEARNED:
-        return value
-    if isinstance(value, str):
-        return unicode(value, where)
-    raise ConfigError(where, "must be a text, or not be there", got=type_name(value), do="Leave it out.")
-
-
-def _content(value: Any, where: str, rest: Sequence[str]) -> str:
-    """Return the content of a turn: a text, or the joined texts of its parts."""
+def _content(value: Any, where: str, beside: Sequence[str]) -> str:
     if isinstance(value, str):
         return unicode(value, where)
     if not isinstance(value, list) or not value:
-        got = type_name(value) + (f" beside {names(rest)}" if rest else "")
+        got = type_name(value) + (f" beside {names(beside)}" if beside else "")
         raise ConfigError(where, "must be a text, or a list of parts that are texts", got=got)
-    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return unicode(part, where)
-    if not isinstance(part, Mapping):
-        raise ConfigError(where, "must be a part that is a text", got=type_name(part))
-    named = part.get("type")
-    more = [key for key, value in part.items() if key not in ("type", "text") and has_content(value)]
-    if named not in (None, "text", "input_text", "output_text") or more or "text" not in part:
-        what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
-        raise ConfigError(where, "must be a part that is a text", got=f"{what} with {names(part)}")
-    return text_of(part, "text", where)
+    texts = []
+    for number, part in enumerate(value):
+        place = f"{where}[{number}]"
+        if isinstance(part, str):
+            texts.append(unicode(part, place))
+            continue
+        got = type_name(part)
+        if isinstance(part, Mapping):
+            named = part.get("type")
+            more = [key for key in part if key not in ("type", "text") and has_content(part[key])]
+            if named in (None, "text", "input_text", "output_text") and not more and "text" in part:
+                texts.append(text_of(part, "text", place))
+                continue
+            what = f"a part of the type {named!r}" if isinstance(named, str) else "a part"
+            got = f"{what} with {names(part)}"
+        raise ConfigError(place, "must be a part that is a text", got=got)
+    return "".join(texts)
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls as templates expect them: `{"type": "function", "function": {"name",
     "arguments"}}`."""
-    value = _parsed(value, where)
     if not isinstance(value, list) or not value:
         raise ConfigError(where, "must be a list of calls", got=type_name(value))
     calls = []
@@ -277,23 +276,6 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
             raise ConfigError(f"{where}[{number}]", "must be a call with `name` and `arguments`", got=got)
         calls.append(dict(call) if "function" in call else {"type": "function", "function": dict(inner)})
     return calls
-
-
-def _is_learned(turn: Mapping[str, Any], where: str) -> bool:
-    marks = {key: turn[key] for key in _LEARNED if turn.get(key) is not None}
-    for key, mark in marks.items():
-        if mark not in (0, 1):
-            raise ConfigError(f"{where}: {key}", "must be 0 or 1, or not be there", got=repr(mark))
-    return all(marks.values())
-
-
-def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...]:
-    tools = _parsed(row.get("tools"), f"{where}: tools")
-    if not has_content(tools):
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ConfigError(f"{where}: tools", "must be a list of descriptions of tools", got=type_name(tools))
-    return tuple(tools)
 
 
 # --- values -----------------------------------------------------------------------------------------------
@@ -320,8 +302,11 @@ def unicode(text: str, where: str) -> str:
     return text
 
 
-def _parsed(value: Any, where: str) -> Any:
-    """Return a value that may be JSON inside a text, as in a CSV."""
+def _parsed(row: Mapping[str, Any], key: str, where: str) -> Any:
+    return _json(row.get(key), f"{where}: {key}")
+
+
+def _json(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:

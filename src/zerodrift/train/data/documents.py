@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "c
 CONTINUED = ("prompt", "completion")
 """Columns of a text to continue, and of its continuation."""
 PIECE = 1 << 16
+_NAME_IT = "Name a column of texts in `data.field`, or one of turns in `data.messages`."
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
 """Reasons why a document is left out."""
 SILENT = "with an answer of nothing, which is not learned"
@@ -48,10 +49,6 @@ class Document:
     file: Path | None = None
     """The file of a text that may be larger than memory: the text is read where it is needed."""
 
-    def share(self, seed: int) -> float:
-        """Return a number in [0, 1) that depends on the content and the seed."""
-        return self.number(seed) / 2**64
-
     def number(self, seed: int) -> int:
         """Return a 64-bit digest of the content and the seed."""
         digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little"))
@@ -70,17 +67,11 @@ class Document:
         for at in range(0, len(self.text), PIECE):
             yield self.text[at : at + PIECE]
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the document is nothing but white space."""
-        return self.talk is None and not any(piece.strip() for piece in self.pieces())
-
 
 @dataclass
 class DocumentCounts:
     """Counts of what the files of a set hold."""
 
-    documents: int = 0
     forms: Counter[str] = field(default_factory=Counter)
     """Source of documents, in words -> how many."""
     left: Counter[str] = field(default_factory=Counter)
@@ -94,10 +85,9 @@ class DocumentCounts:
         self.unread |= dict.fromkeys(key for key in row if key not in read and chat.has_content(row[key]))
 
     def counted(self, document: Document, form: str) -> Iterator[Document]:
-        """Yield a document unless it is empty."""
-        self.documents += 1
+        """Yield a document unless it is nothing but white space."""
         self.forms[form] += 1
-        if document.is_empty:
+        if document.talk is None and not any(piece.strip() for piece in document.pieces()):
             self.left[EMPTY] += 1
         else:
             yield document
@@ -118,22 +108,20 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
             continue
         with contextlib.closing(read_rows(file, holds)) as found:
             number, row = next(found, (0, None))
-        if row is not None:
-            return _kind_of_row(row, data, f"{file}:{number}")
-    return "text"
-
-
-def _kind_of_row(row: Row, data: Data, where: str) -> str:
-    is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
-    if is_named_text or not chat.is_conversation(row, data.messages):
-        return "text"
-    pair = chat.pair_columns(row)
-    if "text" in row and chat.turns_column(row, data.messages) is None:
-        if pair is None:
+        if row is None:
+            continue
+        is_named_text = data.field and (data.field in row or len(data.sets()) == 1)
+        if is_named_text or not chat.is_conversation(row, data.messages):
             return "text"
-        must, got = "must be a text or a conversation", f"`text` beside `{pair[0]}` and `{pair[1]}`"
-        raise ConfigError(where, must, got=got, do="Set `data.format: text`, or `data.format: chat`.")
-    return "chat"
+        pair = chat.pair_columns(row)
+        if "text" not in row or chat.turns_column(row, data.messages) is not None:
+            return "chat"
+        if pair is not None:
+            must, got = "must be a text or a conversation", f"`text` beside `{pair[0]}` and `{pair[1]}`"
+            todo = "Set `data.format: text`, or `data.format: chat`."
+            raise ConfigError(f"{file}:{number}", must, got=got, do=todo)
+        return "text"
+    return "text"
 
 
 def read_documents(
@@ -154,24 +142,19 @@ def read_documents(
             continue
         for number, row in read_rows(file, holds):
             where = f"{file}:{number}"
-            if kind == "chat":
-                yield from _conversation(row, data, where, counts)
-            else:
+            if kind != "chat":
                 columns = columns or _text_columns(row, data.field, where)
                 yield from _text(row, columns, where, counts)
-
-
-def _conversation(row: Row, data: Data, where: str, counts: DocumentCounts) -> Iterator[Document]:
-    talk = chat.read_conversation(row, data.messages, where)
-    _require_no_label(row, talk.columns, where)
-    counts.add_unread(row, talk.columns)
-    if talk.silent:
-        counts.noted[SILENT] += 1
-    if data.loss_on == "answers" and not talk.answers:
-        counts.documents += 1
-        counts.left[NO_ANSWER] += 1
-    else:
-        yield from counts.counted(Document(talk=talk, where=where), talk.form)
+                continue
+            talk = chat.read_conversation(row, data.messages, where)
+            _require_no_label(row, talk.columns, where)
+            counts.add_unread(row, talk.columns)
+            if talk.silent:
+                counts.noted[SILENT] += 1
+            if data.loss_on == "answers" and not talk.answers:
+                counts.left[NO_ANSWER] += 1
+            else:
+                yield from counts.counted(Document(talk=talk, where=where), talk.form)
 
 
 # --- texts of rows --------------------------------------------------------------------------------------
@@ -185,13 +168,11 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
     if row.keys() >= set(CONTINUED):
         _require_no_label(row, CONTINUED, where)
         return CONTINUED
-    if row.keys() >= {"chosen", "rejected"}:
-        raise _preferences("`chosen` and `rejected`", where)
     texts = [key for key, value in row.items() if isinstance(value, str)]
     known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
     if len(known) != 1 or known[0] in chat.ASKED:
         must = "must have a text in `text`, or in one column"
-        raise ConfigError(where, must, got=names(row) or "nothing", do=_way_out(row))
+        raise ConfigError(where, must, got=names(row) or "nothing", do=_NAME_IT)
     return (known[0],)
 
 
@@ -199,7 +180,7 @@ def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts
     for column in columns:
         if not isinstance(row.get(column), str):
             got = formats.type_name(row[column]) if column in row else names(row) or "nothing"
-            raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_way_out(row))
+            raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_NAME_IT)
     counts.add_unread(row, columns)
     parts = [chat.text_of(row, column, where) for column in columns]
     given = len(parts[0]) if len(parts) > 1 else 0
@@ -207,28 +188,12 @@ def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts
     yield from counts.counted(Document("".join(parts), given=given, where=where), form)
 
 
-def _way_out(row: Row) -> str:
-    """Say what to do about a row without a text, by what it has instead."""
-    for key, value in row.items():
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, Mapping) and first.keys() & {"role", "from"}:
-            return f"If its conversation is in `{key}`, set `data.messages: {key}`."
-        if isinstance(first, Mapping):
-            return f"A row is an object by itself: make a file of what is in `{key}`."
-        if isinstance(first, int):
-            return "Token numbers are read from maps, `.npy` or `.bin`; a text is named by `data.field`."
-        if isinstance(first, str):
-            return "A row is an object by itself, with one text: make a row of each."
-    return "Name the column in `data.field`."
-
-
 def _require_no_label(row: Row, read: Collection[str], where: str) -> None:
     """Refuse completions with a label of good or bad, as KTO has them."""
     label = row.get("label")
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
-        raise _preferences("`completion` with a `label` of true or false", where)
-
-
-def _preferences(got: str, where: str) -> ConfigError:
-    must, todo = "must be texts or conversations", "TRL trains on preferences: see docs/migrating.md."
-    return ConfigError(where, must, got=f"preferences: {got}", do=todo)
+        must, got = (
+            "must be texts or conversations",
+            "preferences: `completion` with a `label` of true or false",
+        )
+        raise ConfigError(where, must, got=got, do="TRL trains on preferences: see docs/migrating.md.")

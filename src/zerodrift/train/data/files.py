@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import functools
 import glob
 import json
 import re
@@ -38,16 +37,9 @@ _ALSO_TEXTS = (".json", ".csv", ".tsv", ".jsonl", ".ndjson")
 """Suffixes of rows that count as texts with `data.format: files`."""
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = {
-    "train": TRAIN,
-    "training": TRAIN,
-    "validation": VALIDATION,
-    "valid": VALIDATION,
-    "val": VALIDATION,
-    "dev": VALIDATION,
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), VALIDATION),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Words for splits in names of files and folders, as `datasets` knows them."""
 _SPLIT = re.compile(rf"(?:^|[-._ /0-9])({'|'.join(SPLITS)})(?=$|[-._ /0-9])")
@@ -117,78 +109,70 @@ class _Folder:
 
     def __init__(self, folder: Path, where: str) -> None:
         self._folder, self._where = folder, where
+        # What training wrote, in folders of runs and caches, is not its data.
+        plans = [path.parent for path in folder.rglob("plan.json")]
+        runs = {place for place in plans if (place / "job.json").is_file()}
+        caches = {path.parent for path in folder.rglob("digests.json")}
+        self._written = (runs | caches) - {folder}
 
     def files(self, pattern: str) -> list[Path]:
         return sorted(
             path
             for path in self._folder.rglob(pattern or "*")
             if path.is_file()
-            and not any(part.startswith(".") for part in self._inside(path).parts)
-            and not any(parent in self._written for parent in path.parents)
+            and not any(part.startswith(".") for part in path.relative_to(self._folder).parts)
+            and self._written.isdisjoint(path.parents)
         )
 
-    @functools.cached_property
-    def _written(self) -> frozenset[Path]:
-        """Folders of runs and caches: what training wrote is not its data."""
-        plans = [path.parent for path in self._folder.rglob("plan.json")]
-        runs = {folder for folder in plans if (folder / "job.json").is_file()}
-        caches = {path.parent for path in self._folder.rglob("digests.json")}
-        return frozenset((runs | caches) - {self._folder})
-
-    def _inside(self, path: Path) -> Path:
-        return path.relative_to(self._folder)
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self._folder))
 
     def data(self, split: str, whole: bool) -> DataFiles:
         """Return the data files of a split; with `whole` each file is a text, whatever its name."""
         files = self.files("")
         if whole:
             found = _texts(files, *_ALSO_TEXTS)
+        elif by_split := self._of_card() or self._of_dict():
+            only = tuple(next(iter(by_split.values())))
+            found = DataFiles(only) if len(by_split) == 1 else self._chosen(by_split, split)
         else:
-            found = self._listed(split) or self._guessed(files, split)
+            found = self._guessed(files, split)
         rest = sorted({*files} - {*found.files} - {*found.others})
-        left = [str(self._inside(file)) for file in rest]
+        left = [self._name(file) for file in rest]
         if len(rest) > 4:
             suffixes = Counter(file.suffix or "no suffix" for file in rest).most_common(5)
             left = [f"{len(rest):,} other files ({', '.join(suffix for suffix, _ in suffixes)})"]
-        left += [f"{self._inside(path)}, which training wrote" for path in sorted(self._written)]
+        left += [f"{self._name(path)}, which training wrote" for path in sorted(self._written)]
         return DataFiles(tuple(sorted(found.files)), (*found.left, *left))
 
     def _guessed(self, files: Sequence[Path], split: str) -> DataFiles:
         """Choose data files by their names and by what lies beside them."""
         papers = [file for file in files if _PAPERS.fullmatch(file.name)]
-        loader = f"{self._folder.name}.py"
-        others = [file for file in files if file not in papers and file.name != loader]
+        others = [file for file in files if file not in papers and file.name != f"{self._folder.name}.py"]
         texts = [file for file in others if suffix_of(file) in TEXTS]
         rows = [file for file in others if suffix_of(file) in OF_ROWS]
         rows += [file for file in others if suffix_of(file) == ".json" and (not texts or _holds_rows(file))]
         if rows and texts:
-            got = f"{self._folder} with {self._few(rows)} and {self._few(texts)}"
+            names, more = (", ".join(map(self._name, named[:3])) for named in (rows, texts))
+            must = "must name folders of rows or of texts, and not of both"
             todo = "Set `data.pattern`, or `data.format: files` to read each file as a text."
-            raise ConfigError(
-                self._where, "must name folders of rows or of texts, and not of both", got=got, do=todo
-            )
-        if rows or (texts and self._has_splits(texts)):
-            return self._split(rows or texts, split)
-        if texts:  # a README among them is one
-            return _texts(files)
-        token_maps = [file for file in others if file.suffix.lower() in TOKEN_SUFFIXES]
-        return self._split(token_maps, split) if token_maps else _texts(papers, *_ALSO_TEXTS)
-
-    def _few(self, files: Sequence[Path]) -> str:
-        named = [str(self._inside(file)) for file in files]
-        return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-
-    def _has_splits(self, texts: Sequence[Path]) -> bool:
-        """Return True if texts are plainly named after splits: a `test.py` is a program."""
-        tops = {split_of(Path(self._inside(file).parts[0])) for file in texts}
-        plain = all(suffix_of(file) in (".txt", ".text") for file in texts)
-        return plain and TRAIN in tops and len(tops - {""}) > 1
-
-    def _split(self, files: Sequence[Path], split: str) -> DataFiles:
+            raise ConfigError(self._where, must, got=f"{self._folder} with {names} and {more}", do=todo)
+        # Texts that are plainly named after splits: a `test.py` is a program.
+        tops = {split_of(Path(self._name(file)).parts[0]) for file in texts}
+        are_plain = all(suffix_of(file) in (".txt", ".text") for file in texts)
+        chosen = rows
+        if texts:
+            if not (are_plain and TRAIN in tops and len(tops - {""}) > 1):
+                return _texts(files)  # a README among them is one
+            chosen = texts
+        chosen = chosen or [file for file in others if file.suffix.lower() in TOKEN_SUFFIXES]
+        if not chosen:
+            return _texts(papers, *_ALSO_TEXTS)
         by_split: dict[str, list[Path]] = {}
-        for file in files:
-            by_split.setdefault(split_of(self._inside(file)), []).append(file)
-        return DataFiles(tuple(files)) if len(by_split.keys() - {""}) < 2 else self._chosen(by_split, split)
+        for file in chosen:
+            by_split.setdefault(split_of(self._name(file)), []).append(file)
+        has_splits = len(by_split.keys() - {""}) > 1
+        return self._chosen(by_split, split) if has_splits else DataFiles(tuple(chosen))
 
     def _chosen(self, by_split: Mapping[str, Sequence[Path]], split: str) -> DataFiles:
         wanted = "test" if split == VALIDATION and split not in by_split else split
@@ -204,15 +188,8 @@ class _Folder:
         rest = tuple(file for files in others.values() for file in files)
         return DataFiles(tuple(by_split[wanted]), tuple(words), rest)
 
-    def _listed(self, split: str) -> DataFiles | None:
-        """Return the files of a split by the folder's card or list; None if there is none."""
-        by_split = self._of_card() or self._of_dict()
-        if len(by_split) < 2:
-            return DataFiles(tuple(next(iter(by_split.values())))) if by_split else None
-        return self._chosen(by_split, split)
-
     def _of_dict(self) -> dict[str, list[Path]]:
-        """Read the list of splits that `datasets` saves to disk."""
+        """Return the files of each split by the list that `datasets` saves to disk."""
         with contextlib.suppress(OSError, ValueError), opened(self._folder / "dataset_dict.json") as stream:
             names = json.loads(stream.read())["splits"]
             found = {SPLITS.get(name, name): sorted((self._folder / name).rglob("*.arrow")) for name in names}
@@ -220,10 +197,16 @@ class _Folder:
         return {}
 
     def _of_card(self) -> dict[str, list[Path]]:
-        """Read the files of each split from the head of a README."""
+        """Return the files of each split by the head of a README."""
+        head: Any = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            with opened(self._folder / "README.md") as stream:
+                parts = stream.read().decode("utf-8-sig").replace("\r\n", "\n").split("---\n", 2)
+            head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        configs = head.get("configs") if isinstance(head, dict) else None
         subsets = {
             str(block.get("config_name", "default")): block["data_files"]
-            for block in _card(self._folder / "README.md")
+            for block in (configs if isinstance(configs, list) else ())
             if isinstance(block, dict) and block.get("data_files")
         }
         if not subsets:
@@ -234,19 +217,29 @@ class _Folder:
             todo = "Name files or a folder in it: its README.md says which are whose."
             raise ConfigError(self._where, "must name the files of one subset", got=got, do=todo)
         by_split: dict[str, list[Path]] = {}
-        for key, globs in _globs_by_split(subsets[name]).items():
-            if files := _globbed(self._folder, globs):
+        written = subsets[name]
+        # `data_files` is a glob, several, or a list of blocks with `split` and `path`.
+        for item in written if isinstance(written, list) else [written]:
+            is_block = isinstance(item, dict)
+            key, globs = (item.get("split"), item.get("path", [])) if is_block else (TRAIN, item)
+            if isinstance(key, str):
+                files = self._globbed([globs] if isinstance(globs, str) else globs)
                 by_split.setdefault(SPLITS.get(key.lower(), key), []).extend(files)
-        return by_split
+        return {name: files for name, files in by_split.items() if files}
+
+    def _globbed(self, globs: Sequence[Any]) -> list[Path]:
+        texts = [text for text in map(str, globs) if "://" not in text and ".." not in Path(text).parts]
+        inside = [text for text in texts if not Path(text).is_absolute()]
+        return sorted({path for text in inside for path in self._folder.glob(text) if path.is_file()})
 
 
 def _texts(files: Iterable[Path], *more: str) -> DataFiles:
     return DataFiles(tuple(file for file in files if suffix_of(file) in (*TEXTS, *more)))
 
 
-def split_of(path: Path) -> str:
+def split_of(path: str) -> str:
     """Return the split in the name of a path inside a folder; empty if it names none."""
-    found = _SPLIT.findall(path.as_posix().lower())
+    found = _SPLIT.findall(path.lower())
     return SPLITS[found[-1]] if found else ""
 
 
@@ -258,35 +251,3 @@ def _holds_rows(file: Path) -> bool:
     if start[:1] == b"[":
         return start[1:].lstrip()[:1] == b"{"
     return start[:1] == b"{" and start.partition(b"\n")[2].lstrip()[:1] == b"{"
-
-
-def _globs_by_split(written: Any) -> Mapping[str, list[str]]:
-    """Return `data_files` of a card, in any of its spellings."""
-    if isinstance(written, str):
-        return {TRAIN: [written]}
-    if isinstance(written, list) and all(isinstance(item, str) for item in written):
-        return {TRAIN: list(written)}
-    splits: dict[str, list[str]] = {}
-    for item in written if isinstance(written, list) else []:
-        if isinstance(item, dict) and isinstance(item.get("split"), str):
-            paths = item.get("path", [])
-            splits[item["split"]] = [paths] if isinstance(paths, str) else [str(path) for path in paths]
-    return splits
-
-
-def _globbed(folder: Path, globs: Sequence[str]) -> list[Path]:
-    """Return the files of globs that stay inside a folder."""
-    inside = [g for g in globs if "://" not in g and not Path(g).is_absolute() and ".." not in Path(g).parts]
-    return sorted({path for text in inside for path in folder.glob(text) if path.is_file()})
-
-
-def _card(file: Path) -> Sequence[Any]:
-    """Return `configs` of the head of a README; empty if it has none."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        with opened(file) as stream:
-            parts = stream.read().decode("utf-8-sig").replace("\r\n", "\n").split("---\n", 2)
-        if len(parts) == 3 and not parts[0].strip():
-            head = yaml.safe_load(parts[1])
-            if isinstance(head, dict) and isinstance(head.get("configs"), list):
-                return head["configs"]
-    return ()

@@ -34,40 +34,29 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _HEAD = _PIECE = 1 << 16
 
+_UNPACK, _SAVE, _EXTRACT = "Unpack it first.", "Save it as UTF-8.", "Leave it out, or extract its text."
 _REFUSED = (
     (b"version https://git-lfs", "a pointer of Git LFS", "Run `git lfs pull` where it was cloned."),
     (b"BZh", "a bzip2 file", "Run `bunzip2 {}`, or convert it to gzip or zstd."),
     (b"\xfd7zXZ\0", "an xz file", "Run `unxz {}`, or convert it to gzip or zstd."),
-    (_GZIP, "a gzip file, packed once more", "Unpack it first."),
-    (_ZSTD, "a zstd file, packed once more", "Unpack it first."),
-    (b"PK\x03\x04", "a ZIP archive, as DOCX, XLSX and EPUB are", "Unpack it first."),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
-    (b"Rar!\x1a", "a RAR archive", "Unpack it first."),
     (b"\x04\x22\x4d\x18", "an LZ4 file", "Run `unlz4 {}`, or convert it to gzip or zstd."),
-    (codecs.BOM_UTF32_LE, "UTF-32", "Save it as UTF-8."),
-    (codecs.BOM_UTF32_BE, "UTF-32", "Save it as UTF-8."),
-    (codecs.BOM_UTF16_LE, "UTF-16", "Save it as UTF-8."),
-    (codecs.BOM_UTF16_BE, "UTF-16", "Save it as UTF-8."),
-    *(
-        (magic, name, "Leave it out, or extract its text.")
-        for magic, name in (
-            *((b"%PDF-", "a PDF"), (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image")),
-            *(
-                (b"GIF87a", "a GIF image"),
-                (b"GIF89a", "a GIF image"),
-                (b"II*\0", "a TIFF image"),
-                (b"MM\0*", "a TIFF image"),
-            ),
-            *((b"{\\rtf", "an RTF document"), (b"\xd0\xcf\x11\xe0", "an Office document")),
-            *((b"SQLite format 3\0", "an SQLite database"), (b"FEA1", "a Feather file of version 1")),
-            *((b"ORC", "an ORC file"), (b"Obj\x01", "an Avro file"), (b"\x89HDF", "an HDF5 file")),
-            *((b"\x93NUMPY", "a NumPy array"), (b"\x80\x02", "a pickle"), (b"\x80\x03", "a pickle")),
-            *((b"\x80\x04", "a pickle"), (b"\x80\x05", "a pickle"), (b"\x7fELF", "a program")),
-            *((b"OggS", "an Ogg file"), (b"fLaC", "a FLAC file")),
-        )
-    ),
+    (_GZIP, "a gzip file, packed once more", _UNPACK),
+    (_ZSTD, "a zstd file, packed once more", _UNPACK),
+    (b"PK\x03\x04", "a ZIP archive, as DOCX, XLSX and EPUB are", _UNPACK),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (codecs.BOM_UTF32_LE, "UTF-32", _SAVE),
+    (codecs.BOM_UTF32_BE, "UTF-32", _SAVE),
+    (codecs.BOM_UTF16_LE, "UTF-16", _SAVE),
+    (codecs.BOM_UTF16_BE, "UTF-16", _SAVE),
+    (b"%PDF-", "a PDF", _EXTRACT),
+    (b"{\\rtf", "an RTF document", _EXTRACT),
+    (b"\x89PNG", "a PNG image", _EXTRACT),
+    (b"\xff\xd8\xff", "a JPEG image", _EXTRACT),
+    (b"GIF8", "a GIF image", _EXTRACT),
+    (b"ORC", "an ORC file", _EXTRACT),
+    (b"\x93NUMPY", "a NumPy array", _EXTRACT),
 )
-"""First bytes, name, and the way out; `{}` is the file."""
+"""First bytes, name, and the way out; `{}` is the file. Any other binary file is refused as no text."""
 
 
 def suffix_of(file: Path) -> str:
@@ -86,7 +75,8 @@ def format_of(file: Path) -> str:
     wanted = _COLUMNS.get(suffix)
     if head.startswith(b"ARROW1") or (head.startswith(b"\xff" * 4) and (wanted == ARROW or not suffix)):
         return ARROW
-    other, todo = _refusal(head, file)
+    known = ((name, todo.format(file)) for magic, name, todo in _REFUSED if head.startswith(magic))
+    other, todo = next(known, ("a TAR archive", _UNPACK) if head[257:262] == b"ustar" else ("", ""))
     if wanted is not None:
         start = f"a file that begins with {head[:16]!r}" if head else "nothing"
         page = "a page of HTML or XML" if head.lstrip()[:1] == b"<" else ""
@@ -97,15 +87,13 @@ def format_of(file: Path) -> str:
     if suffix in (*_JSON, *_TABLES) and start_of_text[:1] == b"<":
         got, todo = "a page of HTML or XML", "It may be an error that a server sent: fetch the file again."
         raise ConfigError(str(file), "must be rows of data", got=got, do=todo)
-    return CSV if suffix in _TABLES else _json_or_text(suffix, start_of_text)
-
-
-def _json_or_text(suffix: str, start: bytes) -> str:
-    if suffix not in _JSON and not (suffix in _ANY and _is_rows(start)):
+    if suffix in _TABLES:
+        return CSV
+    if suffix not in _JSON and not (suffix in _ANY and _is_rows(start_of_text)):
         return TEXT
-    if start[:1] == b"[" and not (suffix in _LINES and _is_one_line(start, list)):
+    if start_of_text[:1] == b"[" and not (suffix in _LINES and _is_one_line(start_of_text, list)):
         return ARRAY
-    return LINES if suffix in _LINES or _is_one_line(start) else JSON
+    return LINES if suffix in _LINES or _is_one_line(start_of_text) else JSON
 
 
 def _is_rows(start: bytes) -> bool:
@@ -127,18 +115,6 @@ def _is_one_line(start: bytes, kind: type = dict) -> bool:
         return isinstance(json.loads(line), kind) and (kind is dict or bool(rest.strip()))
     except (ValueError, RecursionError):
         return False
-
-
-def _refusal(head: bytes, file: Path) -> tuple[str, str]:
-    """Return the name of a format that is not read and the way out; empty for a possible text."""
-    for magic, name, todo in _REFUSED:
-        if head.startswith(magic):
-            return name, todo.format(file)
-    if head[257:262] == b"ustar":
-        return "a TAR archive", "Unpack it first."
-    if head.startswith(b"RIFF") and head[8:12] in (b"WEBP", b"WAVE", b"AVI "):
-        return f"a {head[8:12].decode().strip()} file", "Leave it out, or extract its text."
-    return ("an MP4 file", "Leave it out, or extract its text.") if head[4:8] == b"ftyp" else ("", "")
 
 
 # --- streams --------------------------------------------------------------------------------------------

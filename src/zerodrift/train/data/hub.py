@@ -92,26 +92,18 @@ def name_in_cache(path: str | Path) -> tuple[Kind, str] | None:
     return "model" if found[1] == "model" else "dataset", found[2].replace("--", "/", 1)
 
 
-def download(name: str, kind: Kind) -> str:
-    """Return the advice to download a name."""
+def advice(name: str, kind: Kind) -> str:
+    """Return the advice to download a missing path; empty if it cannot be a hub name."""
+    if "/" not in name or not is_name(name) or Path(name.partition("/")[0]).is_dir():
+        return ""
     what = "--repo-type dataset " if kind == "dataset" else ""
     return f"Run `hf download {what}{name}` if it is one of the hub."
 
 
-def advice(written: str, kind: Kind) -> str:
-    """Return the advice to download a missing path; empty if it cannot be a hub name."""
-    if "/" not in written or not is_name(written) or Path(written.partition("/")[0]).is_dir():
-        return ""
-    return download(written, kind)
-
-
 def cached_names(job: Job) -> Iterator[str]:
     """Yield a line for each name of a job that is read from the cache."""
-    validation = job.data.validation
-    held = (
-        () if isinstance(validation, float) else (validation,) if isinstance(validation, str) else validation
-    )
-    for path in dict.fromkeys((job.model.source, job.data.tokenizer, *job.data.paths, *held)):
-        found = name_in_cache(path)
-        if found is not None:
+    held = job.data.validation
+    others = () if isinstance(held, float) else (held,) if isinstance(held, str) else held
+    for path in dict.fromkeys((job.model.source, job.data.tokenizer, *job.data.paths, *others)):
+        if found := name_in_cache(path):
             yield f"{found[0]} {found[1]} is read from the local cache: {path}"

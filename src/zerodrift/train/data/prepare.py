@@ -15,15 +15,24 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import locked, opened
 from zerodrift.train.data import chat_template, documents, formats, report
-from zerodrift.train.data.blocks import INDEX, Blocks, BlockWriter, open_blocks, open_tokens, read_index
+from zerodrift.train.data.blocks import (
+    INDEX,
+    Blocks,
+    BlockWriter,
+    open_blocks,
+    open_tokens,
+    read_index,
+    write_index,
+)
 from zerodrift.train.data.files import TEXTS, TRAIN, VALIDATION, DataFiles, find
 from zerodrift.train.data.formats import readable
 from zerodrift.train.data.packing import Packing, PartWriter
@@ -53,23 +62,25 @@ class PreparedData:
         """Return a labelled line for each set."""
         if len(self.sets) == 1:
             return [("data", self.sets[0].counts.line())]
-        return [
-            ("data", f"{each.name}: {self._share(each, '', ', ')}{each.counts.line()}") for each in self.sets
-        ]
+        shares = [f"{share}, " if share else "" for share in self._shares()]
+        named = zip(self.sets, shares, strict=True)
+        return [("data", f"{each.name}: {share}{each.counts.line()}") for each, share in named]
 
     def facts(self) -> list[tuple[str, str]]:
         """Return labelled facts of all sets."""
         if len(self.sets) == 1:
             return self.sets[0].counts.facts()
         facts = []
-        for each in self.sets:
-            facts.append((each.name, f"{each.counts.kind}{self._share(each, ', ', ' of training')}"))
+        for each, share in zip(self.sets, self._shares(), strict=True):
+            facts.append(
+                (each.name, f"{each.counts.kind}, {share} of training" if share else each.counts.kind)
+            )
             facts += [(f"  {name}", fact) for name, fact in each.counts.facts()]
         return facts
 
-    def _share(self, source: DataSource, before: str, after: str) -> str:
+    def _shares(self) -> list[str]:
         total = sum(each.weight or 0.0 for each in self.sets)
-        return f"{before}{source.weight / total:.1%}{after}" if source.weight else ""
+        return [f"{each.weight / total:.1%}" if each.weight else "" for each in self.sets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +125,20 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
     ]
     sets, held = trained, [each.held for each in trained if len(each.held)]
     if held_files is not None:
-        _require_other_files(found, held_files)
+        every = {path.resolve() for files in found for path in files.files}
+        if both := every & {path.resolve() for path in held_files.files}:
+            must, got = "must name other files than `data.train`", f"{min(both)} in both"
+            raise ConfigError("data.validation", must, got=got)
         other = maker.source(held_files, 0.0, None, "data.validation")
         if other.counts.kind not in [each.counts.kind for each in trained]:
             must = f"must be {trained[0].counts.kind}, as `data.train` is"
             raise ConfigError("data.validation", must, got=other.counts.kind)
-        other = replace(_with_shared_documents(other, trained, cache), name="validation")
+        counts = other.counts
+        if counts.kind != "tokens":
+            folders = [(cache / each.key, each.counts.train.documents) for each in (other, *trained)]
+            if shared := report.shared_documents(folders[0], folders[1:]):
+                counts = replace(counts, noted={**counts.noted, report.TRAINED_ON: shared})
+        other = replace(other, name="validation", counts=counts)
         held, sets = [other.train], [*trained, other]
     key = sets[0].key if len(sets) == 1 else _digest([[each.key, each.weight] for each in sets])
     train: Blocks | Mixture = trained[0].train
@@ -130,24 +149,7 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
 
 
 def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
-
-
-def _with_shared_documents(held: DataSource, trained: Sequence[DataSource], cache: Path) -> DataSource:
-    """Warn of validation documents that are trained on."""
-    if held.counts.kind == "tokens":
-        return held
-    folders = [(cache / each.key, each.counts.train.documents) for each in trained]
-    count = report.shared_documents((cache / held.key, held.counts.train.documents), folders)
-    noted = {**held.counts.noted, **({report.TRAINED_ON: count} if count else {})}
-    return replace(held, counts=replace(held.counts, noted=noted))
-
-
-def _require_other_files(train: Sequence[DataFiles], held: DataFiles) -> None:
-    trained = {path.resolve() for found in train for path in found.files}
-    if both := trained & {path.resolve() for path in held.files}:
-        got = f"{min(both)} in both"
-        raise ConfigError("data.validation", "must name other files than `data.train`", got=got)
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def packing_of(data: Data, kind: str) -> Packing:
@@ -183,10 +185,18 @@ class _Maker:
         folder = self.cache / key
         with locked(self.cache / f"{key}.lock") as is_alone:
             if not (folder / INDEX).is_file():
-                if is_alone:
-                    _remove_unfinished(folder)
+                if is_alone:  # what killed processes left
+                    for left in filter(Path.is_dir, folder.parent.glob(f"{folder.name}.*")):
+                        shutil.rmtree(left, ignore_errors=True)
                 _make_blocks(folder, files, share, data, self.tokenizer, kind)
-                _require_unchanged(before, _stamps(files), folder)
+                now = _stamps(files)
+                problems = Problems()
+                for file in (file for file in now if now[file] != before[file]):
+                    must = "must stay as it is while it is read"
+                    problems.add(str(file), must, got="another size or time")
+                if problems:
+                    shutil.rmtree(folder, ignore_errors=True)
+                problems.raise_as(ConfigError)
         train, held = open_blocks(folder, TRAIN), open_blocks(folder, VALIDATION)
         counts = replace(DataCounts.from_json(read_index(folder)["reading"]), beside=found.left)
         if share and not len(train):
@@ -203,7 +213,8 @@ class _Maker:
             labels, count = int(held.labels(np.arange(len(held))).sum()), len(held)
             tokens = min(count * data.block, labels + count)
             last = PartCounts(0, tokens, tokens, count, count * data.block - tokens)
-            counts = counts.with_last_blocks_held(last)
+            before_last = {key: getattr(counts.train, key) - value for key, value in asdict(last).items()}
+            counts = replace(counts, train=PartCounts(**before_last), held=last)
         return DataSource(name, weight, train, held, key, counts)
 
     def _token_maps(self, found: DataFiles, share: float, weight: float | None, where: str) -> DataSource:
@@ -228,11 +239,10 @@ class _Maker:
         return DataSource(str(found.files[0]), weight, blocks, held, key, counts)
 
     def _key(self, files: Sequence[Path], share: float, kind: str) -> str:
-        """Return a digest of the files and of all choices that the blocks depend on."""
-        data, digests = self.data, _Digests(self.cache / "digests.json")
+        data = self.data
         made_of = {
             "version": VERSION,
-            "files": [digests.of(path) for path in files],
+            "files": _digests_of(files, self.cache / "digests.json"),
             "suffixes": [formats.suffix_of(path) for path in files],
             "share": share,
             "seed": data.seed,
@@ -244,8 +254,7 @@ class _Maker:
             "apart": has_separate_documents(data, kind),
             "keys": [data.field, data.messages, data.loss_on],
         }
-        digests.save()
-        return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=12).hexdigest()
+        return _digest(made_of)
 
 
 def _too_little(where: str, got: str) -> ConfigError:
@@ -257,25 +266,12 @@ def _too_little(where: str, got: str) -> ConfigError:
 
 
 def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Return size and time of each file."""
     stamps = {}
     for file in files:
         with readable(file):
             stat = file.stat()
         stamps[file] = (stat.st_size, stat.st_mtime_ns)
     return stamps
-
-
-def _require_unchanged(
-    before: dict[Path, tuple[int, int]], now: dict[Path, tuple[int, int]], folder: Path
-) -> None:
-    """Refuse files that changed between their digest and their blocks."""
-    problems = Problems()
-    for file in (file for file in now if now[file] != before[file]):
-        problems.add(str(file), "must stay as it is while it is read", got="another size or time")
-    if problems:
-        shutil.rmtree(folder, ignore_errors=True)
-    problems.raise_as(ConfigError)
 
 
 def _sampled(file: Path) -> str:
@@ -288,45 +284,31 @@ def _sampled(file: Path) -> str:
     return digest.hexdigest()
 
 
-class _Digests:
-    """Digests of files' contents, kept by path, size and time."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._known: dict[str, str] = {}
-        self._is_new = False
-        with contextlib.suppress(OSError, ValueError, RecursionError), opened(file) as stream:
-            known = json.loads(stream.read())
-            if isinstance(known, dict):
-                self._known = {stamp: digest for stamp, digest in known.items() if isinstance(digest, str)}
-
-    def of(self, path: Path) -> str:
+def _digests_of(files: Sequence[Path], kept: Path) -> list[str]:
+    """Return digests of files' contents, which are `kept` by path, size and time."""
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, RecursionError), opened(kept) as stream:
+        read = json.loads(stream.read())
+        known = read if isinstance(read, dict) else {}
+    digests, before = [], len(known)
+    for path in files:
         stat = path.stat()
         stamp = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        if stamp not in self._known:
+        if not isinstance(known.get(stamp), str):
             digest = hashlib.blake2b(digest_size=16)
             with readable(path), opened(path) as file:
                 while part := file.read(1 << 20):
                     digest.update(part)
-            self._known[stamp] = digest.hexdigest()
-            self._is_new = True
-        return self._known[stamp]
-
-    def save(self) -> None:
-        if self._is_new:
-            beside = self._file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(self._known))
-            beside.replace(self._file)
+            known[stamp] = digest.hexdigest()
+        digests.append(known[stamp])
+    if len(known) > before:
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(known))
+        beside.replace(kept)
+    return digests
 
 
 # --- making blocks ------------------------------------------------------------------------------------
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left beside a folder."""
-    for left in folder.parent.glob(f"{folder.name}.*"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make_blocks(
@@ -334,18 +316,15 @@ def _make_blocks(
 ) -> None:
     beside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
     beside.mkdir()
-    blocks = BlockWriter(beside, data.block, tokenizer.vocabulary, has_separate_documents(data, kind))
+    sizes, is_apart = (data.block, tokenizer.vocabulary), has_separate_documents(data, kind)
+    blocks = {part: BlockWriter(beside, part, *sizes, is_apart) for part in (TRAIN, VALIDATION)}
     try:
-        packing = packing_of(data, kind)
-        writers = [PartWriter(blocks, part, packing, tokenizer.end) for part in (TRAIN, VALIDATION)]
+        writers = [PartWriter(each, packing_of(data, kind), tokenizer.end) for each in blocks.values()]
         seen = documents.DocumentCounts()
-        watch = report.DocumentWatch(tokenizer, seen.noted)
+        watch = report.DocumentWatch(tokenizer, seen.noted, data.seed)
         for document in documents.read_documents(files, data, kind, seen):
-            number = document.number(data.seed)
-            is_held = number / 2**64 < share
-            if not is_held:
-                watch.add_trained(number)
-            writers[is_held].add(watch.watched(document, tokens_of(document, data, tokenizer)))
+            writer = writers[watch.is_held_out(document, share)]
+            writer.add(watch.watched(document, tokens_of(document, data, tokenizer)))
         watch.close(beside)
         train, held = (writer.close() for writer in writers)
         counts = DataCounts(
@@ -358,14 +337,16 @@ def _make_blocks(
             empty_blocks=sum(writer.empty_blocks for writer in writers),
             unread=tuple(seen.unread),
         )
-        blocks.close(counts.to_json())
+        parts = {part: each.close() for part, each in blocks.items()}
+        write_index(beside, *sizes, parts, apart=is_apart, reading=asdict(counts))
         try:
             beside.rename(folder)
         except OSError:
             if not (folder / INDEX).is_file():
                 raise
     finally:
-        blocks.release()
+        for each in blocks.values():
+            each.release()
         shutil.rmtree(beside, ignore_errors=True)
 
 

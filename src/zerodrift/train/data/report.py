@@ -10,7 +10,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,6 @@ class PartCounts:
     learned: int = 0
     blocks: int = 0
     padding: int = 0
-
-    def __sub__(self, other: PartCounts) -> PartCounts:
-        kept = {name: value - getattr(other, name) for name, value in asdict(self).items()}
-        return replace(self, **{**kept, "documents": self.documents})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +73,6 @@ class DataCounts:
     def noun(self) -> str:
         return "conversation" if self.kind == "chat" else "document"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> DataCounts:
         parts = {name: PartCounts(**values[name]) for name in ("train", "held")}
@@ -97,20 +90,29 @@ class DataCounts:
         """Return the warnings with their counts."""
         return [f"{several(count, self.noun)} {warning}" for warning, count in self.noted.items()]
 
-    def with_last_blocks_held(self, held: PartCounts) -> DataCounts:
-        """Move the last blocks to validation, where no whole document is held out."""
-        return replace(self, train=self.train - held, held=held)
-
     def facts(self) -> list[tuple[str, str]]:
         """Return labelled facts; the first is a summary of all."""
-        facts = [("data", self._summary())]
+        train, held = self.train, self.held
+        tokens = train.tokens + held.tokens
+        summary = [several(self.files, "file"), f"{tokens:,} tokens"]
+        if self.kind != "tokens":
+            documents = train.documents + held.documents + sum(self.left.values())
+            summary.insert(1, several(documents, self.noun))
+        if self.kind == "chat":
+            summary.append(f"{train.learned + held.learned:,} of them learned")
+        facts = [("data", ", ".join(summary))]
         is_plain = all(form.startswith(("a text", "`text`")) for form in self.forms)
         if self.forms and (self.kind == "chat" or len(self.forms) > 1 or not is_plain):
-            forms = ", ".join(f"{form} ({count:,})" for form, count in self.forms.items())
-            facts.append(("made of", forms))
-        facts.append(("blocks", self._blocks()))
-        if self.held.blocks:
-            facts.append(("held out", self._held()))
+            facts.append(("made of", ", ".join(f"{form} ({count:,})" for form, count in self.forms.items())))
+        padding = (
+            f", {train.padding / (train.blocks * self.block):.1%} of it padding" if train.padding else ""
+        )
+        facts.append(("blocks", f"{several(train.blocks, 'block')} of {self.block:,} tokens{padding}"))
+        if held.blocks:
+            documents_held = several(held.documents, self.noun) if held.documents else "the last blocks"
+            share = f" ({held.tokens / tokens:.1%})" if tokens else ""
+            in_blocks = f"{held.tokens:,} tokens{share} in {several(held.blocks, 'block')}"
+            facts.append(("held out", f"{documents_held}, {in_blocks}"))
         if reasons := [*self.reasons(), *self.beside]:
             facts.append(("left out", "; ".join(reasons)))
         if notes := self.notes():
@@ -127,27 +129,6 @@ class DataCounts:
         texts = [text if label in plain else f"{label} {text.replace('; ', ', ')}" for label, text in facts]
         return "; ".join(texts)
 
-    def _summary(self) -> str:
-        parts = [several(self.files, "file")]
-        if self.kind != "tokens":
-            documents = self.train.documents + self.held.documents + sum(self.left.values())
-            parts.append(several(documents, self.noun))
-        parts.append(f"{self.train.tokens + self.held.tokens:,} tokens")
-        if self.kind == "chat":
-            parts.append(f"{self.train.learned + self.held.learned:,} of them learned")
-        return ", ".join(parts)
-
-    def _blocks(self) -> str:
-        train = self.train
-        share = f", {train.padding / (train.blocks * self.block):.1%} of it padding" if train.padding else ""
-        return f"{several(train.blocks, 'block')} of {self.block:,} tokens{share}"
-
-    def _held(self) -> str:
-        held, tokens = self.held, self.train.tokens + self.held.tokens
-        documents = several(held.documents, self.noun) if held.documents else "the last blocks"
-        share = f" ({held.tokens / tokens:.1%})" if tokens else ""
-        return f"{documents}, {held.tokens:,} tokens{share} in {several(held.blocks, 'block')}"
-
 
 # --- warnings -------------------------------------------------------------------------------------------
 
@@ -155,18 +136,21 @@ class DataCounts:
 class DocumentWatch:
     """Counts warnings while documents become blocks."""
 
-    def __init__(self, tokenizer: Tokenizer, noted: Counter[str]) -> None:
-        self._noted = noted
-        self._marks = tokenizer.marks
+    def __init__(self, tokenizer: Tokenizer, noted: Counter[str], seed: int) -> None:
+        self._noted, self._marks, self._seed = noted, tokenizer.marks, seed
         self._numbers = np.array(sorted(self._marks.values()), np.int64)
         longest_first = sorted(self._marks, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)))
         self._has_template = tokenizer.has_template
         self._digests = array("Q")
 
-    def add_trained(self, number: int) -> None:
-        """Record the `Document.number` of a training document."""
-        self._digests.append(number)
+    def is_held_out(self, document: Document, share: float) -> bool:
+        """Return True for a `share` of all documents, by their content; record the digests of the others."""
+        number = document.number(self._seed)
+        is_held = number / 2**64 < share
+        if not is_held:
+            self._digests.append(number)
+        return is_held
 
     def watched(
         self, document: Document, pieces: Iterable[tuple[Tokens, Tokens]]
@@ -196,12 +180,11 @@ class DocumentWatch:
 
 def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:
     """Count the documents of a folder that others have too; each folder with its number of documents."""
-    digests = np.sort(_digests(*held))
+    (digests, *others) = (_digests(folder, count) for folder, count in (held, *trained))
     found = np.zeros(len(digests), dtype=bool)
-    for folder, count in trained:
-        others = _digests(folder, count)
-        for first in range(0, len(others), _AT_ONCE):
-            found |= np.isin(digests, others[first : first + _AT_ONCE])
+    for other in others:
+        for first in range(0, len(other), _AT_ONCE):
+            found |= np.isin(digests, other[first : first + _AT_ONCE])
     return int(found.sum())
 
 

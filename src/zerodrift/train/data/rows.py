@@ -56,9 +56,8 @@ def _lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
         except UnicodeDecodeError as error:
             raise not_utf8(error, where) from None
         except json.JSONDecodeError as error:
-            raise _not_json(
-                where, _fault(error, f"column {error.colno:,}"), "A line is one object."
-            ) from None
+            fault = _fault(error, f"column {error.colno:,}")
+            raise _not_json(where, fault, "A line is one object.") from None
         except (ValueError, RecursionError) as error:
             raise _unusual_json(where, error) from None
 
@@ -73,23 +72,21 @@ class _JsonReader:
         self._decoder = json.JSONDecoder(object_pairs_hook=_block)
 
     def rows(self, is_array: bool) -> Iterator[tuple[int, Row]]:
-        number = 0
-        if is_array:
-            self._take("[")
-        while not is_array or number or self._peek() != "]":
+        number, ending = 0, self._take("[") if is_array else ""
+        if is_array and self._peek() == "]":
+            ending = self._take("]")
+        while ending != "]" and (is_array or not number):
             number += 1
             where = f"{self._file}: row {number:,}"
             yield number, _object(self._value(where), where)
-            if not is_array or self._take("],", where) == "]":
-                break
-        else:
-            self._take("]")
+            ending = self._take("],", where) if is_array else ""
         if found := self._peek():
             todo = f"Run `jq -c . {self._file} > {Path(self._file).stem}.jsonl`: a line for each object."
             raise _not_json(self._file, f"{found!r} after the end", "" if is_array else todo)
         self._stream.detach()
 
     def _read(self, size: int) -> bool:
+        """Read more; return False at the end of the file."""
         if self._ended:
             return False
         try:
@@ -126,9 +123,8 @@ class _JsonReader:
                 value, self._at = self._decoder.raw_decode(self._text, self._at)
                 return value
             except json.JSONDecodeError as error:
-                # The text that is not read yet may complete the value.
                 size *= 2
-                if not self._read(size):
+                if not self._read(size):  # what is not read yet might complete the value
                     raise _not_json(where, _fault(error, f"character {error.pos - self._at:,}")) from None
             except (ValueError, RecursionError) as error:
                 raise _unusual_json(where, error) from None
@@ -170,7 +166,9 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     try:
         first = lines.readline()
-        delimiter = _delimiter(first, formats.suffix_of(file))
+        plain = "".join(first.split('"')[::2])  # the part that is not quoted shows the delimiter
+        marks = ("\t", ",", ";", "|") if formats.suffix_of(file) == ".tsv" else (",", "\t", ";", "|")
+        delimiter = next((mark for mark in marks if mark in plain), ",")
         reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
         names = next(reader, None) or []
         if not any(name.strip() for name in names):
@@ -187,18 +185,10 @@ def _table(stream: BinaryIO, file: Path) -> Iterator[tuple[int, Row]]:
         raise not_utf8(error, str(file)) from None
     except csv.Error as error:
         todo = "Put a cell in quotes if it holds a quote (doubled), a line end or a delimiter."
-        raise ConfigError(
-            f"{file}:{reader.line_num}", "must be CSV", got=first_line(error), do=todo
-        ) from None
+        where = f"{file}:{reader.line_num}"
+        raise ConfigError(where, "must be CSV", got=first_line(error), do=todo) from None
     finally:
         lines.detach()
-
-
-def _delimiter(first: str, suffix: str) -> str:
-    """Return the delimiter of a table, as the unquoted part of its first line shows it."""
-    plain = "".join(first.split('"')[::2])
-    marks = ("\t", ",", ";", "|") if suffix == ".tsv" else (",", "\t", ";", "|")
-    return next((mark for mark in marks if mark in plain), ",")
 
 
 def _require_once(names: list[str], where: str) -> None:
@@ -218,7 +208,7 @@ def _columns(stream: BinaryIO, file: Path, holds: str) -> Iterator[Row]:
     # A compressed stream cannot seek.
     whole = stream if stream.seekable() and not hasattr(stream, "fileobj") else io.BytesIO(stream.read())
     try:
-        for batch in _parquet_batches(whole, file) if holds == formats.PARQUET else _arrow_batches(whole):
+        for batch in _batches(whole, file, holds):
             _require_once(batch.schema.names, str(file))
             for start in range(0, batch.num_rows, 1024):
                 for row in batch.slice(start, 1024).to_pylist():
@@ -227,20 +217,17 @@ def _columns(stream: BinaryIO, file: Path, holds: str) -> Iterator[Row]:
         raise ConfigError(str(file), f"must be {holds}", got=first_line(error)) from None
 
 
-def _parquet_batches(stream: BinaryIO, file: Path) -> Iterator[Any]:
-    from pyarrow import parquet
+def _batches(stream: BinaryIO, file: Path, holds: str) -> Iterator[Any]:
+    from pyarrow import ipc, parquet
 
-    with parquet.ParquetFile(stream, page_checksum_verification=True) as table:
-        _require_once(table.schema_arrow.names, str(file))
-        yield from table.iter_batches(batch_size=1024)
-
-
-def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
-    from pyarrow import ipc
-
+    if holds == formats.PARQUET:
+        with parquet.ParquetFile(stream, page_checksum_verification=True) as table:
+            _require_once(table.schema_arrow.names, str(file))
+            yield from table.iter_batches(batch_size=1024)
+        return
     if stream.read(6) == b"ARROW1":
-        with ipc.open_file(stream) as file:
-            yield from map(file.get_batch, range(file.num_record_batches))
+        with ipc.open_file(stream) as table:
+            yield from map(table.get_batch, range(table.num_record_batches))
         return
     stream.seek(-len(_ARROW_END), io.SEEK_END)
     if stream.read() != _ARROW_END:  # the reader would take a cut file that ends with a batch

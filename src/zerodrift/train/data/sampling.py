@@ -29,17 +29,16 @@ MULTIPLE = 8
 _ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True)
 class BlockSampler:
     """The order of `count` blocks, epoch after epoch."""
 
-    count: int
-    seed: int
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
 
     def at(self, position: int) -> int:
         """Return the block of a sample, counted from the start of training."""
-        epoch, place = divmod(position, self.count)
-        return permute(place, self.count, epoch_key(self.seed, epoch))
+        epoch, place = divmod(position, self._count)
+        return permute(place, self._count, epoch_key(self._seed, epoch))
 
     def step(self, number: int, samples: int) -> np.ndarray:
         """Return the `samples` blocks of step `number`, counted from 0."""
@@ -114,34 +113,29 @@ class Mixture:
         )
 
     def _places(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Return set and block of each index."""
         ends = np.cumsum([len(blocks) for blocks in self.sets])
         sets = np.searchsorted(ends, indices, side="right")
         starts = ends - [len(blocks) for blocks in self.sets]
         return [(int(n), int(index - starts[n])) for n, index in zip(sets, indices, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
 class MixtureSampler:
-    """The order of the blocks of several sets."""
+    """The order of the blocks of several sets, which have `counts` blocks. Among as many samples as there
+    are blocks in all, each set has its `shares`."""
 
-    counts: tuple[int, ...]
-    """Blocks of each set."""
-    shares: tuple[int, ...]
-    """Samples of each set among as many as there are blocks in all."""
-    seed: int
+    def __init__(self, counts: tuple[int, ...], shares: tuple[int, ...], seed: int) -> None:
+        self._order, self._total = BlockSampler(sum(counts), seed), sum(counts)
+        self._shares = shares
+        self._samplers = [BlockSampler(count, mix_bits(seed + n)) for n, count in enumerate(counts, 1)]
+        self._firsts = np.cumsum([0, *counts]).tolist()
 
     def at(self, position: int) -> int:
         """Return the block of a sample, counted from the start of training."""
-        total = sum(self.counts)
-        turn, place = divmod(position, total)
-        place = permute(place, total, epoch_key(self.seed, turn))
-        first = 0
-        for number, (count, share) in enumerate(zip(self.counts, self.shares, strict=True)):
+        place, turn = self._order.at(position), position // self._total
+        for sampler, share, first in zip(self._samplers, self._shares, self._firsts, strict=False):
             if place < share:
-                return first + BlockSampler(count, mix_bits(self.seed + number + 1)).at(turn * share + place)
+                return int(first) + sampler.at(turn * share + place)
             place -= share
-            first += count
         raise AssertionError("shares must add up to the blocks in all")
 
     def step(self, number: int, samples: int) -> np.ndarray:

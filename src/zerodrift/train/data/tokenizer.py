@@ -13,8 +13,10 @@ The `fingerprint` changes whenever the tokens of some text could.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,17 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ModelError
+from zerodrift.model.factory import attempt
+from zerodrift.model.huggingface import is_installed
 from zerodrift.train.data.hub import advice
 
 Tokens = np.ndarray
 """Shape [tokens], an integer dtype."""
 
-FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
-)
+_NAMES = "tokenizer.json tokenizer_config.json tokenizer.model vocab.json merges.txt vocab.txt"
+FILES = tuple(_NAMES.split())
 """A folder with a tokenizer has some of these."""
+BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 MODELS = (".model", ".spm", ".bpe", ".vocab")
 _FINGERPRINTED = (".json", ".txt", ".jinja", *MODELS)
 _NOT_FINGERPRINTED = ("/config.json", "/generation_config.json", ".index.json")
@@ -86,16 +90,12 @@ class TransformersTokenizer:
             must, todo = "must have an end-of-text or a padding token", "Name one in `tokenizer_config.json`."
             raise ModelError(f"{folder}", must, got="neither", do=todo)
         self.end = int(end)
-        self.start = self._start()
+        plain, whole = self.encode("a").tolist(), self.inner.encode("a")
+        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
+        self.start: tuple[int, ...] = tuple(whole[: starts[0]]) if plain and starts else ()
         added = self.inner.added_tokens_decoder.items()
         self.marks: Mapping[str, int] = {str(token): number for number, token in added if token.special}
         self.has_template = bool(self.inner.chat_template)
-
-    def _start(self) -> tuple[int, ...]:
-        plain, whole = self.encode("a").tolist(), self.inner.encode("a")
-        if not plain or len(whole) == len(plain):
-            return ()
-        return tuple(whole[: next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)])
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self.inner.encode(text, add_special_tokens=False), dtype=np.int64)
@@ -161,6 +161,13 @@ def has_tokenizer(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in FILES)
 
 
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer from one folder to another."""
+    for file in source.iterdir():
+        if file.is_file() and (file.name in (*FILES, *BESIDE) or file.suffix in MODELS):
+            shutil.copyfile(file, folder / file.name)
+
+
 def _fingerprint(folder: Path) -> str:
     """Return a digest of every file of words, rules and templates, whichever of them a class reads."""
     digest = hashlib.blake2b(digest_size=16)
@@ -172,22 +179,18 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _load(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
+    if not is_installed():
         must, todo = (
             "`transformers` must be installed to read a tokenizer",
             "Run `pip install 'zerodrift[hf]'`.",
         )
-        raise ModelError("data.tokenizer", must, got="no such package", do=todo) from None
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        must, reason = (
-            "must hold a tokenizer that `transformers` can read",
-            " ".join(str(error).split())[:400],
-        )
-        raise ModelError(str(folder), must, got=f"{type(error).__name__}: {reason}") from error
+        raise ModelError("data.tokenizer", must, got="no such package", do=todo)
+    from transformers import AutoTokenizer
+
+    load = functools.partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
+    return attempt(
+        lambda: load(str(folder)), str(folder), "must hold a tokenizer that `transformers` can read"
+    )
 
 
 # --- long texts -----------------------------------------------------------------------------------------

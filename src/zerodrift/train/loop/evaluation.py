@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from zerodrift.engine.engine import Engine
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
 from zerodrift.train.data.batches import validation_batches
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job
-from zerodrift.train.loop.model_checks import positions
+from zerodrift.train.loop.model import positions
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import Session
@@ -33,8 +33,8 @@ def evaluate(session: Session) -> tuple[float, int]:
     assert session.validation is not None
     seat, most = session.seat, session.job.run.evaluate_blocks
     held = list(validation_batches(session.validation, seat, most))
-    losses = losses_of(session.engine, [batch.batch for batch in held])
-    counts = torch.tensor([batch.labels for batch in held], device=losses.device)
+    losses = losses_of(session.engine, [batch for batch, _ in held])
+    counts = torch.tensor([count for _, count in held], device=losses.device)
     # Sums go by the numbers of micro-batches over all ranks: a sum of ranks' sums would depend on their
     # number.
     places = losses.new_zeros(len(held), seat.ranks, 2)
@@ -65,15 +65,12 @@ class BestEvaluation:
         return is_better
 
     @property
-    def is_out_of_patience(self) -> bool:
-        return 0 < self._patience <= self._since
-
-    @property
     def reason(self) -> str:
-        """Why the run ends early; empty while it goes on."""
-        times = f"{self._since} evaluation" + ("s" if self._since > 1 else "")
-        reason = f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
-        return reason if self.is_out_of_patience else ""
+        """Why the run ends early, as it is out of patience; empty while it goes on."""
+        if not 0 < self._patience <= self._since:
+            return ""
+        times = several(self._since, "evaluation")
+        return f"{times} without a better loss than {self._loss:.4f} (`run.patience`)"
 
 
 # --- samples ----------------------------------------------------------------------------------------------
@@ -91,19 +88,17 @@ def continue_prompt(engine: Engine, letters: Tokenizer, prompt: str) -> str:
     engine.eval()
     try:
         while len(written) < LONGEST and (room is None or len(given) + len(written) < room):
-            token = engine.comm.broadcast_object(_likeliest(engine, [*given, *written]), 0)
+            ahead = torch.tensor([[*given, *written]], device=engine.mesh.device)
+            with torch.no_grad():
+                out = engine(input_ids=ahead)
+            likeliest = int(getattr(out, "logits", out)[0, -1].argmax())
+            token = engine.comm.broadcast_object(likeliest, 0)
             if token == letters.end:
                 break
             written.append(token)
     finally:
         engine.train()
     return letters.decode(written)
-
-
-@torch.no_grad()
-def _likeliest(engine: Engine, tokens: list[int]) -> int:
-    out = engine(input_ids=torch.tensor([tokens], device=engine.mesh.device))
-    return int(getattr(out, "logits", out)[0, -1].argmax())
 
 
 # --- a checkpoint alone -----------------------------------------------------------------------------------

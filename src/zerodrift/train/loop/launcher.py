@@ -79,46 +79,14 @@ class LaunchRequest:
     """Evaluate a checkpoint, and train nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankArguments:
-    """The command line of a rank, as JSON."""
+def write_failure(path: str, message: str, refused: bool, when: float) -> None:
+    """Write the error of a rank. By `when`, on one clock for all ranks, the first causes the others.
 
-    source: str
-    """The job file."""
-    overrides: tuple[str, ...]
-    failure: str
-    """The file for an error."""
-    watch: int
-    """A pipe that closes when the launcher ends."""
-    debug: bool
-    request: LaunchRequest
-    replay: dict[str, Any] | None = None
-    """The request of a replay; see `tools/replay.py`."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankArguments:
-        values = json.loads(text)
-        request = LaunchRequest(**values["request"])
-        return cls(**{**values, "overrides": tuple(values["overrides"]), "request": request})
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The error of a rank."""
-
-    when: float
-    """One clock for all ranks: the first failure causes the others."""
-    message: str
-    refused: bool
-    """Whether zerodrift refused something; False for a defect of the program."""
-
-    def write(self, path: str) -> None:
-        beside = Path(path).with_suffix(".writing")
-        beside.write_text(json.dumps(asdict(self)))
-        beside.replace(path)
+    `refused` is whether zerodrift refused something; False for a defect of the program.
+    """
+    beside = Path(path).with_suffix(".writing")
+    beside.write_text(json.dumps({"when": when, "message": message, "refused": refused}))
+    beside.replace(path)
 
 
 @dataclass
@@ -127,12 +95,6 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure: Path
     log: Path
-
-    @property
-    def failed_alone(self) -> bool:
-        """True if the rank ended otherwise than all ranks do in the end."""
-        code = self.process.poll()
-        return code not in (None, 0) and not _is_in_order(code)
 
 
 class RankFailedError(Exception):
@@ -161,19 +123,19 @@ class Launcher:
         self._read, self._write = os.pipe()
         logs.mkdir(parents=True, exist_ok=True)
         threads_of_rank = threads or os.environ.get("OMP_NUM_THREADS") or _threads(count)
-        common = {
-            **os.environ,
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": str(threads_of_rank),
-        }
-        asked = replace(request or LaunchRequest(), launched=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        common = {**os.environ, **place, "OMP_NUM_THREADS": str(threads_of_rank)}
+        # A rank ends when the pipe `watch` closes, as it does when the launcher ends.
+        arguments = {"source": source, "overrides": [*overrides], "watch": self._read, "debug": debug}
+        arguments |= {"request": asdict(replace(request or LaunchRequest(), launched=True)), "replay": replay}
         self._ranks: list[_Rank] = []
         for number in range(count):
             failure, log = logs / f"rank-{number}.failure", logs / f"rank-{number}.txt"
             failure.unlink(missing_ok=True)
-            work = RankArguments(source, tuple(overrides), str(failure), self._read, debug, asked, replay)
+            work = json.dumps({**arguments, "failure": str(failure)})
             environment = {**common, "RANK": str(number), "LOCAL_RANK": str(number)}
             with log.open("wb") as errors:
                 process = self._start(number, work, environment, errors)
@@ -181,11 +143,11 @@ class Launcher:
         os.close(self._read)
 
     def _start(
-        self, number: int, work: RankArguments, environment: dict[str, str], errors: IO[bytes]
+        self, number: int, work: str, environment: dict[str, str], errors: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-m", "zerodrift.train.loop.rank", work.to_json()],
+            [sys.executable, "-m", "zerodrift.train.loop.rank", work],
             stdin=subprocess.DEVNULL,
             stdout=None if number == 0 else errors,
             stderr=errors,
@@ -211,7 +173,8 @@ class Launcher:
     def _watch(self) -> int:
         deadline: float | None = None
         while any(rank.process.poll() is None for rank in self._ranks):
-            if deadline is None and any(rank.failed_alone for rank in self._ranks):
+            ended = [rank.process.poll() or 0 for rank in self._ranks]
+            if deadline is None and any(code and not _is_in_order(code) for code in ended):
                 deadline = time.monotonic() + GRACE
                 if not self._asked:
                     self._send(signal.SIGTERM)
@@ -244,8 +207,8 @@ class Launcher:
                     rank.process.send_signal(number)
 
 
-def _is_in_order(code: int | None) -> bool:
-    return code is not None and code - IN_ORDER in (0, *SIGNALS)
+def _is_in_order(code: int) -> bool:
+    return code - IN_ORDER in (0, *SIGNALS)
 
 
 def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
@@ -253,13 +216,11 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
 
     A killed rank writes no error, and comes before those that only missed it.
     """
-    failures = [
-        (Failure(**json.loads(rank.failure.read_text())), rank) for rank in failed if rank.failure.is_file()
-    ]
-    failures.sort(key=lambda pair: pair[0].when)
+    failures = [(json.loads(rank.failure.read_text()), rank) for rank in failed if rank.failure.is_file()]
+    failures.sort(key=lambda pair: pair[0]["when"])
     silent = [rank for rank in failed if not rank.failure.is_file()]
     killed = [rank for rank in silent if rank.process.returncode in (-signal.SIGKILL, -signal.SIGSEGV)]
-    if killed and all(failure.refused for failure, _ in failures):
+    if killed and all(failure["refused"] for failure, _ in failures):
         rank = killed[0]
         name = signal.Signals(-rank.process.returncode).name
         cause = "The system may have run out of memory. " if name == "SIGKILL" else ""
@@ -268,10 +229,10 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
         return ZerodriftError(f"rank {rank.number}", must, got=got, do=todo)
     if failures:
         failure, rank = failures[0]
-        if failure.refused:
+        if failure["refused"]:
             prefix = f"rank {rank.number}: " if count > 1 else ""
-            return ZerodriftError.relayed(f"{prefix}{failure.message}")
-        return RankFailedError(f"rank {rank.number} of {count}:\n{failure.message}")
+            return ZerodriftError.relayed(f"{prefix}{failure['message']}")
+        return RankFailedError(f"rank {rank.number} of {count}:\n{failure['message']}")
     # Ranks that were ended because of another one have no error of their own.
     rank = next((each for each in failed if each.process.returncode != -signal.SIGTERM), failed[0])
     if rank.process.returncode == 2:  # something was refused, and the error could not be written
@@ -283,15 +244,8 @@ def _first_failure(failed: Sequence[_Rank], count: int) -> Exception:
 
 
 def _threads(count: int) -> int:
-    """Return the threads of each rank: an equal share of the processors."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:
         processors = os.cpu_count() or 1
     return max(1, processors // count)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,6 +6,7 @@ The rank ends when its launcher does, and writes its error to a file.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -14,22 +15,23 @@ import time
 import traceback
 
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.loop.launcher import Failure, RankArguments
+from zerodrift.train.loop.launcher import LaunchRequest, write_failure
 from zerodrift.train.loop.signals import IN_ORDER
 
 
 def main(text: str) -> int:
-    work = RankArguments.from_json(text)
-    threading.Thread(target=_end_with_launcher, args=(work.watch,), daemon=True).start()
+    """Run the rank with the arguments that `Launcher` writes as JSON; return its exit code."""
+    work = json.loads(text)
+    threading.Thread(target=_end_with_launcher, args=(work["watch"],), daemon=True).start()
     try:
-        if work.replay is not None:
-            from zerodrift.train.tools.replay import ReplayRequest, replay_here
+        if work["replay"] is not None:
+            from zerodrift.train.tools.replay import replay_here
 
-            replay_here(work.source, work.overrides, ReplayRequest(**work.replay))
+            replay_here(work["source"], work["overrides"], **work["replay"])
             return 0
         from zerodrift.train.loop.start import run_here
 
-        code = run_here(work.source, work.overrides, work.request)
+        code = run_here(work["source"], work["overrides"], LaunchRequest(**work["request"]))
         return IN_ORDER + code - 128 if code else 0
     except SystemExit as stopped:  # by a signal before the first step
         os._exit(stopped.code if isinstance(stopped.code, int) else 1)
@@ -37,9 +39,9 @@ def main(text: str) -> int:
         os._exit(128 + signal.SIGINT)
     except BaseException as error:
         is_refused = isinstance(error, ZerodriftError)
-        message = str(error) if is_refused and not work.debug else traceback.format_exc()
+        message = str(error) if is_refused and not work["debug"] else traceback.format_exc()
         with contextlib.suppress(OSError):  # the disk may be full, which the launcher reports
-            Failure(time.monotonic(), message, is_refused).write(work.failure)
+            write_failure(work["failure"], message, is_refused, time.monotonic())
             print(message, file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Threads of a broken process group may never come back.

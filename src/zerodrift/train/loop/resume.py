@@ -103,7 +103,20 @@ def load(checkpoints: Checkpoints, path: Path, job: Job, engine: Engine) -> tupl
         )
         assert loaded is not None
     except CheckpointError as error:
-        raise _for_a_job(error, path) from error
+        if not error.problems:
+            raise
+        another = "Set it as it was, or begin another run with another `run.folder`."
+        optimizer = (
+            "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
+            "`run.folder`, and `model.source` the `export` of this one."
+        )
+        problems = [
+            replace(problem, do=optimizer if problem.where == "optimizer" else another)
+            if "allow=" in problem.do
+            else problem
+            for problem in error.problems
+        ]
+        raise CheckpointError.of(problems, f"{path} cannot be gone on from") from error
     _restore_numbers(engine, own, any(difference.what == "schedule" for difference in loaded.differences))
     engine.seed = job.run.seed
     client = loaded.client if isinstance(loaded.client, dict) else {}
@@ -128,22 +141,6 @@ def _restore_numbers(engine: Engine, own: Sequence[Mapping[str, Any]], schedule_
         engine.scaler.scale = scale.initial
 
 
-def _for_a_job(error: CheckpointError, path: Path) -> CheckpointError:
-    """Return the same refusal with advice for a job."""
-    another = "Set it as it was, or begin another run with another `run.folder`."
-    optimizer = (
-        "Set `config.optimizer.type` as it was. For a new optimizer, begin another run: another "
-        "`run.folder`, and `model.source` the `export` of this one."
-    )
-    problems = [
-        replace(problem, do=optimizer if problem.where == "optimizer" else another)
-        if "allow=" in problem.do
-        else problem
-        for problem in error.problems
-    ]
-    return CheckpointError.of(problems, f"{path} cannot be gone on from") if problems else error
-
-
 def packed(job: Job) -> str:
     """Return the job as checkpoints carry it."""
     return json.dumps(job.model_dump(mode="json", by_alias=True), sort_keys=True)
@@ -159,22 +156,20 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _key_changes(before: Mapping[str, Any], job: Job, step: int) -> Iterator[Change]:
-    """Yield the keys that differ between two jobs."""
+
+    def shown(value: Any) -> str:
+        if value in (None, ""):
+            return "not given"
+        return value if isinstance(value, str) else json.dumps(value)
+
     old, new = dict(_leaves(before)), dict(_leaves(json.loads(packed(job))))
     for key in dict.fromkeys([*old, *new]):
         if key not in _LOCATION and old.get(key) != new.get(key):
             holds = _DECIDED.get(key, f"the job's holds from step {step + 1} on")
-            yield Change(key, _shown(old.get(key)), _shown(new.get(key)), holds)
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == "":
-        return "not given"
-    return value if isinstance(value, str) else json.dumps(value)
+            yield Change(key, shown(old.get(key)), shown(new.get(key)), holds)
 
 
 def _plan_changes(loaded: Loaded, keys: Sequence[Change]) -> Iterator[Change]:
-    """Yield the differences that no key explains."""
     known = {change.what.removeprefix("config.") for change in keys}
     known |= {change.what.rpartition(".")[2] for change in keys if change.what.startswith("config.")}
     if any(difference.what == "ranks" for difference in loaded.differences):

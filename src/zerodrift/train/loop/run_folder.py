@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from zerodrift.checkpoint.paths import FULL, unwritable
@@ -60,9 +59,6 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(job.model_dump(mode="json", by_alias=True), indent=1) + "\n"
         self.job.write_text(text, encoding="utf-8")
-
-    def save_environment(self, values: Mapping[str, str]) -> None:
-        self.environment.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     def save_plan(self, plan: Plan) -> None:
         self.plan.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
@@ -111,11 +107,8 @@ def require_writable(key: str, path: Path) -> None:
         if error.errno in FULL:
             raise unwritable(path, error) from None
         here = "" if path.is_absolute() else f" (in {Path.cwd()})"
-        must, got = (
-            "must be a folder that can be written",
-            f"{str(path)!r}: {error.strerror or said(error)}{here}",
-        )
-        raise ConfigError(key, must, got=got, do="Choose another folder.") from None
+        must, got = "must be a folder that can be written", f"{error.strerror or said(error)}{here}"
+        raise ConfigError(key, must, got=f"{str(path)!r}: {got}", do="Choose another folder.") from None
 
 
 def with_found_paths(job: Job, folder: str) -> Job:

@@ -6,6 +6,7 @@ does the same in the same order, and only rank 0 writes what there is one of.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -36,10 +37,9 @@ from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import Mixture
-from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
+from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop import model_checks as checks
 from zerodrift.train.loop import resume
 from zerodrift.train.loop.launcher import LaunchRequest
 from zerodrift.train.loop.resume import ResumePoint
@@ -48,8 +48,8 @@ from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import RunLines, check_boards
 from zerodrift.train.report.page import run_page
 from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
-from zerodrift.train.tools.adapters import base_digest
-from zerodrift.train.tools.profiler import require_steps
+from zerodrift.train.tools import adapters
+from zerodrift.weights.export import export
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
 TOTALS = ("total_num_steps", "num_training_steps")
@@ -109,7 +109,8 @@ class Session:
         resumed, place = self.load(path)
         if place != self.place:
             must = "must go on with the data and the batch of the checkpoint"
-            keys = [change for change in resumed.changes if _is_of_data(change.what)]
+            names = ("data.", "batch", "gradient_accumulation")
+            keys = [change for change in resumed.changes if any(name in change.what for name in names)]
             changed = "; ".join(f"`{change.what}` {change.now}, which was {change.was}" for change in keys)
             got = f"{changed or 'other data, or another `train_batch_size`'}, than in {resumed.checkpoint}"
             todo = "Set them as they were, or use another `run.folder`."
@@ -138,7 +139,7 @@ class Session:
         """Return the metrics line for the start of training, and write the environment."""
         computed = computed_by(self.engine.mesh.device)
         here = environment(self.command, computed)
-        self.folder.save_environment(here)
+        self.folder.environment.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
         return {
             "ranks": self.seat.ranks,
             "steps": self.steps,
@@ -182,20 +183,22 @@ class Session:
         self.checkpoints.save(client=client)
 
     def export(self, folder: Path) -> None:
-        """Export the model. Collective."""
-        from zerodrift.train.tools.export import export
-
-        export(self.engine, folder, self.job, self.tokenizer, self.base)
+        """Write the model in the dtypes of the `export` column; adapters with the digest of their base.
+        Collective."""
+        engine = self.engine
+        if self.job.model.lora is None:
+            export(engine, folder, overwrite=True)
+        else:
+            adapters.write(engine, folder, self.job.model.source, self.base)
+        if engine.mesh.rank() == 0 and isinstance(self.tokenizer, TransformersTokenizer):
+            copy_tokenizer(Path(self.tokenizer.name), folder)
+        engine.comm.barrier()
 
     def report(self, lines: RunLines) -> None:
         """Write the page of the run. Called on one rank."""
         text = run_page(self.job, self.engine.plan, lines, self.steps)
         with new_file(self.folder.report) as page:
             page.write_text(text, encoding="utf-8")
-
-
-def _is_of_data(key: str) -> bool:
-    return key.startswith("data.") or "batch" in key or "gradient_accumulation" in key
 
 
 @dataclass(frozen=True)
@@ -228,14 +231,19 @@ def outline(job: Job, config: Config, display: Display, world: int) -> Outline:
     source = models.source_of(job.model)
     with display.doing("building the model"):
         model = models.build(job.model, source)
-    checks.check_model(model, job, letters)
+    models.check_model(model, job, letters)
     smoothed = models.smooth_loss(model, job.data.label_smoothing)
     with display.doing("reading the data"), full_disk_named(cache):
         prepared = prepare(job.data, letters, cache)
     policy, steps = length_of(job, config, prepared, world)
-    _require_decided(policy)
+    problems = Problems()  # a library user would pass these
+    if policy.optimizer is None:
+        problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
+    if not policy.batch.micro:
+        must = "must be given, or `train_batch_size`: nothing else decides it here"
+        problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
+    problems.raise_as(ConfigError)
     _require_within_run(job, model, letters, steps)
-    require_steps(job.run.profile, steps)
     return Outline(folder, letters, prepared, steps, source, model, smoothed)
 
 
@@ -244,9 +252,21 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
     request = request or LaunchRequest()
     made = outline(job, config, display, started()[1])
     folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
-    base = "" if job.model.lora is None else base_digest(made.model)
+    base = "" if job.model.lora is None else adapters.base_digest(made.model)
+    if config.pipeline is not None and config.pipeline.stages > 1:
+        _require_cuttable(job, config.pipeline)
+    is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
     with display.doing("placing the model"):
-        engine = _engine(job, config, made, numbers_of(job, config, steps))
+        engine = initialize(
+            made.model,
+            None,
+            config,
+            parts=models.parts(job.model) if is_cut else None,
+            weights=models.streamed_weights(job.model, made.source),
+            device=None if job.run.device == "auto" else job.run.device,
+            auto=numbers_of(job, config, steps),
+            quiet=True,
+        )
     lock = None
     try:
         lock = _locked(folder, engine)
@@ -264,7 +284,11 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
         seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)
         feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
         if prepared.train.separate_documents:
-            checks.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
+            models.require_document_mask(engine, seat, job.data.block, letters.vocabulary)
+        is_async = job.run.asynchronous_checkpoints
+        checkpoints = Checkpoints(
+            engine, folder.checkpoints, keep=job.run.keep, asynchronous=is_async, quiet=True
+        )
         return Session(
             job=job,
             folder=folder,
@@ -273,13 +297,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             feed=feed,
             validation=prepared.validation,
             steps=steps,
-            checkpoints=Checkpoints(
-                engine,
-                folder.checkpoints,
-                keep=job.run.keep,
-                asynchronous=job.run.asynchronous_checkpoints,
-                quiet=True,
-            ),
+            checkpoints=checkpoints,
             key=prepared.key,
             data=data_facts(job, prepared, letters, steps, engine.plan),
             command=request.command,
@@ -307,36 +325,24 @@ def _locked(folder: RunFolder, engine: Engine) -> Lock | None:
             raise CheckpointError("run.folder", must, got=got, do=todo) from error
 
 
-def _engine(job: Job, config: Config, made: Outline, numbers: Mapping[str, Any]) -> Engine:
-    if config.pipeline is not None and config.pipeline.stages > 1:
-        _require_cuttable(job, config.pipeline)
-    is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
-    return initialize(
-        made.model,
-        None,
-        config,
-        parts=models.parts(job.model) if is_cut else None,
-        weights=models.streamed_weights(job.model, made.source),
-        device=None if job.run.device == "auto" else job.run.device,
-        auto=numbers,
-        quiet=True,
-    )
-
-
 def _require_cuttable(job: Job, pipeline: Pipeline) -> None:
+    model = job.model
+    samples = f"{len(job.run.samples)} of them"
+    adapters = "must be absent with `config.pipeline`: adapters are not cut"
+    prompts = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
+    lengths = "must be false with `config.pipeline`, whose stages pass on one shape"
+    splits = f"must be false under {pipeline.schedule}, which splits backwards"
+    is_split = model.compile and pipeline.schedule in SPLIT
+    rules = (
+        (model.lora is not None, "model.lora", adapters, "both", "Use one of the two."),
+        (bool(job.run.samples), "run.samples", prompts, samples, "Use `zerodrift sample`."),
+        (job.data.group_by_length, "data.group_by_length", lengths, "true", "Use `data.pack: true`."),
+        (is_split, "model.compile", splits, "true", "Use gpipe, 1f1b or interleaved."),
+    )
     problems = Problems()
-    if job.model.lora is not None:
-        must = "must be absent with `config.pipeline`: adapters are not cut"
-        problems.add("model.lora", must, got="both", do="Use one of the two.")
-    if job.run.samples:
-        must = "must be empty with `config.pipeline`, which forwards micro-batches of a step alone"
-        problems.add("run.samples", must, got=f"{len(job.run.samples)} of them", do="Use `zerodrift sample`.")
-    if job.data.group_by_length:
-        must = "must be false with `config.pipeline`, whose stages pass on one shape"
-        problems.add("data.group_by_length", must, got="true", do="Use `data.pack: true`.")
-    if job.model.compile and pipeline.schedule in SPLIT:
-        must = f"must be false under {pipeline.schedule}, which splits backwards"
-        problems.add("model.compile", must, got="true", do="Use gpipe, 1f1b or interleaved.")
+    for is_broken, key, must, got, todo in rules:
+        if is_broken:
+            problems.add(key, must, got=got, do=todo)
     problems.raise_as(ConfigError)
 
 
@@ -360,11 +366,16 @@ def length_of(job: Job, config: Config, prepared: PreparedData, world: int) -> t
 
 
 def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: int) -> None:
-    """Refuse audits beyond the last step, and prompts that fill the model's positions."""
+    """Refuse audits and profiles beyond the last step, and prompts that fill the model's positions."""
     problems = Problems()
     if late := [step for step in job.audit.at if step > steps]:
         problems.add("audit.at", f"must be steps of the run, which has {steps:,}", got=f"{late[0]:,}")
-    room = checks.positions(model)
+    wanted = job.run.profile
+    if wanted is not None and wanted.last > steps:
+        must = f"must lie within the {steps:,} steps of the run"
+        got, todo = f"steps {wanted.from_} to {wanted.last}", "Lower `from` or `steps`, or raise `run.steps`."
+        problems.add("run.profile", must, got=got, do=todo)
+    room = models.positions(model)
     for prompt in job.run.samples:
         count = len(letters.start) + len(letters.encode(prompt))
         if room is not None and count >= room:
@@ -373,28 +384,17 @@ def _require_within_run(job: Job, model: nn.Module, letters: Tokenizer, steps: i
     problems.raise_as(ConfigError)
 
 
-def _require_decided(policy: Policy) -> None:
-    """Refuse a config without optimizer or batch size, which a library user would pass."""
-    problems = Problems()
-    if policy.optimizer is None:
-        problems.add("config.optimizer", "must be given: a block with `type` and `params`", got="none")
-    if not policy.batch.micro:
-        must = "must be given, or `train_batch_size`: nothing else decides it here"
-        problems.add("config.train_micro_batch_size_per_gpu", must, got="neither")
-    problems.raise_as(ConfigError)
-
-
 def numbers_of(job: Job, config: Config, steps: int) -> Mapping[str, Any]:
     """Return the values of "auto" keys: the job's, and the number of steps."""
-    return {**job.auto, **{key: steps for key in _totals(config) if key not in job.auto}}
+    return {**dict.fromkeys(_totals(config), steps), **job.auto}
+
+
+def needs_length(job: Job, config: Config) -> bool:
+    """Return True if the config asks for a number of steps that only the data can tell."""
+    return job.run.steps is None and any(key not in job.auto for key in _totals(config))
 
 
 def _totals(config: Config) -> list[str]:
     """Return the keys of the config that ask for the number of steps."""
     params = {} if config.scheduler is None else config.scheduler.params
     return [f"scheduler.params.{name}" for name in TOTALS if params.get(name) == "auto"]
-
-
-def needs_length(job: Job, config: Config) -> bool:
-    """Return True if the config asks for a number of steps that only the data can tell."""
-    return job.run.steps is None and any(key not in job.auto for key in _totals(config))

@@ -100,7 +100,6 @@ def processes(job: Job, nproc: int | None) -> int:
 
 
 def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str = "train") -> str:
-    """Return the command that starts this again."""
     sets = [word for text in overrides for word in ("--set", text)]
     count = ["--nproc", str(nproc)] if nproc else []
     return shlex.join(["zerodrift", verb, str(source), *sets, *count])
@@ -109,9 +108,9 @@ def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str
 def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
     """Run one rank from the job file to the end; return the exit code."""
     from zerodrift.comm.mesh import started
-    from zerodrift.train.loop import nonfinite
     from zerodrift.train.loop.evaluation import evaluate_here
     from zerodrift.train.loop.session import assemble
+    from zerodrift.train.loop.step import is_out_of_memory, out_of_memory
     from zerodrift.train.loop.training import Loop
 
     request = request or LaunchRequest()
@@ -120,24 +119,22 @@ def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | Non
     show = display(rank, job.run.log_every)
     full_disk = full_disk_named(RunFolder.of(job).path)
     with refused_files(), worded_for_a_job(), full_disk, listen(rank == 0, request.launched) as stop:
+        session = None
         try:
             session = assemble(job, config, show, request)
-        except BaseException:
-            show.stop()
-            raise
-        try:
             if request.evaluation:
                 evaluate_here(job, session, show)
                 return 0
             stopped = Loop(session, show, stop).run()
         except Exception as error:
-            if nonfinite.is_out_of_memory(error):
+            if session is not None and is_out_of_memory(error):
                 plan, checkpointing = session.engine.plan, job.model.activation_checkpointing
-                raise nonfinite.out_of_memory(plan, session.seat.micro, checkpointing) from error
+                raise out_of_memory(plan, session.seat.micro, checkpointing) from error
             raise
         finally:
             show.stop()
-            session.close()
+            if session is not None:
+                session.close()
         show.say(f"report: {legible(str(session.folder.report))}")
         if session.folder.export.is_dir() and not stopped and job.run.export:
             show.say(f"model: {legible(str(session.folder.export))}")

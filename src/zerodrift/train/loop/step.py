@@ -1,4 +1,5 @@
-"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out.
+"""Run one optimizer step of a job: this rank's micro-batches in, the losses of all ranks out. Find where a
+loss or gradient that is not finite comes from, and say what helps against a lack of memory.
 
 A step depends on the job, its number and the state before it. Under `reduce.order: tree` it does not depend
 on the number of ranks. The ranks of a pipeline get the same micro-batches and the same losses.
@@ -7,9 +8,10 @@ on the number of ranks. The ranks of a pipeline get the same micro-batches and t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from zerodrift.engine.digest import Digest
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.executor import loss_in
 from zerodrift.engine.progress import StepResult
+from zerodrift.errors import ZerodriftError
+from zerodrift.plan.cost import cost
+from zerodrift.plan.table import Plan
+from zerodrift.report.figures import size
 from zerodrift.train.data.batches import Feed, MicroBatch
 
 
@@ -54,7 +60,9 @@ def run_step(
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
     batches = list(feed.step(step))
     with around:
-        losses, result = train_on(engine, batches)
+        inputs = [batch.inputs() for batch in batches]
+        result = engine.train_batch(inputs, [batch.weight for batch in batches])
+    losses = torch.tensor(result.losses, device=mesh.device)  # not weighted, fp32
     # One small sum, in which each rank fills in its own places.
     places = torch.zeros(seat.ranks * seat.accumulation + 1, dtype=torch.float64, device=losses.device)
     if not mesh.rank("pipeline"):  # all stages have the same losses
@@ -62,13 +70,7 @@ def run_step(
         places[list(seat.numbers)] = losses.double() * weights
     places[-1] = float(asked())
     *every, stop = engine.comm.all_reduce_sum(places, "world").tolist()
-    return StepRun(batches, losses.tolist(), every, result, bool(stop))
-
-
-def train_on(engine: Engine, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, StepResult]:
-    """Train on the micro-batches of a step; their losses are not weighted, fp32."""
-    result = engine.train_batch([batch.inputs() for batch in batches], [batch.weight for batch in batches])
-    return torch.tensor(result.losses, device=engine.mesh.device), result.step
+    return StepRun(batches, losses.tolist(), every, result.step, bool(stop))
 
 
 def losses_of(engine: Engine, batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -105,15 +107,13 @@ class StepDigests:
         self._gradients: Digest | None = None
 
     def __enter__(self) -> None:
-        self._engine.before_update = self._digest_gradients
+        def digest_gradients() -> None:
+            self._gradients = self._engine.gradient_digest()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        self._engine.before_update = digest_gradients
+
+    def __exit__(self, *error: object) -> None:
         self._engine.before_update = None
-
-    def _digest_gradients(self) -> None:
-        self._gradients = self._engine.gradient_digest()
 
     def line(self, step: int, losses: list[float]) -> dict[str, Any]:
         """Return the metrics line of a step; `losses` by the numbers of micro-batches. Collective."""
@@ -125,3 +125,109 @@ class StepDigests:
             "gradients": {} if self._gradients is None else self._gradients.by_unit(),
             "losses": [loss.hex() for loss in losses],
         }
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BadMicroBatch:
+    """A micro-batch whose loss or gradient is not finite."""
+
+    rank: int
+    micro_batch: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteStep:
+    """A step whose loss or gradient is not finite."""
+
+    step: int
+    parameters: tuple[str, ...]
+    """The first parameters whose gradient is not finite."""
+    places: tuple[BadMicroBatch, ...]
+    """Origins; empty if no single micro-batch shows it."""
+
+    def __str__(self) -> str:
+        what = f"the gradient of {self.parameters[0]} is" if self.parameters else "the gradient norm is"
+        if not self.parameters and any(not math.isfinite(place.loss) for place in self.places):
+            what = "the loss is"
+        text = f"step {self.step} skipped: {what} not finite"
+        if self.places:
+            first, more = self.places[0], len(self.places) - 1
+            text += f"; loss {first.loss:.6g} in micro-batch {first.micro_batch} of rank {first.rank}"
+            text += f" and {more} more" if more else ""
+        return text
+
+
+def find_nonfinite(
+    engine: Engine, step: int, batches: Sequence[MicroBatch], losses: Sequence[float], result: StepResult
+) -> NonFiniteStep:
+    """Find where a skipped step comes from. Collective.
+
+    A skipped step leaves the parameters as they were, so it can be examined. A loss that is not finite names
+    its micro-batch. If only a gradient is not, the micro-batches run once more, one by one, until one leaves
+    such a gradient.
+    """
+    rank = engine.mesh.rank("data")
+
+    def gathered(mine: list[BadMicroBatch]) -> list[BadMicroBatch]:
+        return [place for places in engine.comm.all_gather_object(mine, "data") for place in places]
+
+    bad = [BadMicroBatch(rank, n, loss) for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    everywhere = gathered(bad)
+    if not everywhere and result.bad:
+        for number, batch in enumerate(batches):
+            if not has_finite_gradient(engine, batch, result.bad[0]):
+                everywhere = gathered([BadMicroBatch(rank, number, losses[number])])
+                break
+    return NonFiniteStep(step, result.bad, tuple(everywhere))
+
+
+def save_batches(folder: Path, trouble: NonFiniteStep, batches: Sequence[MicroBatch], rank: int) -> bool:
+    """Write this rank's bad batches, or all of its batches if none is to blame; return False for none."""
+    bad = {place.micro_batch for place in trouble.places if place.rank == rank}
+    numbers = sorted(bad if trouble.places else range(len(batches)))
+    for number in numbers:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{trouble.step:06d}-micro-{number}-rank-{rank}.pt"
+        batch = batches[number]
+        content = {
+            "tokens": batch.tokens.cpu(),
+            "labels": batch.labels.cpu(),
+            "blocks": batch.blocks.tolist(),
+            "parameters": list(trouble.parameters),
+        }
+        with path.open("wb") as stream:  # torch's own stream does not report a full disk
+            torch.save(content, stream)
+    return bool(numbers)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of memory; torch has no class for it on a CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    texts = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def out_of_memory(plan: Plan, micro: int, checkpointing: bool) -> ZerodriftError:
+    """Return an error with the memory of the plan, and the keys that help, the most helpful first."""
+    bill, stage = cost(plan), plan.policy.sharding.stage
+    is_large_state = bill.rest.state > bill.rest.storage and str(plan.policy.mode) != "fp32"
+    recompute = "`model.activation_checkpointing: true`, which keeps no activations inside blocks"
+    below = f"`config.train_micro_batch_size_per_gpu` below {micro}, with as many more"
+    keys = (
+        (not checkpointing, recompute),
+        (micro > 1, f"{below} `gradient_accumulation_steps`: activations grow with it"),
+        (True, "a smaller `data.block`: activations grow with it"),
+        (stage < 3 and plan.mesh.world > 1, f"`config.zero_optimization.stage: 3` instead of {stage}"),
+        (is_large_state, "`config.precision.state: bf16-stochastic`, half of the optimizer's moments"),
+        (bool(bill.rest.accumulate), "`config.sharding.accumulator: free`"),
+        (plan.mesh.world < 64, "more ranks: what is sharded is divided by them"),
+    )
+    planned = f"{size(bill.peak.total)} per rank ({size(bill.rest.total)} of it at rest)"
+    must = f"must hold the plan's {planned} and the model's activations"
+    todo = f"What helps, most first: {'; '.join(text for helps, text in keys if helps)}."
+    return ZerodriftError("memory", must, got="less", do=todo)

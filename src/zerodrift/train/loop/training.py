@@ -1,11 +1,8 @@
 """Train: run steps, evaluate, save checkpoints, and end.
 
-The engine trains, `data.batches` has the data, `nonfinite` finds the cause of skipped steps, `report.display`
-shows the run. A step counts when it was tried, skipped ones too, so the count alone gives the place in the
-data, and is all that a checkpoint needs.
-
-With the same job, number of ranks and machine, a run that was stopped and resumed has the same losses, to the
-last digit, as an unbroken one.
+A step counts when it was tried, skipped ones too, so the count alone gives the place in the data, and is all
+that a checkpoint needs. With the same job, number of ranks and machine, a run that was stopped and resumed
+has the losses of an unbroken one, to the last digit.
 """
 
 from __future__ import annotations
@@ -16,7 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+from zerodrift.checkpoint.paths import writing
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
@@ -25,16 +27,14 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import merged
 from zerodrift.legible import legible
-from zerodrift.train.loop import nonfinite
+from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate
-from zerodrift.train.loop.model import require_smoothed
 from zerodrift.train.loop.session import Session
 from zerodrift.train.loop.signals import END, STEP, Stop, signal_name
-from zerodrift.train.loop.step import StepDigests, StepRun, run_step
+from zerodrift.train.loop.step import StepDigests, StepRun, find_nonfinite, run_step, save_batches
 from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, memory
 from zerodrift.train.tools.flops import TRAINING, ForwardFlops
-from zerodrift.train.tools.profiler import StepRecorder
 
 LONGEST_ERROR = 4000
 """Characters of an error on the page."""
@@ -56,6 +56,50 @@ class _Clock:
     @property
     def seconds(self) -> float:
         return self.spent + time.perf_counter() - self.since
+
+
+class StepRecorder:
+    """Records the steps of `run.profile` on one rank: a trace for Perfetto or chrome://tracing.
+
+    A recorded run computes the same bits.
+    """
+
+    def __init__(self, wanted: Profile | None, folder: Path, rank: int, device: str) -> None:
+        self._wanted, self.folder, self._rank, self._device = wanted, folder, rank, device
+        self._profiler: Any = None
+        self.first = self.last = 0
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Record step `step`, counted from 1, if it is wanted."""
+        wanted = self._wanted
+        if wanted is None or not wanted.from_ <= step <= wanted.last:
+            yield
+            return
+        if self._profiler is None:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
+            # A backward in turns with a forward has a thread of its own. Private in torch.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)
+            self.first = step
+            self._profiler.start()
+        self.last = step
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+
+    def write(self) -> bool:
+        """Write the recorded steps; return False if there are none."""
+        if self._profiler is None:
+            return False
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        steps = f"steps-{self.first:08}-{self.last:08}"
+        path = self.folder / f"{steps}-rank-{self._rank}.json.gz"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        return True
 
 
 class Loop:
@@ -101,15 +145,21 @@ class Loop:
         losses = [line["validation_loss"] for line in self._lines.of_kind("evaluation")]
         losses = list(self._engine.comm.broadcast_object(losses, 0))
         self._best = BestEvaluation(self._run.patience, losses)
-        has_ended = step >= session.steps or self._best.is_out_of_patience
+        has_ended = step >= session.steps or bool(self._best.reason)
         if self._leads:
             if not has_ended:
                 self._write("start", {"step": step, **session.start_line(resumed)})
-            missed = "" if has_ended else self._recorder.missed(step)
-            for text in (*session.resume_lines(resumed, self._best.reason), *filter(None, [missed])):
+            texts = session.resume_lines(resumed, self._best.reason)
+            wanted = self._run.profile
+            is_over = wanted is not None and wanted.last <= step and not session.folder.traces.is_dir()
+            if wanted is not None and is_over and not has_ended:
+                over = f"steps {wanted.from_} to {wanted.last} are over and are not recorded"
+                texts.append(f"{over} (`run.profile`)")
+            for text in texts:
                 say(legible(text))
         try:
-            self._display.start(step, session.steps, self._micro_batches)
+            engine = self._engine
+            self._display.start(step, session.steps, lambda: (engine.micro_batches, engine.accumulation))
             self._stop.doing = STEP
             step = self._train(step)
             self._stop.doing = END
@@ -131,16 +181,16 @@ class Loop:
     def _train(self, step: int) -> int:
         run, session, began = self._run, self._session, step
         clock = _Clock(self._metrics.seconds if self._metrics is not None else 0.0)
-        while step < session.steps and not self._asked and not self._best.is_out_of_patience:
+        while step < session.steps and not self._asked and not self._best.reason:
             step = self._done = self._step(step, clock)
             clock.pause()
-            if self._recorder.is_due(step):
+            if self._run.profile is not None and step == self._run.profile.last:
                 self._write_trace()
             is_last = step == session.steps or bool(self._asked)
             if _is_due(run.evaluate_every, step) and not is_last:
                 self._evaluate(step)
                 self._write_samples(step)
-            is_last = is_last or self._best.is_out_of_patience
+            is_last = is_last or bool(self._best.reason)
             if _is_due(run.export_every, step) and not is_last:
                 self._export(session.folder.export_of(step))
             if _is_due(run.checkpoint_every, step) and not is_last:
@@ -150,12 +200,7 @@ class Loop:
             self._display.say(f"ended after step {step} of {session.steps}: {self._best.reason}")
         return step
 
-    def _micro_batches(self) -> tuple[int, int]:
-        """Return the finished micro-batches of this step, and all of them."""
-        return self._engine.micro_batches, self._engine.accumulation
-
     def _finish(self, step: int, is_saved: bool) -> None:
-        """Evaluate, save and export after the last step."""
         session = self._session
         self._write_trace()
         if not self._asked and not self._has_line("evaluation", step):
@@ -187,8 +232,8 @@ class Loop:
         with self._recorder.around(step + 1):
             watched = self._watched(step + 1, digests)
             tried = run_step(engine, self._feed, job.run.seed, step, watched, lambda: self._stop.asked)
-        if is_first:
-            require_smoothed(self._session.smoothed, engine.comm, type(engine.module).__name__)
+        if is_first and self._session.smoothed is not None:
+            self._session.smoothed.require_called(engine.comm, engine.module)
         if digests is not None:
             self._write("digest", digests.line(step + 1, tried.losses))
         result, loss = tried.result, tried.loss
@@ -231,27 +276,25 @@ class Loop:
     def _watched(self, step: int, digests: StepDigests | None) -> Iterator[None]:
         """Watch this process's first step, which must do what the plan says."""
         is_first, self._is_first = self._is_first, False
-        is_compared = is_first and self._run.check_precision
-        compared = self._compared_with_plan(step) if is_compared else contextlib.nullcontext()
-        with compared, digests or contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def _compared_with_plan(self, step: int) -> Iterator[None]:
         engine, plan, is_compiled = self._engine, self._engine.plan, self._session.job.model.compile
-        flops = ForwardFlops()
-        # Compiled code has no operations to observe.
-        counted = contextlib.nullcontext() if is_compiled else flops.counting(engine.module)
-        with observe(engine, operations=not is_compiled) as mine, counted:
+        with contextlib.ExitStack() as inside:
+            if is_first and self._run.check_precision:
+                # Compiled code has no operations to observe.
+                mine = inside.enter_context(observe(engine, operations=not is_compiled))
+                flops = ForwardFlops()
+                if not is_compiled:
+                    inside.enter_context(flops.counting(engine.module))
+            inside.enter_context(digests or contextlib.nullcontext())
             yield
+        if not (is_first and self._run.check_precision):
+            return
         if flops.found and self._leads and plan.policy.pipeline is None:
             tokens = self._feed.tokens(step - 1)[self._feed.seat.numbers[0]]
             self._write("flops", {"step": step, "per_token": TRAINING * flops.found / tokens})
         seen = merged(engine.comm.all_gather_object(mine))
         line, wider = compare.line(plan, seen), compare.widened(plan, seen)
-        self._display.say(line)
-        for note in wider:
-            self._display.say(legible(note))
+        for text in (line, *map(legible, wider)):
+            self._display.say(text)
         if self._leads:
             cells = [
                 [c.column, c.declared, c.seen, c.parameters, c.numel, c.verdict]
@@ -264,10 +307,10 @@ class Loop:
 
     def _report_nonfinite(self, step: int, tried: StepRun) -> None:
         mesh, folder = self._engine.mesh, self._session.folder
-        trouble = nonfinite.examine(self._engine, step, tried.batches, tried.own, tried.result)
-        saved = []
+        trouble = find_nonfinite(self._engine, step, tried.batches, tried.own, tried.result)
+        saved = False
         if not mesh.rank("pipeline"):
-            saved = nonfinite.save(folder.bad, trouble, tried.batches, mesh.rank("data"))
+            saved = save_batches(folder.bad, trouble, tried.batches, mesh.rank("data"))
         self._skips += 1
         where = f"; the batch is in {folder.bad}" if saved or trouble.places else ""
         self._display.say(legible(f"{trouble}{where}"))
@@ -290,12 +333,15 @@ class Loop:
 
     def _write_trace(self) -> None:
         """Write the recorded steps once; every rank writes its own."""
+        recorder = self._recorder
         with self._display.doing("writing a trace"):
-            recorded = self._recorder.write()
-        if recorded is not None:
-            self._display.say(legible(str(recorded)))
-            steps = {"step": recorded.last, "first": recorded.first}
-            self._write("trace", {**steps, "folder": str(recorded.folder)})
+            if not recorder.write():
+                return
+        first, last = recorder.first, recorder.last
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        folder = str(recorder.folder)
+        self._display.say(legible(f"trace of {steps}, a file for each rank: {folder}"))
+        self._write("trace", {"step": last, "first": first, "folder": folder})
 
     def _write_samples(self, step: int) -> None:
         for prompt in self._run.samples:

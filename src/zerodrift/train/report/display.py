@@ -146,16 +146,25 @@ class LineState:
 
 def line(state: LineState, width: int) -> Text:
     """Return one line of at most `width` cells."""
-    parts = _parts(state)
+    step = figures(state.last) if state.last is not None else {}
+    parts = {
+        "step": f"step {state.done}/{state.steps}" if state.steps else "",
+        "doing": state.doing,
+        "micro-batch": f"micro-batch {state.micro_batch}" if state.micro_batch else "",
+        "loss": step.pop("loss", ""),
+        "val": f"val {state.validation}" if state.validation else "",
+        **step,
+    }
     end = f"eta {clock(state.left)}" if state.left is not None else ""
     if not end and state.spent >= 1 and (state.doing or state.last is None):
         end = clock(state.spent)
-    for name in (None, *DROPPED):
-        parts.pop(name or "", None)
-        text = "  ".join([*parts.values(), *([end] if end else [])])
+    for name in ("", *DROPPED):
+        parts.pop(name, None)
+        figures_shown = "  ".join(filter(None, parts.values()))
+        text = "  ".join(filter(None, [*parts.values(), end]))
         if len(text) <= width:
             break
-    shown = Text("  ".join(parts.values()))
+    shown = Text(figures_shown)
     room = width - len(text) - len("  ") - len("100%  ")
     if state.steps and room >= BAR:
         share = state.done / state.steps
@@ -166,20 +175,6 @@ def line(state: LineState, width: int) -> Text:
         shown.append("  ").append(end, style="dim")
     shown.truncate(width)
     return shown
-
-
-def _parts(state: LineState) -> dict[str, str]:
-    """Return the figures of the line by name, from left to right."""
-    step = figures(state.last) if state.last is not None else {}
-    parts = {
-        "step": f"step {state.done}/{state.steps}" if state.steps else "",
-        "doing": state.doing,
-        "micro-batch": f"micro-batch {state.micro_batch}" if state.micro_batch else "",
-        "loss": step.pop("loss", ""),
-        "val": f"val {state.validation}" if state.validation else "",
-        **step,
-    }
-    return {name: text for name, text in parts.items() if text}
 
 
 class LiveDisplay(Display):

@@ -18,7 +18,7 @@ import resource
 import sys
 import uuid
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,9 @@ from zerodrift.train.loop.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
+
+Write = Callable[[int, Mapping[str, float]], None]
+"""Writes the numbers of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,18 @@ class Metrics:
         self._file.write(_text(line))
         self._file.flush()
         if kind in ("step", "evaluation"):
-            numbers = {key: value for key, value in values.items() if _is_number(value) and key != "step"}
-            for board in self._boards:
-                board.write(int(values["step"]), numbers)
+            numbers = {}
+            for key, value in values.items():
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if is_number and math.isfinite(value) and key != "step":
+                    numbers[key] = value
+            for write, _ in self._boards:
+                write(int(values["step"]), numbers)
 
     def close(self) -> None:
         self._file.close()
-        for board in self._boards:
-            board.close()
+        for _, close in self._boards:
+            close()
 
 
 # --- the file ---------------------------------------------------------------------------------------------
@@ -204,10 +211,6 @@ def _text(line: Mapping[str, Any]) -> str:
     return json.dumps(plain) + "\n"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def memory(device: torch.device) -> int:
     """Return the bytes allocated at peak on a GPU, or the resident memory of the process."""
     if device.type == "cuda":
@@ -235,44 +238,35 @@ def check_boards(run: Run) -> None:
     problems.raise_as(ConfigError)
 
 
-def _boards(folder: RunFolder, run: Run, after: int) -> list[_TensorBoard | _Wandb]:
-    """Open the boards of a run. A resumed run goes on in the same curves."""
-    tensorboard = [_TensorBoard(folder, after)] if run.tensorboard else []
-    return [*tensorboard, *([_Wandb(folder, run.wandb, after)] if run.wandb else [])]
+def _boards(folder: RunFolder, run: Run, after: int) -> list[tuple[Write, Callable[[], None]]]:
+    """Open the boards of a run: how each writes the numbers of a step, and how it is closed.
 
-
-class _TensorBoard:
-    def __init__(self, folder: RunFolder, after: int) -> None:
+    A resumed run goes on in the same curves.
+    """
+    boards: list[tuple[Write, Callable[[], None]]] = []
+    if run.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder.events), purge_step=after + 1 if after else None)
+        events = SummaryWriter(str(folder.events), purge_step=after + 1 if after else None)
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)
+        def write(step: int, numbers: Mapping[str, float]) -> None:
+            for key, value in numbers.items():
+                events.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, folder: RunFolder, project: str, after: int) -> None:
+        boards.append((write, events.close))
+    if run.wandb:
         import wandb
 
         if not after or not folder.wandb.exists():
             folder.wandb.write_text(uuid.uuid4().hex[:8])
         # Their run takes no step twice: values logged after the checkpoint stay.
-        self._run = wandb.init(
-            project=project,
+        logged = wandb.init(
+            project=run.wandb,
             id=folder.wandb.read_text(),
             name=folder.path.name,
             dir=str(folder.path),
             config=json.loads(folder.job.read_text()),
             resume="allow",
         )
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        boards.append((lambda step, numbers: logged.log(dict(numbers), step=step), logged.finish))
+    return boards

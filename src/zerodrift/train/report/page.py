@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
-from typing import Any
+from collections.abc import Mapping
 
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Plan
 from zerodrift.report import summary
+from zerodrift.report.blocks import (
+    BlockRow,
+    ErrorBanner,
+    FactList,
+    PageCell,
+    PageHead,
+    PageSection,
+    PageTable,
+    Paragraph,
+    Preformatted,
+    dtype_cell,
+    page,
+    table_section,
+)
 from zerodrift.report.figures import elements, significant, size
-from zerodrift.report.markup import Markup, join, tag
-from zerodrift.report.page import breaking, document, plan_sections, section, tint
+from zerodrift.report.page import plan_sections
 from zerodrift.report.rows import group_rows
 from zerodrift.train.job import Job
-from zerodrift.train.report.charts import LARGEST_PERPLEXITY, charts, held_out, perplexity
+from zerodrift.train.report.curves import LARGEST_PERPLEXITY, charts, held_out, perplexity
 from zerodrift.train.report.display import clock
 from zerodrift.train.report.metrics import RunLines
 from zerodrift.train.tools.flops import dtype_of_products, peak, readable
@@ -33,55 +44,28 @@ SHOWN_CELLS, SHOWN_DIGESTS, SHOWN_SAMPLES, SHOWN_SKIPS = 6, 8, 6, 50
 def run_page(job: Job, plan: Plan, lines: RunLines, steps: int) -> str:
     """Return the page as HTML."""
     plan = plan.noted(lines.last_of_kind("precision").get("notes", ()))
-    body = [
-        _head(job, plan, lines, steps),
-        _banner(lines, steps),
-        _tiles(plan, lines),
-        section("Curves", charts(lines), id="curves"),
+    state, words = _state(lines, steps)
+    first, more = job.data.paths[0], len(job.data.paths) - 1
+    source = f"{plan.source} on {plan.mesh}, {first}" + (f" and {more} more" if more else "")
+    error, data = lines.last_of_kind("end").get("error"), lines.last_of_kind("start").get("data", ())
+    alarm = [ErrorBanner(f"The run {words}.", str(error))] if error else []
+    sections = [
+        PageSection("", "", [*alarm, _tiles(plan, lines)]),
+        PageSection("Curves", "curves", charts(lines)),
         _samples(lines),
         _resumes(lines),
         _skips(lines),
-        _data(lines),
-        section("Precision, declared and observed", _precision(lines), id="precision"),
+        PageSection("Data", "data", [FactList(data)] if data else ()),
+        PageSection("Precision, declared and observed", "precision", _precision(lines)),
         _rounding(lines),
         _traces(lines),
         _digests(lines),
         _environment(lines),
-        section("Plan", _facts(summary.facts(plan)), id="plan"),
+        PageSection("Plan", "plan", [FactList(summary.facts(plan))]),
         *plan_sections(plan, cost(plan), group_rows(plan), timeline(plan)),
     ]
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    return document(f"zerodrift run: {job.run.folder}", body, style)
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> Markup:
-    rows = [tag("div", tag("dt", str(label)), tag("dd", str(value))) for label, value in facts]
-    return tag("dl", rows, class_="facts")
-
-
-def _table(heads: Iterable[str], rows: Iterable[Markup]) -> Markup:
-    """Return a table that scrolls by itself on a narrow screen."""
-    head = tag("thead", tag("tr", [tag("th", text, scope="col") for text in heads]))
-    return tag("div", tag("table", head, tag("tbody", list(rows)), class_="listing"), class_="scroll")
-
-
-def _row(cells: Iterable[str]) -> Markup:
-    return tag("tr", [tag("td", cell) for cell in cells])
-
-
-# --- state --------------------------------------------------------------------------------------------
-
-
-def _head(job: Job, plan: Plan, lines: RunLines, steps: int) -> Markup:
-    state, words = _state(lines, steps)
-    first, more = job.data.paths[0], len(job.data.paths) - 1
-    source = f"{plan.source} on {plan.mesh}, {first}" + (f" and {more} more" if more else "")
-    return tag(
-        "header",
-        tag("p", "zerodrift run", class_="kicker"),
-        tag("h1", breaking(job.run.folder), " ", tag("span", words, class_=f"state {state}")),
-        tag("p", breaking(source), class_="quiet"),
-    )
+    head = PageHead(job.run.folder, "zerodrift run", state, words, source)
+    return page(f"zerodrift run: {job.run.folder}", head, sections, plan.digest)
 
 
 def _state(lines: RunLines, steps: int) -> tuple[str, str]:
@@ -98,16 +82,7 @@ def _state(lines: RunLines, steps: int) -> tuple[str, str]:
     return "done", f"done, {done} steps"
 
 
-def _banner(lines: RunLines, steps: int) -> Markup:
-    """Return the error of a failed run."""
-    end = lines.last_of_kind("end")
-    if not end.get("error"):
-        return Markup("")
-    heading = tag("b", f"The run failed after step {end['step']} of {steps}.")
-    return tag("div", heading, tag("pre", str(end["error"])), class_="banner", role="alert")
-
-
-def _tiles(plan: Plan, lines: RunLines) -> Markup:
+def _tiles(plan: Plan, lines: RunLines) -> FactList:
     losses, held = lines.steps("loss"), held_out(lines)
     tiles: list[tuple[str, str, str]] = []
     if losses:
@@ -133,11 +108,7 @@ def _tiles(plan: Plan, lines: RunLines) -> Markup:
     if lines.last("memory"):
         most = max(value for _, value in lines.steps("memory"))
         tiles.append(("memory of rank 0", size(round(most)), "most, with the program itself"))
-    parts = [
-        tag("div", tag("dt", name), tag("dd", value), tag("dd", note, class_="quiet"))
-        for name, value, note in tiles
-    ]
-    return tag("dl", parts, class_="tiles")
+    return FactList(tiles, "tiles")
 
 
 def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, str]:
@@ -159,130 +130,98 @@ def _utilisation(plan: Plan, lines: RunLines, speed: float) -> tuple[str, str, s
     return "MFU", f"{reached / most:.1%}", f"of {readable(most)}, dense {dtype} on {device}"
 
 
-def _skips(lines: RunLines) -> Markup:
+def _skips(lines: RunLines) -> PageSection:
     rows = [
-        _row((f"{line['step']}", ", ".join(line["parameters"]) or "-", line["places"]))
+        (f"{line['step']}", ", ".join(line["parameters"]) or "-", line["places"])
         for line in lines.of_kind("skip")[-SHOWN_SKIPS:]
     ]
-    heads = ("step", "first bad gradients", "rank, micro-batch, loss")
-    return section("Skipped steps", _table(heads, rows), id="skips") if rows else Markup("")
+    return table_section(
+        "Skipped steps", "skips", ("step", "first bad gradients", "rank, micro-batch, loss"), rows
+    )
 
 
 # --- precision ----------------------------------------------------------------------------------------
 
 
-def _precision(lines: RunLines) -> Markup:
+def _precision(lines: RunLines) -> list[Paragraph | PageTable]:
     last = lines.last_of_kind("precision")
     if not last:
-        return tag("p", "Not compared: no step was taken, or `run.check_precision` is false.", class_="quiet")
-    heads = [tag("th", head, scope="col") for head in ("column", "declared", "observed", "", "parameters")]
+        return [Paragraph("Not compared: no step was taken, or `run.check_precision` is false.")]
     rows, before = [], ""
     for column, declared, seen, parameters, numel, verdict in last["cells"]:
         mark = {"not seen": "quiet", "DIFFERENT": "wrong"}.get(verdict, "ok")
-        rows.append(
-            tag(
-                "tr",
-                tag("th", column if column != before else "", scope="row"),
-                tag("td", declared, class_=f"cell {tint(declared)}".strip()),
-                tag("td", seen, class_=f"cell {tint(seen)}".strip()),
-                tag("td", verdict, class_=mark),
-                tag("td", f"{parameters:,} tensors, {elements(numel)}", class_="quiet"),
-            )
-        )
+        amount = PageCell(f"{parameters:,} tensors, {elements(numel)}", "quiet")
+        name = PageCell(column if column != before else "", is_head=True)
+        rows.append((name, dtype_cell(declared), dtype_cell(seen), PageCell(verdict, mark), amount))
         before = column
     logits = ", ".join(last.get("logits", ())) or "not seen"
     note = (
         f"Seen in step {last['step']} on every rank, in tensors and collectives, not in a config. Outputs of "
         f"the model: {logits}. What is not sent, or not cut, has nothing to see."
     )
-    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="precision")
-    return join([tag("p", note, class_="quiet"), tag("div", table, class_="scroll")])
+    heads = ("column", "declared", "observed", "", "parameters")
+    return [Paragraph(note), PageTable(heads, rows, "precision")]
 
 
-def _rounding(lines: RunLines) -> Markup:
+def _rounding(lines: RunLines) -> PageSection:
     """Return the estimated cost of rounding at each audited step."""
     audits = lines.of_kind("audit")
-    if not audits:
-        return Markup("")
-
-    def rows_of(part: str, names: int) -> list[Markup]:
-        """Return a row for each cell or place, which has `names` entries in front of its value."""
-        keys = dict.fromkeys(tuple(e[:names]) for line in audits for e in line[part][:SHOWN_CELLS])
+    rows = []
+    if audits:
+        rows.append(("all together", "", *(_shown(line["rms"]) for line in audits)))
+    for part, names in (("cells", 2), ("places", 3)):  # names in front of the value of an entry
+        keys = dict.fromkeys(tuple(entry[:names]) for line in audits for entry in line[part][:SHOWN_CELLS])
         tables = [{tuple(entry[:names]): entry[names] for entry in line[part]} for line in audits]
-        return [
-            _rounding_row(" ".join(key[:-1]), key[-1], [table.get(key) for table in tables]) for key in keys
-        ]
-
-    rows = [_rounding_row("all together", "", [line["rms"] for line in audits])]
-    rows += [*rows_of("cells", 2), *rows_of("places", 3)]
-    steps = [tag("th", f"step {line['step']}", scope="col", class_="number") for line in audits]
-    head = tag("thead", tag("tr", tag("th", "parameter or place"), tag("th", "cell"), steps))
+        for key in keys:
+            rows.append((" ".join(key[:-1]), key[-1], *(_shown(table.get(key)) for table in tables)))
+    steps = [f"step {line['step']}" for line in audits]
     words = "Estimated, as the root mean square of what it changes in a log-probability; not replayed."
-    table = tag("div", tag("table", head, tag("tbody", rows), class_="rows"), class_="scroll")
-    return section("What rounding costs", tag("p", words, class_="quiet"), table, id="rounding")
+    table = PageTable(("parameter or place", "cell", *steps), rows, "rows", steps)
+    return PageSection("What rounding costs", "rounding", [Paragraph(words), table] if rows else ())
 
 
-def _rounding_row(name: str, cell: str, values: Sequence[float | None]) -> Markup:
-    shown = [tag("td", "" if value is None else f"{value:.2g}", class_="number") for value in values]
-    return tag("tr", tag("td", breaking(name), class_="name"), tag("td", cell, class_="cell"), shown)
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 # --- provenance ---------------------------------------------------------------------------------------
 
 
-def _data(lines: RunLines) -> Markup:
-    facts = lines.last_of_kind("start").get("data", ())
-    return section("Data", _facts(facts), id="data") if facts else Markup("")
-
-
-def _samples(lines: RunLines) -> Markup:
-    def written(line: Mapping[str, Any]) -> Markup:
-        return tag("pre", tag("b", str(line.get("prompt", ""))), str(line.get("text", "")))
-
+def _samples(lines: RunLines) -> PageSection:
     shown = [
-        tag("figure", tag("figcaption", f"step {line['step']}"), written(line), class_="sample")
+        Preformatted(str(line.get("text", "")), str(line.get("prompt", "")), f"step {line['step']}")
         for line in lines.of_kind("sample")[-SHOWN_SAMPLES:]
     ]
-    return section("Samples", tag("div", shown, class_="samples"), id="samples") if shown else Markup("")
+    return PageSection("Samples", "samples", [BlockRow(shown, "samples")] if shown else ())
 
 
-def _environment(lines: RunLines) -> Markup:
+def _environment(lines: RunLines) -> PageSection:
     here: Mapping[str, str] = lines.last_of_kind("start").get("environment", {})
-    if not here:
-        return Markup("")
     first = [(key, here[key]) for key in ("command", "folder", "commit", "host", "started") if key in here]
     rest = [(key, value) for key, value in here.items() if key not in dict(first)]
-    return section("Environment", _facts(first), _facts(rest), id="environment")
+    return PageSection("Environment", "environment", [FactList(first), FactList(rest)] if here else ())
 
 
-def _resumes(lines: RunLines) -> Markup:
+def _resumes(lines: RunLines) -> PageSection:
     """Return each resume with its differences."""
-    rows: list[Markup] = []
+    rows: list[list[str]] = []
     for line in (line for line in lines.of_kind("start") if line["step"] > 0):
-        where = (str(line["step"]), line.get("from", ""))
+        where = (line["step"], line.get("from", ""))
         for number, change in enumerate(line.get("changed") or [("nothing changed", "", "", "")]):
-            rows.append(_row(map(str, (*(("", "") if number else where), *change))))
+            rows.append(list(map(str, (*(("", "") if number else where), *change))))
     heads = ("after step", "from", "what", "was", "is", "which holds")
-    return section("Resumed", _table(heads, rows), id="resumed") if rows else Markup("")
+    return table_section("Resumed", "resumed", heads, rows)
 
 
-def _digests(lines: RunLines) -> Markup:
+def _digests(lines: RunLines) -> PageSection:
     """Return the last digests of the state; the metrics have all."""
     found = [line for line in lines if line["kind"] in ("digest", "checkpoint") and line.get("digest")]
-    rows = [
-        tag("tr", tag("td", str(line["step"])), tag("td", tag("code", str(line["digest"]))))
-        for line in found[-SHOWN_DIGESTS:]
-    ]
-    if not rows:
-        return Markup("")
-    words = "Of weights, moments and counters. Equal digests are equal bits, on any number of ranks."
-    return section("Digests", tag("p", words, class_="quiet"), _table(("step", "digest"), rows), id="digests")
+    rows = [(str(line["step"]), str(line["digest"])) for line in found[-SHOWN_DIGESTS:]]
+    words = "Digests of weights, moments and counters. Equal digests are equal bits, on any number of ranks."
+    return table_section("Digests", "digests", ("step", "digest"), rows, words)
 
 
-def _traces(lines: RunLines) -> Markup:
-    found = lines.of_kind("trace")
-    if not found:
-        return Markup("")
-    facts = [(f"steps {line['first']} to {line['step']}", line["folder"]) for line in found]
-    words = "Of each rank, for Perfetto (ui.perfetto.dev) or chrome://tracing."
-    return section("Traces", tag("p", words, class_="quiet"), _facts(facts), id="traces")
+def _traces(lines: RunLines) -> PageSection:
+    facts = [(f"steps {line['first']} to {line['step']}", line["folder"]) for line in lines.of_kind("trace")]
+    words = Paragraph("One of each rank, for Perfetto (ui.perfetto.dev) or chrome://tracing.")
+    return PageSection("Traces", "traces", [words, FactList(facts)] if facts else ())

@@ -5,13 +5,14 @@ A dry run, training and the page say the same.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -33,7 +34,7 @@ from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, pa
 from zerodrift.train.data.tokenizer import Tokenizer, tokenizer
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.model_checks import check_model
+from zerodrift.train.loop.model import check_model
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.display import Display
 from zerodrift.versions import TESTED, __version__
@@ -54,7 +55,6 @@ def head_text(plan: Plan, display: Display, whole_plan: bool) -> str:
 
 
 def _samples(plan: Plan) -> int:
-    """Return the blocks of a step."""
     batch = plan.policy.batch
     return plan.mesh.data * max(1, batch.micro) * batch.accumulation
 
@@ -109,7 +109,9 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     """
     require_validation(job)
     letters = tokenizer(job.data.tokenizer, job.model.source)
-    _check_model(job, letters)
+    source = models.source_of(job.model)
+    if source.config is not None and job.model.lora is None:  # the model of a function is not built for this
+        check_model(models.build(job.model, source), job, letters)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
     width = max(NARROWEST, min(width, WIDEST))
     facts = [*prepared.facts(), ("tokenizer", f"{letters.name}, {letters.vocabulary:,} tokens")]
@@ -123,13 +125,6 @@ def preview(job: Job, *, color: bool, width: int) -> str:
     return render([*parts, Text(f"\n{_MARKS}", style="dim")], color, width)
 
 
-def _check_model(job: Job, letters: Tokenizer) -> None:
-    """Check the data against the model's config. The model of a function is not built for this."""
-    source = models.source_of(job.model)
-    if source.config is not None and job.model.lora is None:
-        check_model(models.build(job.model, source), job, letters)
-
-
 def _text(read: BlockValues, letters: Tokenizer) -> Text:
     """Return the text of a block with its learned parts marked."""
     tokens, learned = read.tokens[0], read.labels[0] != IGNORED
@@ -137,7 +132,11 @@ def _text(read: BlockValues, letters: Tokenizer) -> Text:
     used = int(content[-1]) + 1 if len(content) else 0
     text = Text()
     places = None if read.positions is None else read.positions[0]
-    for first, end, is_learned in _runs(learned[:used], places):
+    # Runs of tokens of one document that are all learned, or all not.
+    changes = np.flatnonzero(np.diff(learned[:used].astype(np.int8))) + 1
+    starts = np.flatnonzero(places[:used] == 0) if places is not None else changes
+    for first, end in itertools.pairwise(sorted({0, *map(int, changes), *map(int, starts), used})):
+        is_learned = bool(learned[first])
         if first and places is not None and places[first] == 0:
             text.append("\n--- another document ---\n", style="dim")
         shown = _shortened(legible.lines(letters.shown(tokens[first:end].tolist())))
@@ -145,15 +144,6 @@ def _text(read: BlockValues, letters: Tokenizer) -> Text:
     if used < len(tokens):
         text.append(f"\n(padding: {len(tokens) - used:,})", style="dim")
     return text
-
-
-def _runs(learned: np.ndarray, places: np.ndarray | None) -> Iterator[tuple[int, int, bool]]:
-    """Yield runs of tokens of one document that are all learned, or all not."""
-    changes = np.flatnonzero(np.diff(learned.astype(np.int8))) + 1
-    starts = np.flatnonzero(places[: len(learned)] == 0) if places is not None else changes
-    cuts = sorted({0, *map(int, changes), *map(int, starts), len(learned)})
-    for first, end in itertools.pairwise(cuts):
-        yield first, end, bool(learned[first])
 
 
 def _shortened(text: str) -> str:
@@ -171,11 +161,17 @@ def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
     The `folder` is the working folder, which relative paths of a job start from. Versions are those of
     imported packages.
     """
+    # The commit of the working folder, `-dirty` with other files; empty outside of a repository.
+    command_of_git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command_of_git, capture_output=True, text=True, timeout=5, check=True)
+        commit = done.stdout.strip()
     packages = [name for name in (*TESTED, "peft", "triton") if name != "python"]
     found = {
         "command": command,
         "folder": os.getcwd(),
-        "commit": _commit(),
+        "commit": commit,
         "host": socket.gethostname(),
         "system": platform.platform(terse=True),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -185,13 +181,3 @@ def environment(command: str, computed: Mapping[str, object]) -> dict[str, str]:
         **{key: str(value) for key, value in computed.items() if key != "torch"},
     }
     return {key: value for key, value in found.items() if value}
-
-
-def _commit() -> str:
-    """Return the commit of the working folder, `-dirty` with other files; empty outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

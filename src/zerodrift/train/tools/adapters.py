@@ -7,12 +7,11 @@ known.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from zerodrift.comm.shared_errors import raise_on_all_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.model.factory import attempt
+from zerodrift.model.huggingface import quiet
 from zerodrift.train.job import Lora
 
 CONFIG = "adapter_config.json"
@@ -43,14 +43,6 @@ def require_peft(where: str) -> None:
         raise ModelError(where, must, got="no such package", do=todo)
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence warnings about code of `transformers` that `peft` uses."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
 def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     """Return a frozen model with trainable adapters."""
     require_peft("model.lora")
@@ -65,7 +57,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         target_modules=list(lora.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    with _without_warnings():
+    with quiet():
         return attempt(lambda: get_peft_model(model, config), "model.lora", "must fit the model")
 
 
@@ -96,8 +88,8 @@ def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.
 
     require_base(base, saved_base(folder).get("digest"), str(folder))
     base.to(dtype)
-    with _without_warnings():
-        load = lambda: PeftModel.from_pretrained(base, str(folder))  # noqa: E731
+    with quiet():
+        load = functools.partial(PeftModel.from_pretrained, base, str(folder))
         return attempt(load, str(folder), "must hold adapters of its base")
 
 

@@ -84,7 +84,6 @@ def _is_export(path: Path) -> bool:
 
 
 def _run_of(path: Path) -> RunFolder | None:
-    """Return the run of a path: a checkpoint lies two folders below it."""
     whole = path.absolute()
     above = (RunFolder(place) for place in (path, whole.parent, whole.parent.parent))
     return next((run for run in above if run.job.is_file()), None)

@@ -92,7 +92,6 @@ def _cpu(environment: Mapping[str, str]) -> Iterator[MachineFact]:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the best time of a product of moderate matrices."""
     left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(4):
@@ -119,14 +118,12 @@ def _gpus() -> Iterator[MachineFact]:
 
 def _communication() -> Iterator[MachineFact]:
     there = distributed.is_available()
-    gloo, nccl, shared = (
-        there and distributed.is_gloo_available(),
-        there and distributed.is_nccl_available(),
-        can_share(),
-    )
+    gloo = there and distributed.is_gloo_available()
+    nccl = there and distributed.is_nccl_available()
     note = "" if gloo else "ranks on a CPU need it"
     yield MachineFact("ranks", "gloo", "yes" if gloo else "no", note, bad=not gloo)
     slow = "no memfd, or no /proc: ranks of one CPU machine exchange through sockets, slower"
+    shared = can_share()
     yield MachineFact("ranks", "shared memory", "yes" if shared else "no", "" if shared else slow)
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and torch.cuda.is_available() else ""
     found = f"yes {version}".strip() if nccl else "no"
@@ -137,9 +134,8 @@ def _kernels() -> Iterator[MachineFact]:
     """Say which compiled kernels are used, and whether there is a compiler where there are none."""
     library, compiler = native.library(), find_compiler()
     slow = "" if library else "updates on a CPU run in plain PyTorch: the same bits, several times slower"
-    yield MachineFact(
-        "kernels", "CPU updates", library.origin if library else "plain PyTorch", slow, bad=library is None
-    )
+    origin = library.origin if library else "plain PyTorch"
+    yield MachineFact("kernels", "CPU updates", origin, slow, bad=library is None)
     todo = "" if library or compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
     yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=bool(todo))
     if torch.cuda.is_available():

@@ -53,14 +53,9 @@ class ForwardFlops:
 
     @contextlib.contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        found = 0
+        counts: list[int] = []
+        mode = every_operation(lambda *called: counts.append(flops_of(*called)), compiled=False)
         entered = False
-
-        def called(operation: Any, arguments: Any, named: Any, result: Any) -> None:
-            nonlocal found
-            found += flops_of(operation, arguments, named, result)
-
-        mode = every_operation(called, compiled=False)
 
         def before(module: nn.Module, arguments: Any) -> None:
             nonlocal entered
@@ -73,17 +68,12 @@ class ForwardFlops:
             if entered:
                 entered = False
                 mode.__exit__(None, None, None)
-                self.found = found
+                self.found = sum(counts)
 
-        handles = [
-            model.register_forward_pre_hook(before),
-            model.register_forward_hook(after, always_call=True),
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(model.register_forward_pre_hook(before).remove)
+            hooks.callback(model.register_forward_hook(after, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def peak(device: str, dtype: str) -> float | None:

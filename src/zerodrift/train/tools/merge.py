@@ -7,6 +7,7 @@ trained on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -22,12 +23,11 @@ from zerodrift.checkpoint.paths import writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 from zerodrift.model.factory import attempt, importable
 from zerodrift.train.data.hub import advice, path_of
-from zerodrift.train.data.tokenizer import has_tokenizer
+from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.tools import adapters
 from zerodrift.train.tools.artifacts import TrainedModel, base_of, checkpoints_at, model_at
-from zerodrift.train.tools.export import copy_tokenizer
 from zerodrift.weights.convert import ConversionResult
 from zerodrift.weights.export import exported_dtype
 from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
@@ -55,10 +55,21 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
     found = _adapters_at(source, options.tag)
     with importable(found.started_in):
         base, written = _base(found, options.base)
-        model: Any = _with_adapters(base, found, None if dtype is None else dtype.torch)
+        cast = None if dtype is None else dtype.torch
+        model: Any
+        if found.export is not None:
+            model = adapters.read(base, found.export, cast)
+        else:
+            assert found.checkpoint is not None and found.job is not None and found.job.model.lora is not None
+            digest = base_of(found.checkpoint)
+            model = adapters.read_from_checkpoint(base, found.job.model.lora, found.checkpoint, digest, cast)
     _require_untied(model)
     merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
-    _require_finite(merged, source)
+    floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
+    if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        got = f"`{bad[0]}`{more} with some that are not"
+        raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")
     with new_folder(target, options.overwrite) as new, writing(target):
         merged.config.use_cache = True  # off in training
         with models.quiet():
@@ -109,28 +120,16 @@ def _base(found: TrainedModel, named: str | None) -> tuple[nn.Module, Model]:
         must = "must be there, as it was in training"
         todo = f"Name it: `--model PATH`. {advice(written.source, 'model')}".rstrip()
         raise ModelError(where, must, got=error.got, do=todo) from None
-    if source.config is not None:
-        _require_full_precision(source.config, where)
-    return models.whole_model(written, source), written
-
-
-def _require_full_precision(config: Path, where: str) -> None:
-    try:
-        quantised = json.loads(config.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return  # refused when the model is built
+    quantised: Any = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # refused when the model is built
+        if source.config is not None:
+            quantised = json.loads(source.config.read_text(encoding="utf-8")).get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else quantised
-        must, got = "must not be quantised: sums would be rounded to its few values", f"{method} in {config}"
-        raise UnsupportedError(where, must, got=got, do="Name the base in full precision: `--model PATH`.")
-
-
-def _with_adapters(base: nn.Module, found: TrainedModel, dtype: torch.dtype | None) -> nn.Module:
-    if found.export is not None:
-        return adapters.read(base, found.export, dtype)
-    assert found.checkpoint is not None and found.job is not None and found.job.model.lora is not None
-    lora, digest = found.job.model.lora, base_of(found.checkpoint)
-    return adapters.read_from_checkpoint(base, lora, found.checkpoint, digest, dtype)
+        must = "must not be quantised: sums would be rounded to its few values"
+        todo = "Name the base in full precision: `--model PATH`."
+        raise UnsupportedError(where, must, got=f"{method} in {source.config}", do=todo)
+    return models.whole_model(written, source), written
 
 
 def _require_untied(model: nn.Module) -> None:
@@ -147,12 +146,3 @@ def _require_untied(model: nn.Module) -> None:
             got = f"one on `{name.removeprefix('base_model.model.')}`, whose weight is tied to another's"
             todo = "Untie them in the base's config (`tie_word_embeddings: false`), or keep the adapters."
             raise UnsupportedError("--merge", must, got=got, do=todo)
-
-
-def _require_finite(model: nn.Module, source: Path) -> None:
-    floating = [(name, value) for name, value in model.named_parameters() if value.is_floating_point()]
-    bad = [name for name, value in floating if not torch.isfinite(value).all()]
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        got = f"`{bad[0]}`{more} with some that are not"
-        raise CheckpointError(str(source), "must come to finite weights", got=got, do="Merge an earlier one.")

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -30,23 +29,19 @@ from zerodrift.train.data.tokenizer import tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop import model_checks as checks
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import length_of, needs_length, numbers_of, outline
-from zerodrift.train.report.display import Display, display
+from zerodrift.train.report.display import display
 from zerodrift.train.report.summary import data_text, head_text
 
 
 @worded_for_a_job()
-def plan_of(job: Job, config: Config, world: int) -> Plan:
-    """Return the plan of a job. Its data is only read for a number of steps."""
-    model, auto = planned_from(job, config, world)
-    return make_plan(config, model, world, auto=auto)
-
-
 def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoValues]:
-    """Return the model of a job's plan, and the values of "auto" keys."""
+    """Return the model of a job's plan, and the values of "auto" keys.
+
+    The data is only read for a number of steps.
+    """
     steps = job.run.steps or 1
     if needs_length(job, config):
         letters = tokenizer(job.data.tokenizer, job.model.source)
@@ -60,40 +55,25 @@ def dry_run(source: str, overrides: Sequence[str], ranks: int, whole_plan: bool)
     """Print what `train` would print before its first step."""
     job, config = read_job(source, overrides)
     show = display(0, job.run.log_every)
-    try:
-        _print_outline(job, config, ranks, whole_plan, show)
-    finally:
-        show.stop()
-
-
-def _print_outline(job: Job, config: Config, ranks: int, whole_plan: bool, show: Display) -> None:
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         made = outline(job, config, show, ranks)
+        plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
+        show.say(head_text(plan, show, whole_plan))
+        show.say(data_text(job, made.prepared, made.steps, plan, show))
+        start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
+        begins = "would begin anew" if start is None else f"would go on from {start}"
+        show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
+        show.stop()
         for place in new:  # made to check that it can be
             with contextlib.suppress(OSError):
                 place.rmdir()
-    plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
-    show.say(head_text(plan, show, whole_plan))
-    show.say(data_text(job, made.prepared, made.steps, plan, show))
-    start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
-    begins = "would begin anew" if start is None else f"would go on from {start}"
-    show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
 
 
-@dataclass(frozen=True, slots=True)
-class JobToAudit:
-    """The plan, the model, and this rank's first micro-batches of a job."""
-
-    plan: Plan
-    subject: Subject
-    batches: list[Batch]
-
-
-def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
-    """Return a job's first `count` micro-batches on this rank, and its plan and model."""
+def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, list[Batch]]:
+    """Return a job's plan and model, and its first `count` micro-batches on this rank."""
     rank, world = started()
     letters = tokenizer(job.data.tokenizer, job.model.source)
     prepared = prepare(job.data, letters, RunFolder.of(job).cache(job.data.cache))
@@ -101,12 +81,12 @@ def job_to_audit(job: Job, config: Config, count: int) -> JobToAudit:
     source = models.source_of(job.model)
     make = functools.partial(models.build, job.model, source)
     model = make()
-    checks.check_vocabulary(model, letters.vocabulary, letters.name)
-    checks.check_positions(model, job.data.block)
+    models.check_vocabulary(model, letters.vocabulary, letters.name)
+    models.check_positions(model, job.data.block)
     plan = make_plan(config, model, world, auto=numbers_of(job, config, steps))
     micro = max(1, plan.policy.batch.micro)
     seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
     subject = Subject(make, models.streamed_weights(job.model, source))
-    return JobToAudit(plan, subject, [batch.inputs() for batch in batches])
+    return plan, subject, [batch.inputs() for batch in batches]

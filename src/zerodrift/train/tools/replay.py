@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import ConfigError, Problems, several
 from zerodrift.plan.schedule import rank_micro_batches
 from zerodrift.plan.table import Plan
-from zerodrift.record import decode, encode
 from zerodrift.train.loop.launcher import Launcher, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.metrics import read as read_metrics
@@ -34,56 +32,17 @@ SHOWN = 4
 """Names of a list that are written out."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayRequest:
-    """The steps that the ranks replay."""
-
-    run: str
-    """Folder of the run."""
-    last: int
-    """The last step, counted from 1."""
-    result: str
-    """The file for the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepDifference:
-    """A recorded step with different bits."""
-
-    step: int
-    since: int
-    """The last step before it that was compared, with the same bits."""
-    losses: tuple[int, ...]
-    """Numbers of micro-batches."""
-    gradients: tuple[str, ...]
-    """Units, in the order of the plan."""
-    state: tuple[str, ...]
-    units: int
-    """Units of the plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """The result of a replay."""
-
-    first: int
-    """The first step, counted from 1."""
-    compared: int
-    """Recorded steps that were compared."""
-    difference: StepDifference | None
-    computed_by: tuple[str, ...] = ()
-    """Circumstances that affect bits and differ from those of the run."""
-
-
-# --- the command ------------------------------------------------------------------------------------------
-
-
 def replay(run: Path, first: int | None, last: int | None, nproc: int | None, debug: bool) -> int:
     """Replay the steps after `first` up to `last` on `nproc` processes; return the exit code."""
     folder = RunFolder(run)
     job, lines, plan = folder.load_job(), read_metrics(folder.metrics), folder.load_plan()
     recorded = _recorded(folder, lines)
-    began, start = _start(folder, first)
+    there = {0: ""}  # step 0 needs no checkpoint
+    for tag in CheckpointFolder(folder.checkpoints).tags():
+        manifest = read_manifest(folder.checkpoints / tag)
+        there[manifest.step + manifest.skipped] = str(folder.checkpoints / tag)
+    wanted = min(filter(None, there), default=0) if first is None else first
+    began = max(step for step in there if step <= wanted)
     end = max(recorded) if last is None else last
     steps = [step for step in recorded if began < step <= end]
     if not steps:
@@ -91,14 +50,13 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
         todo = f"Steps {min(recorded)} to {max(recorded)} have digests, as `run.digest_every` asked for."
         raise ConfigError("--from and --to", "must have a recorded step between them", got=got, do=todo)
     count = nproc or plan.mesh.world
-    overrides = [*_batch(plan, count), *folder.separate_run(job, folder.replay, start)]
+    overrides = [*_batch(plan, count), *folder.separate_run(job, folder.replay, there[began])]
     result = folder.replay / "found.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    request = asdict(ReplayRequest(str(folder.path), max(steps), str(result)))
-    last_step = max(steps)
-    ranks = several(count, "rank")
-    print(f"replay of {folder.path}: steps {began + 1} to {last_step} on {ranks}", flush=True)
+    request = {"run": str(folder.path), "last": max(steps), "result": str(result)}
+    where = f"steps {began + 1} to {max(steps)} on {several(count, 'rank')}"
+    print(f"replay of {folder.path}: {where}", flush=True)
     starts = [line for line in lines if line["kind"] == "start"]
     threads = starts[-1].get("threads") if starts else None  # the bits of some operations depend on it
     logs = folder.replay / "logs"
@@ -110,33 +68,17 @@ def replay(run: Path, first: int | None, last: int | None, nproc: int | None, de
         code = 2
     if code:
         return code
-    found = decode(ReplayResult, json.loads(result.read_text(encoding="utf-8")))
-    print("\n".join(result_lines(found, plan, count)), flush=True)
-    return 0 if found.difference is None else DIFFERENT
+    found = json.loads(result.read_text(encoding="utf-8"))
+    print("\n".join(found["lines"]), flush=True)
+    return 0 if found["is_same"] else DIFFERENT
 
 
 def _recorded(folder: RunFolder, lines: Lines) -> dict[int, Mapping[str, Any]]:
-    """Return the recorded steps with their lines."""
     recorded = {line["step"]: line for line in lines if line["kind"] == "digest"}
     if not recorded:
         must, todo = "must have digests to compare with", "Train with `run.digest_every`."
         raise ConfigError(str(folder.metrics), must, got="none", do=todo)
     return recorded
-
-
-def _start(folder: RunFolder, first: int | None) -> tuple[int, str]:
-    """Return the step after which the replay begins, and its checkpoint.
-
-    It is the newest checkpoint before `first`, or the oldest without it. Step 0 needs none.
-    """
-    there = {0: ""}
-    for tag in CheckpointFolder(folder.checkpoints).tags():
-        path = folder.checkpoints / tag
-        manifest = read_manifest(path)
-        there[manifest.step + manifest.skipped] = str(path)
-    wanted = min((step for step in there if step), default=0) if first is None else first
-    step = max(step for step in there if step <= wanted)
-    return step, there[step]
 
 
 def _batch(plan: Plan, ranks: int) -> list[str]:
@@ -172,64 +114,11 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
     return [f"config.{key}={number}" for key, number in numbers.items()]
 
 
-# --- in words ---------------------------------------------------------------------------------------------
-
-
-def result_lines(found: ReplayResult, plan: Plan, ranks: int) -> list[str]:
-    """Return the result in words; `plan` is that of the run."""
-    difference, before = found.difference, plan.mesh.world
-    where = f"on {several(ranks, 'rank')}"
-    where += f", where {before} recorded them" if ranks != before else ", as they were recorded"
-    if difference is None:
-        return [f"the same bits in {several(found.compared, 'recorded step')}, {where}"]
-    losses = "the same"
-    if difference.losses:
-        numbers = [f"{number} (rank {_rank_of(plan, number)})" for number in difference.losses]
-        losses = f"other in micro-batch {_few(numbers)}"
-    lines = [
-        f"step {difference.step}: other bits {where}",
-        f"  losses     {losses}",
-        f"  gradients  {_units(difference.gradients, difference.units)}",
-        f"  state      {_units(difference.state, difference.units)}",
-    ]
-    if found.computed_by:
-        lines.append(f"  {'computed':10} {'; '.join(found.computed_by)}")
-    if difference.losses:
-        lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
-    elif difference.gradients:
-        unit = difference.gradients[-1] or OUTSIDE
-        lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")
-    elif difference.state:
-        lines.append("Gradients are the same: it is in the update, or in memory since the step before.")
-    if difference.step - difference.since > 1:
-        lines.append(
-            f"It may have begun after step {difference.since}: those between have no digest. A run with "
-            "`run.digest_every: 1` has all."
-        )
-    return lines
-
-
-def _units(names: Sequence[str], of: int) -> str:
-    if not names:
-        return "the same"
-    return f"other in {len(names)} of {several(of, 'unit')}: {_few([name or OUTSIDE for name in names])}"
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _rank_of(plan: Plan, number: int) -> int:
-    """Return the data rank of a micro-batch in the run."""
-    return next(rank for rank in range(plan.mesh.data) if number in rank_micro_batches(plan, rank))
-
-
 # --- a rank -----------------------------------------------------------------------------------------------
 
 
-def replay_here(source: str, overrides: Sequence[str], request: ReplayRequest) -> None:
-    """Replay the steps on this rank."""
+def replay_here(source: str, overrides: Sequence[str], run: str, last: int, result: str) -> None:
+    """Replay the steps up to `last` of a run on this rank, and write the comparison into `result`."""
     from zerodrift.comm.mesh import started
     from zerodrift.engine.digest import computed_by
     from zerodrift.train.job_file import read_job
@@ -237,61 +126,98 @@ def replay_here(source: str, overrides: Sequence[str], request: ReplayRequest) -
     from zerodrift.train.loop.step import StepDigests, run_step
     from zerodrift.train.report.display import Display, clock
 
-    rank, _ = started()
+    rank, ranks = started()
     job, config = read_job(source, overrides)
-    folder = RunFolder(Path(request.run))
-    lines = read_metrics(folder.metrics)
+    folder = RunFolder(Path(run))
+    lines, plan = read_metrics(folder.metrics), folder.load_plan()
     recorded = _recorded(folder, lines)
     session = assemble(job, config, Display())
     engine = session.engine
+    before = plan.mesh.world
+    recorder = "as they were recorded" if ranks == before else f"where {before} recorded them"
+    where = f"on {several(ranks, 'rank')}, {recorder}"
     try:
-        first = session.resume().step
-        same, compared, difference = first, 0, None
+        same = first = session.resume().step
+        compared, text = 0, []
         began = time.perf_counter()
-        for step in range(first, request.last):
+        for step in range(first + 1, last + 1):
             digests = StepDigests(engine)
-            tried = run_step(engine, session.feed, job.run.seed, step, digests)
-            if step + 1 not in recorded:
+            tried = run_step(engine, session.feed, job.run.seed, step - 1, digests)
+            if step not in recorded:
                 continue
-            line = digests.line(step + 1, tried.losses)
             compared += 1
-            difference = _compared(recorded[step + 1], line, same)
-            left = (time.perf_counter() - began) / (step + 1 - first) * (request.last - step - 1)
+            now = digests.line(step, tried.losses)
+            if differences := compare_step(recorded[step], now):
+                changed = changed_circumstances(lines, step - 1, computed_by(engine.mesh.device))
+                text = [f"step {step}: other bits {where}"]
+                text += difference_lines(differences, len(now["state"]), plan, changed)
+                if step - same > 1:
+                    text.append(
+                        f"It may have begun after step {same}: those between have no digest. A run with "
+                        "`run.digest_every: 1` has all."
+                    )
+            left = (time.perf_counter() - began) / (step - first) * (last - step)
             if rank == 0:
-                verdict = "the same" if difference is None else "other bits"
-                print(f"  step {step + 1} of {request.last}  {verdict}  ({clock(left)} left)", flush=True)
-            if engine.comm.broadcast_object(difference is not None, 0):
+                verdict = "other bits" if differences else "the same"
+                print(f"  step {step} of {last}  {verdict}  ({clock(left)} left)", flush=True)
+            if engine.comm.broadcast_object(bool(differences), 0):
                 break
-            same = step + 1
+            same = step
         if rank == 0:
-            now = computed_by(engine.mesh.device)
-            changed = () if difference is None else _circumstances(lines, difference.step - 1, now)
-            found = ReplayResult(first + 1, compared, difference, changed)
-            Path(request.result).write_text(json.dumps(encode(found)), encoding="utf-8")
+            told = text or [f"the same bits in {several(compared, 'recorded step')}, {where}"]
+            Path(result).write_text(json.dumps({"is_same": not text, "lines": told}), encoding="utf-8")
     finally:
         session.close()
 
 
-def _circumstances(lines: Lines, step: int, now: Mapping[str, Any]) -> tuple[str, ...]:
+def changed_circumstances(lines: Lines, step: int, now: Mapping[str, Any]) -> list[str]:
     """Return what the step after `step` was computed by, if it differs from `now`."""
     starts = [line for line in lines if line["kind"] == "start" and line["step"] <= step]
     before = starts[-1] if starts else {}
     changed = [what for what in now if what in before and before[what] != now[what]]
-    return tuple(f"by {what} {before[what]}, here {now[what]}" for what in changed)
+    return [f"by {what} {before[what]}, here {now[what]}" for what in changed]
 
 
-def _compared(recorded: Mapping[str, Any], now: Mapping[str, Any], since: int) -> StepDifference | None:
+def compare_step(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the micro-batches under `losses`, and the units under `gradients` and `state`, that differ."""
     before, after = recorded["losses"], now["losses"]
     if len(before) != len(after):
         must = "must have been recorded with the batch that the run has now"
         there = several(len(before), "micro-batch", "micro-batches")
         todo = "Replay the steps after the batch was changed: `--from STEP`."
         raise ConfigError(f"step {now['step']}", must, got=f"{there}, where there are {len(after)}", do=todo)
-    losses = tuple(n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-    gradients, state = (
-        tuple(unit for unit in now[part] if recorded[part].get(unit) != now[part][unit])
-        for part in ("gradients", "state")
-    )
-    if not (losses or gradients or state):
-        return None
-    return StepDifference(now["step"], since, losses, gradients, state, len(now["state"]))
+    found = {"losses": [number for number, loss in enumerate(after) if loss != before[number]]}
+    for part in ("gradients", "state"):
+        found[part] = [unit for unit in now[part] if recorded[part].get(unit) != now[part][unit]]
+    return found if any(found.values()) else {}
+
+
+def difference_lines(
+    found: Mapping[str, Sequence[Any]], units: int, plan: Plan, changed: Sequence[str]
+) -> list[str]:
+    """Return what differs in a step of a run with this plan, and where to look for the cause.
+
+    `changed` are circumstances of the computation.
+    """
+
+    def few(names: Sequence[str]) -> str:
+        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return ", ".join(names[:SHOWN]) + more
+
+    ranks = {n: rank for rank in range(plan.mesh.data) for n in rank_micro_batches(plan, rank)}
+    losses = few([f"{number} (rank {ranks[number]})" for number in found["losses"]])
+    lines = [f"  losses     {f'other in micro-batch {losses}' if losses else 'the same'}"]
+    for part in ("gradients", "state"):
+        names = [name or OUTSIDE for name in found[part]]
+        other = f"other in {len(names)} of {several(units, 'unit')}: {few(names)}"
+        lines.append(f"  {part:10} {other if names else 'the same'}")
+    if changed:
+        lines.append(f"  {'computed':10} {'; '.join(changed)}")
+    if found["losses"]:
+        lines.append("Look at the data of these micro-batches, what draws random numbers, and that rank.")
+    elif found["gradients"]:
+        unit = found["gradients"][-1] or OUTSIDE
+        lines.append(f"The backward comes to {unit} first: that is where bits begin to differ.")
+    else:
+        lines.append("Gradients are the same: it is in the update, or in memory since the step before.")
+    return lines

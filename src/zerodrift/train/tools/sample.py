@@ -6,6 +6,7 @@ machine's device. It is for looking, not for serving. Equal seed, prompt and set
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -16,13 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import state as states
+from zerodrift.checkpoint.manifest import SHARED
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.model.factory import importable
+from zerodrift.model.factory import attempt, importable, make
+from zerodrift.model.huggingface import CONFIG
 from zerodrift.train.data import chat_template
 from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
+from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.model_checks import positions
-from zerodrift.train.tools import adapters, export
+from zerodrift.train.loop.model import positions
+from zerodrift.train.tools import adapters
 from zerodrift.train.tools.artifacts import TrainedModel, base_of, model_at
 
 
@@ -45,7 +50,12 @@ class TextGenerator:
     def __init__(self, path: Path, device: str | None = None) -> None:
         """`path` is a run, its export, or a checkpoint of it, from any working folder."""
         found = model_at(path)
-        self._letters: Tokenizer = _tokenizer(found)
+        job, beside = found.job, found.export
+        # The tokenizer beside the weights comes first, then the job's, then bytes.
+        if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
+            self._letters: Tokenizer = tokenizer("auto", str(beside))
+        else:
+            self._letters = tokenizer(*(job.data.tokenizer, job.model.source) if job else ("bytes", ""))
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
@@ -122,19 +132,11 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def _tokenizer(found: TrainedModel) -> Tokenizer:
-    """Return the tokenizer beside the weights, else the job's, else bytes."""
-    job, beside = found.job, found.export
-    if beside is not None and has_tokenizer(beside) and (job is None or job.data.tokenizer != "bytes"):
-        return tokenizer("auto", str(beside))
-    return tokenizer("bytes", "") if job is None else tokenizer(job.data.tokenizer, job.model.source)
-
-
 def load(found: TrainedModel) -> nn.Module:
-    """Return the model of an export or a checkpoint."""
-    if found.export is not None:
-        return export.read(found.export, found.job)
+    """Return the model of an export or a checkpoint in fp32, which holds every exported dtype."""
     job, checkpoint = found.job, found.checkpoint
+    if found.export is not None:
+        return _of_export(found.export, job)
     if job is None or checkpoint is None:
         must = "must carry the job that it was trained by, or lie in its run"
         raise ConfigError(str(checkpoint), must, got="none", do="Convert it: `zerodrift convert`.")
@@ -142,5 +144,31 @@ def load(found: TrainedModel) -> nn.Module:
     if job.model.lora is not None:
         lora, base = job.model.lora, base_of(checkpoint)
         return adapters.read_from_checkpoint(model, lora, checkpoint, base, torch.float32)
-    export.read_checkpoint(model, checkpoint)
+    missing = adapters.copy_weights(checkpoint, dict(model.named_parameters()))
+    models.require_whole(checkpoint, missing, ())
+    with torch.no_grad():
+        states.put_buffers(model, states.read_state(checkpoint, SHARED)["buffers"])
+    return model
+
+
+def _of_export(folder: Path, job: Job | None) -> nn.Module:
+    if (folder / CONFIG).is_file() and (job is None or job.model.lora is None):
+        return models.load_pretrained(folder, torch.float32)
+    if job is None:
+        must = "must hold a `config.json`, or lie in its run, beside the `job.json`"
+        raise ConfigError(str(folder), must, got="neither")
+    source = models.source_of(job.model)
+    if job.model.lora is not None:
+        return adapters.read(models.whole_model(job.model, source), folder, torch.float32)
+    from safetensors.torch import load_file
+
+    model, tensors = make(source.text), dict[str, torch.Tensor]()
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= attempt(functools.partial(load_file, str(file)), str(file), "must be readable")
+    load = functools.partial(model.load_state_dict, tensors, strict=False)
+    keys = attempt(load, str(folder), "must hold the tensors of the model of this run")
+    here = model.state_dict(keep_vars=True)
+    filled = {id(here[name]) for name in tensors if name in here}
+    missing = [name for name in keys.missing_keys if id(here[name]) not in filled]
+    models.require_whole(folder, missing, keys.unexpected_keys)
     return model

@@ -105,7 +105,10 @@ def read_files(folder: Path, trust: bool = False) -> DeepSpeedFiles:
     if models[0].get("param_shapes") is not None:
         optimizers = _load_all(folder, optimizer_files, problems, trust)
         problems.raise_as(CheckpointError)
-        ranks = _count_ranks(optimizers) or int(models[0].get("dp_world_size") or 1)
+        counts = [state["optimizer_state_dict"].get("partition_count") for state in optimizers]
+        count = next((count for count in counts if count is not None), 0)
+        count = max(count) if isinstance(count, list) else int(count)
+        ranks = count or int(models[0].get("dp_world_size") or 1)
         _check_ranks(folder, optimizer_files, ranks, "_optim_states.pt", problems)
         if any(number is not None for number in model_files):
             _check_ranks(folder, model_files, ranks, "_model_states.pt", problems)
@@ -150,38 +153,22 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int | None,
     return {None if match[1] is None else int(match[1]): match[0] for match in matches}
 
 
-def _count_ranks(optimizers: Sequence[dict[str, Any]]) -> int:
-    """Return the number of ranks that saved, as their files say."""
-    for state in optimizers:
-        count = state["optimizer_state_dict"].get("partition_count")
-        if count is not None:
-            return max(count) if isinstance(count, list) else int(count)
-    return 0
-
-
 def _check_ranks(
     folder: Path, files: dict[int | None, str], ranks: int, suffix: str, problems: Problems
 ) -> None:
-    missing = [str(rank) for rank in range(ranks) if rank not in files]
-    if missing:
+    if missing := [str(rank) for rank in range(ranks) if rank not in files]:
         must, got = f"must hold a file *{suffix} of each of {ranks} ranks", f"none of rank {listed(missing)}"
         problems.add(str(folder), must, got=got, do="Copy the folders of all machines into one.")
-    beyond = [name for rank, name in files.items() if rank is not None and rank >= ranks]
-    if beyond:
-        got = f"also {listed(beyond)}"
-        problems.add(str(folder), f"must hold files of {ranks} ranks", got=got, do=_MIXED)
+    if beyond := [name for rank, name in files.items() if rank is not None and rank >= ranks]:
+        must, got = f"must hold files of {ranks} ranks", f"also {listed(beyond)}"
+        problems.add(str(folder), must, got=got, do=_MIXED)
 
 
 def _check_one_save(folder: Path, what: str, common: Sequence[dict[str, Any]]) -> None:
     """Raise if values that every rank writes alike differ: files of two saves were mixed."""
     for number, other in enumerate(common):
-        first = common[0]
-        differences = [
-            f"{key} {first.get(key)!r} and {value!r}"
-            for key, value in other.items()
-            if value != first.get(key)
-        ]
-        if differences:
+        pairs = [(key, common[0].get(key), value) for key, value in other.items()]
+        if differences := [f"{key} {first!r} and {value!r}" for key, first, value in pairs if first != value]:
             got = f"of ranks 0 and {number}: {short('; '.join(differences))}"
             raise CheckpointError(folder, f"must have {what} of one save", got=got, do=_MIXED)
 
@@ -263,24 +250,21 @@ def _check_archive(path: Path) -> str:
             )
         try:
             with zipfile.ZipFile(stream) as archive:
-                return _check_records(archive)
+                records = archive.infolist()
+                names = {record.filename for record in records}
+                tops = {name.partition("/")[0] for name in names}
+                first = min((record.header_offset for record in records), default=-1)
+                # Python accepts bytes before an archive, which torch does not expect.
+                if first or len(names) < len(records) or len(tops) != 1:
+                    raise _DamageError("a zip whose list of records is damaged")
+                for record in records:
+                    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                        raise _DamageError(f"a damaged record `{record.filename}`")
+                    with archive.open(record) as data:
+                        while data.read(4 << 20):
+                            pass
+                return tops.pop()
         except _DamageError:
             raise
         except Exception as error:  # damage makes `zipfile` raise nearly anything
             raise _DamageError(f"a damaged zip ({error or type(error).__name__})") from error
-
-
-def _check_records(archive: zipfile.ZipFile) -> str:
-    records = archive.infolist()
-    names = {record.filename for record in records}
-    tops = {name.partition("/")[0] for name in names}
-    # Python accepts bytes before an archive, which torch does not expect.
-    if not records or len(names) < len(records) or len(tops) != 1 or min(r.header_offset for r in records):
-        raise _DamageError("a zip whose list of records is damaged")
-    for record in records:
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise _DamageError(f"a damaged record `{record.filename}`")
-        with archive.open(record) as stream:
-            while stream.read(4 << 20):
-                pass
-    return tops.pop()

@@ -1,16 +1,11 @@
 """DeepSpeed's ZeRO: flat masters, and sums of gradients that are no tensor's `.grad`.
 
-Tried with deepspeed 0.19.6 and 0.19.8. Private names, by the class of `engine.optimizer`:
-
-    DeepSpeedZeroOptimizer         bit16_groups, single_partition_of_fp32_groups, averaged_gradients,
-                                   params_in_partition; of a parameter `_hp_mapping`, `grad_accum`
-    DeepSpeedZeroOptimizer_Stage3  fp16_groups, fp32_partitioned_groups_flat, grad_partitions_flat_buffer
-    BF16_Optimizer                 bf16_groups, fp32_groups_flat_partition, fp32_groups_gradients
-    FP16_(Unf|F)usedOptimizer      fp16_groups, fp32_groups or fp32_groups_flat
+Its optimizers are known by private names, which were tried with deepspeed 0.19.6 and 0.19.8.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,8 +32,7 @@ class DeepSpeed(Adapter):
     """Knows the tensors of DeepSpeed's optimizers."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[OptimizedPart]] = {}
-        """Parts of a flat master, by its id."""
+        self._parts: dict[int, list[OptimizedPart]] = {}  # parts of a flat master, by its id
 
     def begin(self, state: WatchState) -> None:
         self._state = state
@@ -51,21 +45,21 @@ class DeepSpeed(Adapter):
                     "packs may be told of the wrong parameters, or of none."
                 )
 
-        state.when_imported("deepspeed", imported)
-        for home, kind in _STEPS:
-            state.when_imported(home, self._watching(kind))
-
-    def _watching(self, kind: str) -> Callable[[Any], None]:
         def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._state.safely(lambda: self._step(optimizer), None)
+            state.safely(lambda: self._step(optimizer), None)
             return original(optimizer, *args, **kwargs)
 
-        return lambda module: self._state.patches.replace(getattr(module, kind), "step", step)
+        def watch(kind: str, module: Any) -> None:
+            state.patches.replace(getattr(module, kind), "step", step)
+
+        state.when_imported("deepspeed", imported)
+        for home, kind in _STEPS:
+            state.when_imported(home, functools.partial(watch, kind))
 
     def _step(self, optimizer: Any) -> None:
         """Find the parameters in its masters, and the sums of gradients before the step takes them apart."""
         self._parts = {}
-        self._state.forget()
+        self._state.optimized.clear()
         for flat, parameter, begin, at, length in _masters(optimizer):
             watched = self._state.resting(parameter)
             if watched is not None:
@@ -85,18 +79,16 @@ class DeepSpeed(Adapter):
         """Return everything that DeepSpeed sends in this dtype: it packs by dtype, and by nothing else."""
         engines = [model for model in self._state.models if "DeepSpeedEngine" in model.wrappers]
         trained = [p for model in engines for p in model.parameters if p.record.trained or column == "gather"]
-        carried = [p for p in trained if _sent_in(p) is tensor.dtype] or trained
+        carried = []
+        for parameter in trained:
+            rests: Any = parameter.tensor()
+            dtype = getattr(getattr(rests, "ds_tensor", rests), "dtype", None)
+            if getattr(rests, "comm_dtype", dtype) is tensor.dtype:  # unless its config says another for all
+                carried.append(parameter)
+        carried = carried or trained
         if not carried or tensor.numel() < min(p.record.numel for p in carried) // 2:
             return ()  # a norm, or a flag
         return carried
-
-
-def _sent_in(parameter: LiveParameter) -> torch.dtype | None:
-    """Return the dtype that DeepSpeed sends a parameter in, unless its config says another for all."""
-    tensor = parameter.tensor()
-    rests = getattr(tensor, "ds_tensor", tensor)
-    dtype = rests.dtype if isinstance(rests, torch.Tensor) else None
-    return getattr(tensor, "comm_dtype", dtype)
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, int, int, int]]:
@@ -128,7 +120,6 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, int, int, int]]:
 
 
 def _groups(optimizer: Any) -> tuple[Any, Any]:
-    """Return the flat masters and the groups of parameters in them."""
     for flats, groups in (
         ("single_partition_of_fp32_groups", "bit16_groups"),
         ("fp32_groups_flat_partition", "bf16_groups"),

@@ -5,8 +5,8 @@
         engine.step()
     findings = compare.findings(engine.plan, seen)
 
-Columns are seen as in `watch.py`, with two exceptions. `grad` is the result of the backward of the operation
-that computes, before autograd casts it to be added. `accumulate` is the tensor that the update reads.
+Columns are seen as in `watch.py`, except that `grad` is the result of the backward of the operation that
+computes, before autograd casts it to be added, and `accumulate` is the tensor that the update reads.
 
 Invariant: a cell is a tensor's dtype or a recorded call; the plan only says which call is whose. Observing
 changes nothing: every hook is gone when the context ends, however it ends.
@@ -15,6 +15,7 @@ changes nothing: every hook is gone when the context ends, however it ends.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from zerodrift.engine.native import native
 from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
+from zerodrift.inspect.trace.hooks import Patches
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
 from zerodrift.inspect.trace.parameter import Owners
 from zerodrift.inspect.trace.records import Column, EngineRecord, dtype_name
@@ -56,85 +58,42 @@ def observe_calls(
     seen = EngineRecord()
     is_native = engine.plan.policy.backend == "native"
     subject = _NativeTensors(engine) if is_native else _FullyShardTensors(engine)
-    recorder = _StepOperations(subject.owners, seen) if operations else None
+    recorder = _StepOperations(subject.owners, subject.trained, seen)
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        outputs = [] if output is None else tensors_in(output)
+        if module is engine.module:  # a piece of a model returns no logits
+            logits = getattr(output, "logits", None)
+            results = [logits] if isinstance(logits, torch.Tensor) else [t for t in outputs if t.dim()]
+            seen.logits |= {dtype_name(tensor.dtype) for tensor in results if tensor.is_floating_point()}
+        if operations:
+            recorder.ends(outputs)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(subject.watching(seen))
         for module in subject.forwards:
-            watch = _ModuleWatch(module is engine.module, subject.trained, seen, recorder)
-            stack.callback(module.register_forward_pre_hook(watch.before).remove)
-            stack.callback(module.register_forward_hook(watch.after, always_call=True).remove)
-        yield seen, contextlib.nullcontext if recorder is None else lambda: every_operation(recorder.called)
+            stack.callback(module.register_forward_pre_hook(recorder.begins).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield seen, (lambda: every_operation(recorder.called)) if operations else contextlib.nullcontext
     subject.see_resting(seen)
 
 
 class _StepOperations:
     """The dtypes of parameters in the operations of a forward, and the casts of gradients in a backward."""
 
-    def __init__(self, owners: Owners[str], seen: EngineRecord) -> None:
-        self._owners, self._seen = owners, seen
-        self.is_forward = False
-        self.casts: dict[int, tuple[StorageWeakRef, str]] | None = None
+    def __init__(self, owners: Owners[str], names: Mapping[int, str], seen: EngineRecord) -> None:
+        self._owners, self._names, self._seen = owners, names, seen
+        self._is_forward = False
+        self._casts: dict[int, tuple[StorageWeakRef, str]] | None = None
         """Storage of a cast -> its source, while a node of the backward runs that serves a parameter."""
 
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        if func.namespace != "aten" or not (self.is_forward or self.casts is not None):
-            return
-        operation = name_of(func)
-        if self.casts is not None:
-            if operation == "_to_copy":
-                storage = out.untyped_storage()
-                self.casts[storage._cdata] = (StorageWeakRef(storage), dtype_name(args[0].dtype))
-            return
-        if operation in VIEWS:
-            return
-        # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
-        for tensor in tensors_in((args[1:] if operation == "copy_" else args, kwargs)):
-            # Integers are a parameter's bits, or a tensor that is unpacked before it is used.
-            is_floating = tensor.is_floating_point() or tensor.is_complex()
-            owner = self._owners.of(tensor) if is_floating else None
-            if owner is None:
-                continue
-            if operation not in CASTS:
-                self._seen.add(owner, "compute", dtype_name(tensor.dtype))
-            if operation in CASTS or (_is_still(tensor, out) and self._owners.of(out) is None):
-                self._owners.put(out, owner)
+    def begins(self, module: Any, args: Any) -> None:
+        self._is_forward = True
 
-
-def _is_still(parameter: torch.Tensor, out: Any) -> bool:
-    """Return True if a result is the parameter, as `w * 1` is: its later dtypes count."""
-    if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.numel() != parameter.numel():
-        return False
-    return torch.equal(out.reshape(-1).double(), parameter.reshape(-1).double())
-
-
-class _ModuleWatch:
-    """Hooks of one forward: the time it runs, its outputs, and the graph behind them."""
-
-    def __init__(
-        self, is_model: bool, names: Mapping[int, str], seen: EngineRecord, operations: _StepOperations | None
-    ) -> None:
-        self._is_model, self._names = is_model, names
-        self._seen, self._operations = seen, operations
-
-    def before(self, module: Any, args: Any) -> None:
-        if self._operations is not None:
-            self._operations.is_forward = True
-
-    def after(self, module: Any, args: Any, output: Any) -> None:
-        outputs = [] if output is None else tensors_in(output)
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, torch.Tensor):
-            floating = [logits]
-        else:
-            floating = [tensor for tensor in outputs if tensor.is_floating_point() and tensor.dim()]
-        if self._is_model:  # a piece of a model returns no logits
-            self._seen.logits |= {dtype_name(tensor.dtype) for tensor in floating}
-        if self._operations is not None:
-            self._operations.is_forward = False
-            self._watch_graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-
-    def _watch_graph(self, waiting: list[Any]) -> None:
+    def ends(self, outputs: list[torch.Tensor]) -> None:
         """Hook on every node that hands a gradient to a parameter; the hooks go with the graph."""
+        self._is_forward = False
+        waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         visited = set(waiting)
         while waiting:
             node = waiting.pop()
@@ -156,14 +115,13 @@ class _ModuleWatch:
         returned the source of that cast, if there was one. The backward of a cast that the model made casts
         too, to the parameter's dtype, and that cast is no loss of ours.
         """
-        operations: Any = self._operations
         casts_itself = node.name().startswith("ToCopyBackward")
 
         def before(arriving: Any) -> None:
-            operations.casts = {}
+            self._casts = {}
 
         def after(leaving: tuple[torch.Tensor | None, ...], arriving: Any) -> None:
-            casts, operations.casts = operations.casts or {}, None
+            casts, self._casts = self._casts or {}, None
             for place, (owner, own) in owners.items():
                 gradient = leaving[place]
                 if gradient is not None:
@@ -174,6 +132,36 @@ class _ModuleWatch:
 
         node.register_prehook(before)
         node.register_hook(after)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
+        if func.namespace != "aten" or not (self._is_forward or self._casts is not None):
+            return
+        operation = name_of(func)
+        if self._casts is not None:
+            if operation == "_to_copy":
+                storage = out.untyped_storage()
+                self._casts[storage._cdata] = (StorageWeakRef(storage), dtype_name(args[0].dtype))
+            return
+        if operation in VIEWS:
+            return
+        # `copy_` does not compute with the tensor that it overwrites: gathers use it, too.
+        for tensor in tensors_in((args[1:] if operation == "copy_" else args, kwargs)):
+            # Integers are a parameter's bits, or a tensor that is unpacked before it is used.
+            is_floating = tensor.is_floating_point() or tensor.is_complex()
+            owner = self._owners.of(tensor) if is_floating else None
+            if owner is None:
+                continue
+            if operation not in CASTS:
+                self._seen.add(owner, "compute", dtype_name(tensor.dtype))
+            if operation in CASTS or (_is_still(tensor, out) and self._owners.of(out) is None):
+                self._owners.put(out, owner)
+
+
+def _is_still(parameter: torch.Tensor, out: Any) -> bool:
+    """Return True if a result is the parameter, as `w * 1` is: its later dtypes count."""
+    if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.numel() != parameter.numel():
+        return False
+    return torch.equal(out.reshape(-1).double(), parameter.reshape(-1).double())
 
 
 def _wire(call: Recorded) -> str:
@@ -214,29 +202,30 @@ class _NativeTensors:
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
         """See the flat gradients that the update reads, and the collectives."""
-        updater: Any = self._engine.updater
+        patches = Patches()
+
+        def update(original: Callable[..., Any], gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
+            for number, flat in gradients.items():
+                self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
+            original(gradients, *rest)
+
         with self._engine.comm.record() as log, contextlib.ExitStack() as stack:
-            if updater is not None:
-                update = updater.update
-
-                def watched(gradients: Mapping[int, torch.Tensor], *rest: Any) -> None:
-                    for number, flat in gradients.items():
-                        self._add(seen, self._segments[number], "accumulate", dtype_name(flat.dtype))
-                    update(gradients, *rest)
-
-                updater.update = watched
-                stack.callback(delattr, updater, "update")
+            patches.replace(self._engine.updater, "update", update)
+            stack.callback(patches.restore)
             yield
         self._see_sent(seen, log)
 
     def see_resting(self, seen: EngineRecord) -> None:
-        """See storage, masters and moments after the step."""
         updater = self._engine.updater
         for segment in self._segments:
             self._add(seen, segment, "storage", dtype_name(segment.storage.dtype))
         for segment in () if updater is None else trained_of(self._segments):
             master, moments = updater.resting(segment.number)  # type: ignore[union-attr]
-            self._add(seen, segment, "master", _master(master, segment.storage.dtype))
+            held, is_bf16 = "same", segment.storage.dtype is torch.bfloat16
+            if master is not None:
+                is_split = is_bf16 and master.itemsize == 2 and not master.is_floating_point
+                held = "split" if is_split else dtype_name(master)
+            self._add(seen, segment, "master", held)
             for dtype in moments:
                 self._add(seen, segment, "state", dtype_name(dtype))
 
@@ -251,13 +240,10 @@ class _NativeTensors:
         planned = list(collectives(engine.plan, engine.mesh.rank("pipeline")))
         for axis, op in _REDUCES.items():
             calls = [call for call in log if call.op == op and call.axis == axis and call.dtype.is_floating]
-            wanted = [
-                call for call in planned if call.purpose in ("reduce", "replicate") and call.axis == axis
-            ]
-            if engine.plan.policy.pipeline is None:
-                pairs = list(zip(calls, wanted, strict=False))
-            else:
-                pairs = [(call, like) for like in wanted for call in calls]
+            reductions = [call for call in planned if call.purpose in ("reduce", "replicate")]
+            wanted = [call for call in reductions if call.axis == axis]
+            is_ordered = engine.plan.policy.pipeline is None
+            pairs = zip(calls, wanted, strict=False) if is_ordered else itertools.product(calls, wanted)
             for call, like in pairs:
                 if call.numel == like.numel:
                     self._add(seen, segments[like.segment], "reduce", _wire(call))
@@ -268,13 +254,6 @@ class _NativeTensors:
             for number, dtype in fitting.items():
                 for sent in {dtype} if dtypes == set(fitting.values()) else dtypes:
                     self._add(seen, segments[number], "gather", dtype_name(sent.torch))
-
-
-def _master(held: torch.dtype | None, storage: torch.dtype) -> str:
-    if held is None:
-        return "same"
-    is_split = storage is torch.bfloat16 and held.itemsize == 2 and not held.is_floating_point
-    return "split" if is_split else dtype_name(held)
 
 
 class _FullyShardTensors:
@@ -295,29 +274,26 @@ class _FullyShardTensors:
     @contextlib.contextmanager
     def watching(self, seen: EngineRecord) -> Iterator[None]:
         """See the sums that autograd adds to, those that the update reads, and the collectives."""
-        updater: Any = self._executor.updater
+        patches = Patches()
 
         def added(parameter: Any) -> None:
             if parameter.grad is not None:
                 seen.add(self.trained[id(parameter)], "accumulate", dtype_name(parameter.grad.dtype))
+
+        def step(original: Callable[..., Any], multiplier: float) -> None:
+            for member in self._members:
+                update = member.row.columns.update
+                if update is not None and update.reduce.when == "every":
+                    seen.add(member.row.name, "accumulate", dtype_name(member.gradient().dtype))
+            original(multiplier)
 
         with contextlib.ExitStack() as stack:
             for member in self._trained:
                 stack.callback(member.full.register_post_accumulate_grad_hook(added).remove)
             groups = self._executor.units
             logs = [(group, stack.enter_context(group.collectives.record())) for group in groups]
-            if updater is not None:
-                step = updater.step
-
-                def watched(multiplier: float) -> None:
-                    for member in self._members:
-                        update = member.row.columns.update
-                        if update is not None and update.reduce.when == "every":
-                            seen.add(member.row.name, "accumulate", dtype_name(member.gradient().dtype))
-                    step(multiplier)
-
-                updater.step = watched
-                stack.callback(delattr, updater, "step")
+            patches.replace(self._executor.updater, "step", step)
+            stack.callback(patches.restore)
             yield
         for group, log in logs:
             for call in log:
@@ -330,7 +306,6 @@ class _FullyShardTensors:
                         seen.add(member.row.name, "gather", dtype_name(call.dtype.torch))
 
     def see_resting(self, seen: EngineRecord) -> None:
-        """See storage, masters and moments after the step."""
         updater = self._executor.updater
         for member in self._members:
             seen.add(member.row.name, "storage", dtype_name(member.storage().dtype))

@@ -1,11 +1,6 @@
 """torch's FSDP: `fully_shard`, which groups parameters, and `FullyShardedDataParallel`, which packs them.
 
-Tried with torch 2.13 and 2.15. Private names of `fully_shard`: `FSDPParamGroup.unshard`, `post_backward` and
-`fsdp_params`, and of each `sharded_param`, `unsharded_accumulated_grad`, `param_dtype` and `orig_dtype`.
-Private names of `FullyShardedDataParallel`: `FlatParamHandle._all_gather_flat_param`; `_post_backward_hook`,
-`_reduce_grad` and `_reduce_grad_no_shard` of its runtime; `_sync_gradients` of a wrapper; of a flat parameter
-`_param_infos`, `_shapes`, `_shard_param_infos`, `_numels_with_padding`, `_is_padding_mask`, `_params`,
-`_saved_grad_shard`.
+Both are known by private names, which were tried with torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from zerodrift.inspect.trace.state import Adapter, OptimizedPart, WatchState
 
 
 def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]) -> None:
-    """Record the tensor that micro-batches are added in."""
     for parameter in parameters:
         parameter.record.add("accumulate", dtype_name(total.dtype), name, "", line_of_script)
 
@@ -38,10 +32,8 @@ class Fsdp2(Adapter):
         group = module.FSDPParamGroup
         missing = [name for name in ("unshard", "post_backward") if not hasattr(group, name)]
         if missing:
-            self._state.note(
-                f"This torch's fully_shard has no {', '.join(missing)}: its collectives are not seen. "
-                "It was tried with torch 2.13 and 2.15."
-            )
+            unseen = f"This torch's fully_shard has no {', '.join(missing)}: its collectives are not seen."
+            self._state.note(f"{unseen} It was tried with torch 2.13 and 2.15.")
             return
         for name in ("unshard", "wait_for_unshard"):
             self._state.patches.replace(group, name, self._gathers)
@@ -51,29 +43,32 @@ class Fsdp2(Adapter):
         pairs = ((member, self._state.resting(member.sharded_param)) for member in group.fsdp_params)
         return [(member, parameter) for member, parameter in pairs if parameter is not None]
 
-    def _gathered(self, group: Any) -> list[LiveParameter]:
-        """Return a group's parameters, each with its dtype: several dtypes travel as bytes."""
-        members = self._members(group)
-        for member, parameter in members:
-            parameter.gather_dtype = dtype_name(member.param_dtype or member.orig_dtype)
-        return [parameter for _, parameter in members]
-
     def _gathers(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._state.packing(lambda: self._gathered(group)):
+        def gathered() -> list[LiveParameter]:
+            members = self._members(group)
+            for member, parameter in members:  # several dtypes travel as bytes
+                parameter.gather_dtype = dtype_name(member.param_dtype or member.orig_dtype)
+            return [parameter for _, parameter in members]
+
+        with self._state.packing(gathered):
             return original(group, *args, **kwargs)
 
     def _reduces(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        none: list[tuple[Any, LiveParameter]] = []
-        members = self._state.safely(lambda: [m for m in self._members(group) if m[1].record.trained], none)
-        with self._state.packing(lambda: [parameter for _, parameter in members]):
-            out = original(group, *args, **kwargs)
-        self._state.safely(lambda: self._see_sums(members), None)
-        return out
+        members: list[tuple[Any, LiveParameter]] = []
 
-    def _see_sums(self, members: Sequence[tuple[Any, LiveParameter]]) -> None:
-        for member, parameter in members:
-            if member.unsharded_accumulated_grad is not None:
-                _see_sum(member.unsharded_accumulated_grad, "a sum before it is reduced", [parameter])
+        def reduced() -> list[LiveParameter]:
+            members.extend(member for member in self._members(group) if member[1].record.trained)
+            return [parameter for _, parameter in members]
+
+        def see_sums() -> None:
+            for member, parameter in members:
+                if member.unsharded_accumulated_grad is not None:
+                    _see_sum(member.unsharded_accumulated_grad, "a sum before it is reduced", [parameter])
+
+        with self._state.packing(reduced):
+            out = original(group, *args, **kwargs)
+        self._state.safely(see_sums, None)
+        return out
 
 
 class Fsdp1(Adapter):
@@ -104,7 +99,10 @@ class Fsdp1(Adapter):
             with self._state.packing(lambda: self._parameters(handle.flat_param)):
                 return original(runtime, handle)
         finally:
-            self._state.safely(lambda: self._see_kept(handle.flat_param), None)
+            kept = getattr(handle.flat_param, "_saved_grad_shard", None)
+            if kept is not None:
+                name, parameters = "FSDP's shard of the gradient", self._parameters
+                self._state.safely(lambda: _see_sum(kept, name, parameters(handle.flat_param)), None)
 
     def _gradient_arrives(self, original: Callable[..., Any], runtime: Any, handle: Any, *args: Any) -> Any:
         self._state.safely(lambda: self._arrives(handle.flat_param, runtime._sync_gradients), None)
@@ -112,7 +110,11 @@ class Fsdp1(Adapter):
 
     def _members(self, flat: Any) -> Iterator[tuple[LiveParameter, Any, int]]:
         """Yield a parameter, its place in this rank's shard, its begin in the whole flat parameter."""
-        for info, place, begin in zip(flat._param_infos, flat._shard_param_infos, _begins(flat), strict=True):
+        begins, at = [], 0
+        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            begins += [] if is_padding else [at]
+            at += numel
+        for info, place, begin in zip(flat._param_infos, flat._shard_param_infos, begins, strict=True):
             for model in self._state.models:
                 parameter = model.leaf(info.module, info.param_name)
                 if parameter is not None:
@@ -135,12 +137,6 @@ class Fsdp1(Adapter):
         if before is not None or not reduces:
             _see_sum(total, "FSDP's whole gradient", self._parameters(flat))
 
-    def _see_kept(self, flat: Any) -> None:
-        """Record the tensor that reduced micro-batches are added in."""
-        kept = getattr(flat, "_saved_grad_shard", None)
-        if kept is not None:
-            _see_sum(kept, "FSDP's shard of the gradient", self._parameters(flat))
-
     def parts(self, optimizer: Any, tensor: torch.Tensor) -> Sequence[OptimizedPart] | None:
         if not hasattr(tensor, "_shard_param_infos"):
             return None
@@ -150,13 +146,3 @@ class Fsdp1(Adapter):
             else OptimizedPart(p, length=0)
             for p, place, _ in self._members(tensor)
         ]
-
-
-def _begins(flat: Any) -> list[int]:
-    """Return the begin of each parameter, past the padding for alignment."""
-    begins, at = [], 0
-    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
-        if not is_padding:
-            begins.append(at)
-        at += numel
-    return begins

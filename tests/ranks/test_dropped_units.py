@@ -1,5 +1,5 @@
-"""Units that run in another order than they are defined in, some of them on some ranks only: each step has
-the gradient of a plain loop."""
+"""Units that some ranks drop, and units that run in another order than they are defined in: each step has the
+gradient of a plain loop. Both together is an error by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
-from zerodrift.engine.step.traversal import in_order
+from zerodrift.errors import RankError
 
 WIDTH, STEPS, MICRO, RANKS = 8, 3, 2, 2
 
@@ -35,16 +35,17 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.ModuleList(Block() for _ in range(2))
-        self.last = nn.ModuleList(Block() for _ in range(2))
         self.middle = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 1)
         self.seed = ""
+        self.drops = True
         self._run = run
 
     def kept(self, blocks: nn.ModuleList) -> Iterator[nn.Module]:
         """Half of them, at random."""
         draw = random.Random(f"{self.seed}, {len(blocks)}, {blocks is self.first}")
-        return (block for block in blocks if draw.random() < 0.5)
+        return (block for block in blocks if not self.drops or draw.random() < 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self._run(self, x)).square().mean()
@@ -93,7 +94,8 @@ def put_aside(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-NETS = (in_a_row, decoder_first, towers, recomputed, recomputed_inside, put_aside)
+IN_ORDER = (in_a_row, recomputed, recomputed_inside, put_aside)
+IN_ANOTHER = (decoder_first, towers)
 
 
 def data(step: int, micro: int, rank: int) -> torch.Tensor:
@@ -101,8 +103,9 @@ def data(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def plain(run: Callable[[Net, torch.Tensor], torch.Tensor]) -> list[float]:
+def plain(run: Callable[[Net, torch.Tensor], torch.Tensor], drops: bool = True) -> list[float]:
     net = Net(run)
+    net.drops = drops
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     norms = []
     for step in range(STEPS):
@@ -117,31 +120,40 @@ def plain(run: Callable[[Net, torch.Tensor], torch.Tensor]) -> list[float]:
     return norms
 
 
-def trained() -> list[list[float | None]]:
+def trained(run: Callable[[Net, torch.Tensor], torch.Tensor], drops: bool) -> list[float | None]:
+    net = Net(run)
+    net.drops = drops
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
-    found = []
-    for run in NETS:
-        net = Net(run)
-        engine = make(config(3, "fp32", MICRO, optimizer=sgd, gradient_clipping=0.0), net)
-        norms = []
-        for step in range(STEPS):
-            for micro in range(MICRO):
-                net.seed = f"{step}, {micro}, {engine.mesh.rank()}"
-                engine.backward(engine(data(step, micro, engine.mesh.rank())))
-                result = engine.step()
-            norms.append(result.grad_norm)
-        found.append(norms)
-        engine.destroy()
-    return found
+    engine = make(config(3, "fp32", MICRO, optimizer=sgd, gradient_clipping=0.0), net)
+    norms = []
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            net.seed = f"{step}, {micro}, {engine.mesh.rank()}"
+            engine.backward(engine(data(step, micro, engine.mesh.rank())))
+            result = engine.step()
+        norms.append(result.grad_norm)
+    engine.destroy()
+    return norms
 
 
-def test_units_that_some_ranks_drop_may_run_in_any_order() -> None:
-    for norms in run_ranks(trained, RANKS):
-        for run, seen in zip(NETS, norms, strict=True):
-            assert seen == pytest.approx(plain(run), rel=1e-5), run.__name__
+def all_trained() -> list[list[float | None]]:
+    return [trained(run, True) for run in IN_ORDER] + [trained(run, False) for run in IN_ANOTHER]
 
 
-def test_an_order_keeps_what_it_may_and_is_none_where_there_is_none() -> None:
-    assert in_order([3, 1, 2], []) == [3, 1, 2]
-    assert in_order([0, 1, 2, 3], [(2, 0), (3, 2)]) == [1, 3, 2, 0]
-    assert in_order([0, 1, 2], [(0, 1), (1, 2), (2, 0)]) is None
+def test_units_may_be_dropped_by_some_ranks_or_run_in_another_order() -> None:
+    expected = [plain(run) for run in IN_ORDER] + [plain(run, False) for run in IN_ANOTHER]
+    for norms in run_ranks(all_trained, RANKS):
+        for number, (seen, norm) in enumerate(zip(norms, expected, strict=True)):
+            assert seen == pytest.approx(norm, rel=1e-5), number
+
+
+def refused(run: Callable[[Net, torch.Tensor], torch.Tensor]) -> str:
+    with pytest.raises(RankError) as caught:
+        trained(run, True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("run", IN_ANOTHER)
+def test_both_together_is_an_error(run: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    for message in run_ranks(refused, RANKS, run):
+        assert "order" in message or "gather" in message, message

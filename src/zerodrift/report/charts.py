@@ -1,0 +1,272 @@
+"""Line charts as inline SVG: the geometry of lines, axes and marks, which the template `blocks.html` draws.
+
+Many points are drawn as few: each stretch of points becomes its mean, and its lowest and highest a band
+around it, so that no peak is lost. A value that is not a number leaves a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerodrift.report.figures import elements
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 420, 204
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 10, 38
+_MOST = 240
+"""Most stretches of a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    color: str
+    """A class of the page's style: `storage`, `gradient`."""
+    points: Sequence[Point]
+    dots: Sequence[str] = ()
+    """Text of each point, for few points that are drawn as dots."""
+    smooth: bool = False
+    """Draw a running mean in front of the points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines that share their axes."""
+
+    title: str
+    series: Sequence[Series]
+    shown: Callable[[float], str]
+    """Format of a value."""
+    log: bool = False
+    from_zero: bool = False
+    binary: bool = False
+    """Round values are powers of two."""
+    across: Callable[[float], str] | None = None
+    """Format of the horizontal axis. None for steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An event at a place of the horizontal axis."""
+
+    x: float
+    kind: str
+    """A class of the page's style: `skip`, `resume`."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLine:
+    color: str
+    paths: list[tuple[str, str]]
+    """(class of the style sheet, path of SVG)."""
+    dots: Sequence[tuple[float, float, float, str]]
+    """(x, y, radius, text on hover)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A chart in SVG units, as `show` takes it."""
+
+    title: str
+    last: str
+    """Last value of the first line over steps that has one, or `""`."""
+    labels: list[tuple[str, str]]
+    rules: Sequence[tuple[float, str]] = ()
+    """(y, text) of the vertical axis."""
+    steps: Sequence[tuple[float, str, str]] = ()
+    """(x, text, text below) of the horizontal axis."""
+    marks: Sequence[tuple[float, float, float, str, str]] = ()
+    """(x, top, bottom, kind, text)."""
+    lines: Sequence[DrawnLine] = ()
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = _LEFT
+    right: int = WIDTH - _RIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLegend:
+    """Words about charts, and kinds of marks with their meaning."""
+
+    words: str
+    kinds: Sequence[tuple[str, str]]
+
+
+def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawing:
+    """Draw a chart. `tokens` of a step add a second row below the steps."""
+    labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
+    last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
+    shown = spec.shown(last) if math.isfinite(last) and spec.across is None else ""
+    kept = [
+        [
+            number
+            for number, (_, y) in enumerate(series.points)
+            if math.isfinite(y) and (y > 0 or not spec.log)
+        ]
+        for series in spec.series
+    ]
+    flat = [series.points[n] for series, numbers in zip(spec.series, kept, strict=True) for n in numbers]
+    if not flat:
+        return Drawing(spec.title, shown, labels)
+    steps, values = [x for x, _ in flat], [y for _, y in flat]
+    first, end = min(steps), max(steps)
+    ticks = _ticks(0.0 if spec.from_zero else min(values), max(values), spec)
+    across = _Scale(first, end, _LEFT, WIDTH - _RIGHT, log=False)
+    up = _Scale(min(ticks[0], *values), max(ticks[-1], *values), HEIGHT - _BOTTOM, _TOP, spec.log)
+    places = step_ticks(first, end) if spec.across is None else [first, end]
+    format_step = spec.across or "{:,.0f}".format
+    bottom = HEIGHT - _BOTTOM
+    return Drawing(
+        spec.title,
+        shown,
+        labels,
+        rules=[(up(tick), spec.shown(tick)) for tick in ticks],
+        steps=[
+            (across(x), format_step(x), elements(round(x * tokens)) if tokens else "")
+            for x in dict.fromkeys(places)
+        ],
+        marks=[
+            (across(mark.x), _TOP if mark.kind == "resume" else bottom - 8, bottom, mark.kind, mark.text)
+            for mark in marks
+            if first <= mark.x <= end
+        ],
+        lines=[
+            _line(series, numbers, across, up)
+            for series, numbers in zip(spec.series, kept, strict=True)
+            if numbers
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Maps values to the drawing, to a tenth of a unit."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = math.log10(low), math.log10(high), math.log10(max(value, self.low))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return round(self.start + share * (self.end - self.start), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Neighbouring points drawn as one."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def stretches(points: Sequence[Point], most: int = _MOST) -> list[_Stretch]:
+    """Divide points into at most `most` stretches of equal length."""
+    count = max(1, math.ceil(len(points) / most))
+    made = []
+    for start in range(0, len(points), count):
+        part = points[start : start + count]
+        values = [value for _, value in part]
+        middle = (part[0][0] + part[-1][0]) / 2
+        made.append(_Stretch(middle, sum(values) / len(values), min(values), max(values)))
+    return made
+
+
+def _line(series: Series, numbers: Sequence[int], across: _Scale, up: _Scale) -> DrawnLine:
+    """Draw the points of a line that have these numbers."""
+    points = [series.points[number] for number in numbers]
+
+    def path(pairs: Sequence[Point]) -> str:
+        return "M" + "L".join(f"{across(x):g} {up(y):g}" for x, y in pairs)
+
+    if series.dots:
+        dots = [(across(x), up(y), 3, series.dots[n]) for n, (x, y) in zip(numbers, points, strict=True)]
+        return DrawnLine(series.color, [("thin", path(points))], dots)
+    few, paths = stretches(points), []
+    if len(few) < len(points):
+        band = [(each.x, each.high) for each in few] + [(each.x, each.low) for each in reversed(few)]
+        paths.append(("band", path(band) + "Z"))
+    line = [(each.x, each.mean) for each in few]
+    if series.smooth and len(points) > 2:
+        paths.append(("raw", path(line)))
+        means = smooth_values([value for _, value in points], smoothing_steps(len(points)))
+        smooth = stretches([(x, mean) for (x, _), mean in zip(points, means, strict=True)])
+        line = [(each.x, each.mean) for each in smooth]
+    x, y = line[-1]
+    return DrawnLine(series.color, [*paths, ("line", path(line))], [(across(x), up(y), 2.5, "")])
+
+
+def smoothing_steps(count: int) -> int:
+    """Return the steps of a running mean: a twentieth of them."""
+    return max(2, min(200, count // 20))
+
+
+def smooth_values(values: Sequence[float], over: int) -> list[float]:
+    """Return a mean that weighs near values more, before and after alike, so that it does not lag."""
+    ahead, back = _decaying_means(values, over), _decaying_means(values[::-1], over)[::-1]
+    return [(left + right) / 2 for left, right in zip(ahead, back, strict=True)]
+
+
+def _decaying_means(values: Sequence[float], over: int) -> list[float]:
+    keep = 1 - 1 / over
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight)
+    return means
+
+
+# --- axes ---------------------------------------------------------------------------------------------
+
+
+def _ticks(low: float, high: float, spec: Chart) -> list[float]:
+    if spec.log:
+        return log_ticks(low, high)
+    return binary_ticks(high) if spec.binary else even_ticks(low, high)
+
+
+def even_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return round numbers around and between two values."""
+    span = high - low or abs(high) or 1.0
+    rough = span / most
+    base = 10.0 ** math.floor(math.log10(rough))
+    step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= rough * 0.999)
+    first = math.floor(low / step + 1e-9)
+    count = max(1, math.ceil(high / step - 1e-9) - first)
+    return [(first + number) * step for number in range(count + 1)]
+
+
+def binary_ticks(high: float) -> list[float]:
+    """Return multiples of a power of two, from zero."""
+    step = 2.0 ** max(0, math.ceil(math.log2(max(high, 1.0) / 4)))
+    return [number * step for number in range(math.ceil(high / step) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten; over several powers these alone."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+    before = [tick for tick in ticks if tick < low * 0.999]
+    after = [tick for tick in ticks if tick > high * 1.001]
+    return [*before[-1:], *inside, *after[:1]]
+
+
+def step_ticks(low: float, high: float) -> list[float]:
+    """Return whole steps between the first and the last."""
+    ticks = [tick for tick in even_ticks(low, high, 6) if low <= tick <= high and tick == round(tick)]
+    return ticks or [low]
