@@ -21,12 +21,18 @@ SOURCE = Path(__file__).with_name("standin.cpp")
 def extension() -> Any:
     """Return the extension, which is compiled if it was not for this source and torch."""
     root = Path(torch.__file__).parent
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()).hexdigest()
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()
+    ).hexdigest()
     target = Path(tempfile.gettempdir()) / f"standin-{os.getuid()}-{key[:16]}" / "standin_ext.so"
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         made = target.with_suffix(f".{os.getpid()}")
-        folders = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+        folders = [
+            root / "include",
+            root / "include/torch/csrc/api/include",
+            sysconfig.get_paths()["include"],
+        ]
         libraries = ["torch", "torch_cpu", "c10", "torch_python"]
         subprocess.run(
             [

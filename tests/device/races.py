@@ -1,8 +1,9 @@
 """Races of streams: accesses to the same memory that nothing orders.
 
-Every stream has a vector clock. A launch advances its stream's, an event keeps it, a wait takes the maximum, and where
-the host waits, everything that is launched afterwards comes later. An access is checked against the last write of its
-memory, a write also against the reads since, and memory that is allocated again counts as written.
+Every stream has a vector clock. A launch advances the clock of its stream, an event keeps it, a wait takes
+the maximum, and everything that is launched after the host has waited comes later. An access is checked
+against the last write of its memory, a write also against the reads since, and memory that is allocated
+counts as written.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _OWN = {str(Path(__file__).with_name(name)) for name in ("races.py", "standin.py", "strict.py")}
-_TORCH = "/torch/"
+"""Files whose frames no stack shows."""
 
 
-class Race(AssertionError):
+class Race(AssertionError):  # noqa: N818 (a failed test, not an error of the code)
     """Two accesses that may happen in any order."""
 
 
@@ -126,7 +127,7 @@ class RaceChecker:
             self._fill(access, use, first)
 
     def _cut(self, at: int) -> int:
-        """Begin a cell at an address that lies inside of one; return the place of the first cell from there on."""
+        """Begin a cell at an address inside of one; return the place of the first cell from there on."""
         place = bisect.bisect_left(self.starts, at)
         if place and (cell := self.cells[self.starts[place - 1]]).end > at:
             self.starts.insert(place, at)
@@ -147,13 +148,9 @@ class RaceChecker:
 
 def _text(access: Access, use: _Use, other: _Use, wrote: bool) -> str:
     verb, earlier = "writes" if access.writes else "reads", "wrote" if wrote else "read"
-    return (
-        f"`{use.name}` on stream {use.stream} {verb} {access.end - access.start} bytes that `{other.name}` {earlier} on "
-        f"stream {other.stream}, and no event orders the two.\nLater:\n  "
-        + "\n  ".join(use.stack)
-        + "\nEarlier:\n  "
-        + "\n  ".join(other.stack)
-    )
+    what = f"`{use.name}` on stream {use.stream} {verb} {access.end - access.start} bytes"
+    before = f"that `{other.name}` {earlier} on stream {other.stream}, and no event orders the two."
+    return "\n  ".join([f"{what} {before}", "Later:", *use.stack]) + "\n  ".join(["\nEarlier:", *other.stack])
 
 
 def _stack() -> tuple[str, ...]:
@@ -161,7 +158,7 @@ def _stack() -> tuple[str, ...]:
     frame, found = sys._getframe(2), []
     while frame is not None and len(found) < 8:
         file = frame.f_code.co_filename
-        if _TORCH not in file and file not in _OWN:
+        if "/torch/" not in file and file not in _OWN:
             found.append(f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(found)

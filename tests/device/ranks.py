@@ -16,7 +16,7 @@ from tests.ranks.harness import run_ranks
 
 def on_devices(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return `function(device, *args)` of every rank, in rank order."""
-    return run_ranks(_with_device, world, function, args, timeout=timeout)
+    return run_ranks(_with_device, world, function, args, timeout=timeout, spawned=True)
 
 
 def _with_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

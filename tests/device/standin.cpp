@@ -42,15 +42,15 @@ struct Entry {
 
 std::mutex mutex;
 std::vector<Entry> entries;
-py::object* on_wait = nullptr;  // called where the host waits or memory is allocated: (what, number, version)
+py::object* on_call = nullptr;  // called where the host waits or memory is allocated: (what, number, version)
 
 void note(char what, int64_t stream, int64_t first, int64_t second) {
   entries.push_back({what, stream, first, second});
 }
 
-void host_waits(const char* what, int64_t number, int64_t version = 0) {
+void call_host(const char* what, int64_t number, int64_t version = 0) {
   py::gil_scoped_acquire gil;
-  if (on_wait != nullptr) (*on_wait)(what, number, version);
+  if (on_call != nullptr) (*on_call)(what, number, version);
 }
 
 // --- memory ------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ struct CachingAllocator final : c10::Allocator {
     c10::Device device(kind, current_device);
     if (bytes == 0) return {nullptr, device};
     auto data = take(bytes, device);
-    host_waits("allocation", 0);
+    call_host("allocation", 0);
     return data;
   }
   static c10::DataPtr take(size_t bytes, c10::Device device) {
@@ -215,11 +215,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     auto at = static_cast<Event*>(event);
-    host_waits("event", at->number, at->version);
+    call_host("event", at->number, at->version);
   }
-  void synchronizeStream(const c10::Stream& stream) const override { host_waits("stream", stream.id()); }
+  void synchronizeStream(const c10::Stream& stream) const override { call_host("stream", stream.id()); }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    host_waits("device", 0);
+    call_host("device", 0);
     std::lock_guard<std::mutex> lock(mutex);
     for (auto offset : deferred) release(offset);
     deferred.clear();
@@ -285,7 +285,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override;
   at::Allocator* getPinnedMemoryAllocator() const override;
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    host_waits("resize", 0);
+    call_host("resize", 0);
     auto grown = allocator.allocate(bytes);
     auto view = [](const void* address) { return static_cast<char*>(const_cast<void*>(address)) - device_base + host_base; };
     if (storage.nbytes() > 0) memcpy(view(grown.get()), view(storage.data()), std::min(bytes, storage.nbytes()));
@@ -417,7 +417,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("host_view", &host_view);
   m.def("drain", &drain);
-  m.def("on_wait", [](py::object function) { on_wait = new py::object(std::move(function)); });
+  m.def("on_call", [](py::object function) { on_call = new py::object(std::move(function)); });
   m.def("is_pinned", [](int64_t address) { return is_pinned(reinterpret_cast<const void*>(address)); });
   m.def("host_generator", [](const at::Generator& generator) {
     return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->host;

@@ -1,16 +1,16 @@
-"""A device that is not here, for tests: kernels run on the host, as late and in as bad an order as streams allow.
+"""A device that is not here: kernels run on the host, as late and in as bad an order as streams allow.
 
-`standin.cpp` has memory that the host cannot touch, streams, events and a caching allocator. Here every operation on
-the device's tensors becomes a launch: what it reads and writes, on which stream, and what it computes. `races.py`
-checks that launches are ordered; `Order` says when they run.
+`standin.cpp` has memory that the host cannot touch, streams, events and a caching allocator. Here every
+operation on the device's tensors becomes a launch: what it reads and writes, on which stream, and what it
+computes. `races.py` checks that launches are ordered, and `Order` says when they run.
 
-Invariant: a launch runs after what its stream and the events that the stream waited for promise, and after nothing else.
+Invariant: a launch runs after what its stream came to before, and after the events that the stream waits for.
+Nothing else holds it back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import time
 import types
 from collections import Counter, defaultdict, deque
@@ -31,17 +31,23 @@ DEVICES = 4
 Order = Literal["at once", "side streams first", "side streams last", "random"]
 """When launches run: when they are issued, or when the host waits, in one of three orders."""
 
+ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
+
+STALL = 5.0
+"""Seconds without progress after which ranks compare what they wait for."""
+
 
 @dataclass(slots=True)
 class Launch:
-    """Work in a stream. `start` begins it and returns whether it is over; it is asked again until then."""
+    """Work in a stream. `start` begins it and returns whether it is over; until then it is asked again."""
 
+    name: str
     start: Callable[[], bool]
 
 
 @dataclass(slots=True)
 class Signal:
-    """An event that is recorded in a stream, or waited for."""
+    """An event that a stream records or waits for, as (number, version)."""
 
     event: tuple[int, int]
     records: bool
@@ -49,7 +55,7 @@ class Signal:
 
 @dataclass
 class Device:
-    """All devices of this process: queues of the streams, what was counted, and the checker of races."""
+    """The devices of this process: the queues of their streams, counts, and the checker of races."""
 
     native: Any
     order: Order = "at once"
@@ -58,6 +64,7 @@ class Device:
     recorded: set[tuple[int, int]] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     races: RaceChecker = field(default_factory=RaceChecker)
+    on_stall: Callable[[list[str]], None] = lambda waiting: None
     running: bool = False
 
     def forget(self) -> None:
@@ -72,12 +79,12 @@ class Device:
         self.read_log()
         self.counts["launches"] += 1
         self.races.launch(stream, name, accesses)
-        self.queues[stream].append(Launch(start))
+        self.queues[stream].append(Launch(name, start))
         if self.order == "at once":
             self.run(until_over=False)
 
     def read_log(self) -> None:
-        """Take over what the device was told since the last launch."""
+        """Read what was allocated, recorded and waited for since the last launch."""
         for what, stream, first, second in self.native.drain():
             if what == "a":
                 self.counts["allocations"] += 1
@@ -91,127 +98,147 @@ class Device:
                 if second:
                     self.queues[stream].append(Signal((first, second), False))
 
-    def host_waits(self, what: str, number: int, version: int = 0) -> None:
-        """Run everything that was launched: the host waits for some of it."""
+    def called(self, what: str, number: int, version: int = 0) -> None:
+        """Answer the extension: memory was allocated or moves, or the host waits."""
         self.read_log()
         if what == "allocation":
-            return None
-        if what == "resize":  # the values move to new memory
-            return self.run()
-        self.counts["host waits"] += 1
-        self.races.host_waits(what, (number, version) if what == "event" else number)
+            return
+        if what != "resize":
+            self.counts["host waits"] += 1
+            self.races.host_waits(what, (number, version) if what == "event" else number)
         self.run()
 
     def run(self, *, until_over: bool = True) -> None:
-        """Run all launches, each after what it waits for; without `until_over` none that waits for other ranks."""
+        """Run all launches in the device's order; without `until_over` none that waits for other ranks."""
         if self.running:
             return
-        self.running = True
+        self.running, since = True, time.monotonic()
         waiting: set[int] = set()
         self.read_log()
         try:
-            while ready := [stream for stream, queue in self.queues.items() if queue and self._is_ready(queue[0])]:
+            while ready := [
+                number for number, queue in self.queues.items() if queue and self._is_ready(queue[0])
+            ]:
                 free = [stream for stream in ready if stream not in waiting]
                 if not free and not until_over:
                     return
                 if not free:
                     time.sleep(1e-4)
                     waiting.clear()
+                    if time.monotonic() - since > STALL:
+                        heads = [self.queues[stream][0] for stream in ready]
+                        self.on_stall([head.name for head in heads if isinstance(head, Launch)])
+                        since = time.monotonic()
                     continue
                 stream = self._choose(free)
-                head = self.queues[stream][0]
-                if isinstance(head, Signal):
-                    if head.records:
-                        self.recorded.add(head.event)
-                    self.queues[stream].popleft()
-                elif head.start():
-                    self.queues[stream].popleft()
+                if self._advance(self.queues[stream]):
                     waiting.clear()
+                    since = time.monotonic()
                 else:
-                    waiting.add(stream)  # for other ranks; other streams go on
-            assert not until_over or not any(self.queues.values()), "a stream waits for an event that no stream records"
+                    waiting.add(stream)  # other streams go on meanwhile
+            assert not any(self.queues.values()), "a stream waits for an event that no stream records"
         finally:
             self.running = False
+
+    def _advance(self, queue: deque[Launch | Signal]) -> bool:
+        head = queue[0]
+        if isinstance(head, Signal) and head.records:
+            self.recorded.add(head.event)
+        if isinstance(head, Launch) and not head.start():
+            return False
+        queue.popleft()
+        return True
 
     def _is_ready(self, head: Launch | Signal) -> bool:
         return isinstance(head, Launch) or head.records or head.event in self.recorded
 
-    def _choose(self, ready: list[int]) -> int:
+    def _choose(self, streams: list[int]) -> int:
         if self.order == "random":
-            return self.random.choice(ready)
-        return max(ready) if self.order == "side streams first" else min(ready)
+            return self.random.choice(streams)
+        return max(streams) if self.order == "side streams first" else min(streams)
 
 
-def accesses(tensors: Sequence[torch.Tensor], writes: bool) -> list[Access]:
-    """Return the ranges of memory that tensors cover, if a device can reach them."""
+def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
+    """Return the ranges of memory that tensors span, of those that a device can reach."""
     found = []
     for tensor in tensors:
         if tensor.numel() and (tensor.device.type == NAME or device.native.is_pinned(tensor.data_ptr())):
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            found.append(Access(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, writes))
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            start = tensor.data_ptr()
+            found.append(Access(start, start + (last + 1) * tensor.itemsize, writes))
     return found
 
 
-# --- operations ------------------------------------------------------------------------------------------------
+# --- operations ----------------------------------------------------------------------------------------
 
 
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
-    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
     written = _written(op, args, kwargs)
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(not out.numel() for out in written) and kwargs:
+    if kwargs and any(not out.numel() for out in written):
         _resize_outputs(op, args, kwargs)
-    random = torch.Tag.nondeterministic_seeded in op.tags
-    shapes = None if random else _shapes(op, call, args, kwargs)
+    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
-    if shapes is None:
-        return _run_now(op, call, args, kwargs, host_args, host_kwargs, written, inputs, random=random)
-    fresh, results = _outputs(op, args, kwargs, shapes)
-    targets = [device.native.host_view(out) for out in fresh if out is not None]
+
+    def compute() -> Any:
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return call(*host_args, **host_kwargs)
+
+    if _returns_its_arguments(op):
+        launch_on(str(op), inputs, written, lambda: compute() is None or True)
+        return _arguments_returned(op, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        device.run()  # numbers are drawn in the order of the calls
+        return _put(op, compute(), inputs, written)
+    try:
+        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        with torch.no_grad():
+            shapes = call(*meta_args, **meta_kwargs)
+    except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
+        device.called("stream", _stream())
+        return _put(op, compute(), inputs, written)
+    results = pytree.tree_map_only(torch.Tensor, _empty_like, shapes)
+    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    targets = [device.native.host_view(tensor) for tensor in made]
 
     def start() -> bool:
-        computed = _compute(call, host_args, host_kwargs)
-        for target, value in zip(targets, _fresh_tensors(op, computed), strict=True):
+        values = [leaf for leaf in pytree.tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+        for target, value in zip(targets, values, strict=True):
             target.copy_(value)
         return True
 
-    made = [out for out in fresh if out is not None]
-    ranges = [*accesses(inputs, False), *accesses([*written, *made], True)]
-    device.launch(_stream(), str(op), ranges, start)
+    launch_on(str(op), inputs, [*written, *made], start)
     return results
-
-
-def _compute(op: Any, args: Any, kwargs: Any) -> Any:
-    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        return op(*args, **kwargs)
 
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def _run_now(
-    op: Any, call: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: Any, written: Any, inputs: Any, *, random: bool
-) -> Any:
-    """Run an operation whose results have shapes that follow from values; the host waits, as it does on a GPU."""
-    stream = _stream()
-    if random:
-        device.run()  # numbers are drawn in the order of the calls
-    else:
-        device.host_waits("stream", stream)
-    computed = _compute(call, host_args, host_kwargs)
-    leaves, spec = pytree.tree_flatten(computed)
-    outs, aliases = [], dict(zip(map(id, pytree.tree_leaves((host_args, host_kwargs))), pytree.tree_leaves((args, kwargs))))
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in aliases:
-            outs.append(aliases.get(id(leaf), leaf))
-            continue
-        out = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.device(NAME, _index()))
-        device.native.host_view(out).copy_(leaf)
-        outs.append(out)
-    made = [out for out in outs if isinstance(out, torch.Tensor)]
-    device.launch(stream, str(op), [*accesses(inputs, False), *accesses([*written, *made], True)], lambda: True)
-    return pytree.tree_unflatten(outs, spec)
+def launch_on(
+    name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], start: Callable[[], bool]
+) -> None:
+    """Launch work on the current stream."""
+    ranges = [*accesses(reads, writes=False), *accesses(writes, writes=True)]
+    device.launch(_stream(), name, ranges, start)
+
+
+def _put(op: Any, computed: Any, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Any:
+    """Return computed values as tensors of the device."""
+    results = pytree.tree_map_only(torch.Tensor, _empty_like, computed)
+    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    values = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
+    for target, value in zip(made, values, strict=True):
+        device.native.host_view(target).copy_(value)
+    launch_on(str(op), inputs, [*written, *made], lambda: True)
+    return results
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    place = torch.device(NAME, torch.accelerator.current_device_index())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
 
 
 def _on_host(leaf: Any) -> Any:
@@ -225,7 +252,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and (leaf.device.type == NAME or leaf.dim()):  # a lone number stays
+    if isinstance(leaf, torch.Tensor) and (leaf.device.type == NAME or leaf.dim()):
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.device):
         return torch.device("meta")
@@ -234,33 +261,42 @@ def _on_meta(leaf: Any) -> Any:
 
 def _has_numbers_for_tensors(op: Any, args: Any) -> bool:
     """Return whether the dispatcher has handed on Python's numbers where the operation takes tensors."""
+    pairs = zip(op._schema.arguments, args, strict=False)
     return any(
-        isinstance(argument.type, torch.TensorType) and isinstance(value, (int, float, bool, complex))
-        for argument, value in zip(op._schema.arguments, args, strict=False)
+        isinstance(of.type, torch.TensorType) and isinstance(value, (int, float, complex))
+        for of, value in pairs
     )
+
+
+def _is_written(of: Any) -> bool:
+    return of.alias_info is not None and of.alias_info.is_write
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the arguments that an operation writes."""
-    found: list[torch.Tensor] = []
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
+    places = [place for place, of in enumerate(op._schema.arguments) if _is_written(of)]
+    values = [
+        args[place] if place < len(args) else kwargs.get(op._schema.arguments[place].name) for place in places
+    ]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _shapes(op: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Return an operation's results without values; None if its shapes follow from values."""
-    returns = op._schema.returns
-    if returns and all(of.alias_info is not None and of.alias_info.is_write for of in returns) or not returns:
-        return ()
-    meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
-    try:
-        with torch.no_grad():
-            return call(*meta_args, **meta_kwargs)
-    except Exception:
-        return None
+def _returns_its_arguments(op: Any) -> bool:
+    """Return whether an operation makes no tensors: it writes into its arguments alone."""
+    return all(_is_written(of) for of in op._schema.returns)
+
+
+def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
+    written = {
+        of.alias_info.before_set.__iter__().__next__(): place
+        for place, of in enumerate(op._schema.arguments)
+        if _is_written(of)
+    }
+    found = []
+    for of in op._schema.returns:
+        place = written[next(iter(of.alias_info.before_set))]
+        found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
 def _resize_outputs(op: Any, args: Any, kwargs: Any) -> None:
@@ -272,45 +308,13 @@ def _resize_outputs(op: Any, args: Any, kwargs: Any) -> None:
             out.resize_(meta_kwargs[name].shape)
 
 
-def _outputs(op: Any, args: Any, kwargs: Any, shapes: Any) -> tuple[list[torch.Tensor | None], Any]:
-    """Return the new tensors of an operation in their order, and everything that it returns."""
-    returns = op._schema.returns
-    named = {argument.name: place for place, argument in enumerate(op._schema.arguments)}
-    if shapes == () and returns:
-        given = []
-        for of in returns:
-            (source,) = [
-                argument
-                for argument in op._schema.arguments
-                if argument.alias_info is not None and argument.alias_info.before_set == of.alias_info.before_set
-            ]
-            place = named[source.name]
-            given.append(args[place] if place < len(args) else kwargs[source.name])
-        return [], given[0] if len(given) == 1 else tuple(given)
-    leaves, spec = pytree.tree_flatten(shapes)
-    made: list[Any] = [
-        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.device(NAME, _index()))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    fresh = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
-    return list(fresh), pytree.tree_unflatten(made, spec)
-
-
-def _fresh_tensors(op: Any, computed: Any) -> list[torch.Tensor]:
-    returns = op._schema.returns
-    if not returns or all(of.alias_info is not None and of.alias_info.is_write for of in returns):
-        return []
-    return [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
-
-
 def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy between devices, or on one. Only page-locked memory of the host is read or written late."""
     host = [tensor for tensor in (source, target) if tensor.device.type == "cpu"]
     locked = all(device.native.is_pinned(tensor.data_ptr()) for tensor in host if tensor.numel())
     values, out = _on_host(source), _on_host(target)
-    if host and not (locked and non_blocking) and source.device.type == "cpu":
+    is_late = locked and non_blocking
+    if source.device.type == "cpu" and not is_late:
         values = values.clone()  # staged
     if host:
         device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
@@ -321,22 +325,17 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
             out.copy_(values)
         return True
 
-    stream = _stream()
-    device.launch(stream, "copy_", [*accesses([source], False), *accesses([target], True)], start)
-    if target.device.type == "cpu" and not (locked and non_blocking):
-        device.host_waits("stream", stream)
+    launch_on("copy_", [source], [target], start)
+    if target.device.type == "cpu" and not is_late:
+        device.called("stream", _stream())
     return target
 
 
 def scalar(tensor: torch.Tensor) -> Any:
     """Read one value; the host waits."""
-    device.launch(_stream(), "item", accesses([tensor], False), lambda: True)
-    device.host_waits("stream", _stream())
+    launch_on("item", [tensor], [], lambda: True)
+    device.called("stream", _stream())
     return device.native.host_view(tensor).item()
-
-
-def _index() -> int:
-    return torch._C._accelerator_getDeviceIndex()
 
 
 def _stream() -> int:
@@ -344,9 +343,13 @@ def _stream() -> int:
 
 
 def _kernels() -> list[str]:
-    """Return the operations that have a kernel of their own on a CPU, where torch would compose others for us."""
+    """Return the operations with a kernel of their own on a CPU that torch would compose of others here."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    composed = ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    composed = (
+        "CompositeExplicitAutograd",
+        "CompositeImplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+    )
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return [name for name in names if has(name, "CPU") and any(has(name, key) for key in composed)]
 
@@ -354,72 +357,60 @@ def _kernels() -> list[str]:
 def _launcher(name: str) -> Callable[..., Any]:
     base, _, overload = name.removeprefix("aten::").partition(".")
     op = getattr(getattr(torch.ops.aten, base), overload or "default")
-
-    def launch(*args: Any, **kwargs: Any) -> Any:
-        return run_operation(op, *args, **kwargs)
-
-    return launch
+    return lambda *args, **kwargs: run_operation(op, *args, **kwargs)
 
 
-# --- the module `torch.standin` --------------------------------------------------------------------------------
+# --- the module `torch.standin` ------------------------------------------------------------------------
 
 
-def _module() -> types.ModuleType:
-    made = types.ModuleType(f"torch.{NAME}")
+def _module(native: Any) -> types.ModuleType:
+    def index_of(of: Any = None) -> int:
+        index = of if isinstance(of, int) or of is None else torch.device(of).index
+        return torch.accelerator.current_device_index() if index is None else index
 
     def seed_all(seed: int) -> None:
         for index in range(DEVICES):
             native.default_generator(index).manual_seed(seed)
 
-    def current(of: Any = None) -> torch.Stream:
-        return torch.accelerator.current_stream(of)
-
-    native = device.native
+    made = types.ModuleType(f"torch.{NAME}")
     made.__dict__.update(
         Stream=torch.Stream,
         Event=torch.Event,
-        current_stream=current,
+        current_stream=torch.accelerator.current_stream,
         stream=lambda stream: stream,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
         device_count=lambda: DEVICES,
-        current_device=_index,
+        current_device=index_of,
         set_device=torch.accelerator.set_device_index,
         synchronize=torch.accelerator.synchronize,
-        manual_seed=lambda seed: native.default_generator(_index()).manual_seed(seed),
+        manual_seed=lambda seed: native.default_generator(index_of()).manual_seed(seed),
         manual_seed_all=seed_all,
-        get_rng_state=lambda of=_NONE: native.default_generator(_number(of)).get_state(),
-        set_rng_state=lambda state, of=_NONE: native.default_generator(_number(of)).set_state(state),
+        get_rng_state=lambda of=None: native.default_generator(index_of(of)).get_state(),
+        set_rng_state=lambda state, of=None: native.default_generator(index_of(of)).set_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         default_generators=[native.default_generator(index) for index in range(DEVICES)],
     )
     return made
 
 
-_NONE = None
-
-
-def _number(of: Any) -> int:
-    if isinstance(of, int):
-        return of
-    index = None if of is None else torch.device(of).index
-    return _index() if index is None else index
+device: Device
+_LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> Device:
-    """Make `torch.device("standin")` known to torch, once a process."""
+    """Make the device known to torch: once in a process, and before its first backward."""
     global device
-    if "device" not in globals():
+    if not _LIBRARIES:
         torch.utils.rename_privateuse1_backend(NAME)
         torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
         device = Device(extension())
-        torch._register_device_module(NAME, _module())
+        torch._register_device_module(NAME, _module(device.native))
         torch.utils.generate_methods_for_privateuse1_backend()
-        device.native.on_wait(device.host_waits)
-        everything = torch.library.Library("_", "IMPL")
+        device.native.on_call(device.called)
+        everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         everything.fallback(run_operation, "PrivateUse1")
-        some = torch.library.Library("aten", "IMPL")
         for name in _kernels():
             some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
         some.impl("_copy_from", copy, "PrivateUse1")
@@ -428,15 +419,12 @@ def install() -> Device:
     return device
 
 
-_LIBRARIES: list[Any] = []
-device: Device
-
-
 @contextlib.contextmanager
 def ordered(order: Order, seed: int = 0) -> Iterator[Device]:
     """Run launches in this order inside of the `with`, and count from zero."""
     device.run()
-    device.order, device.random, device.counts = order, Random(seed), Counter()
+    device.order, device.random = order, Random(seed)
+    device.counts.clear()
     try:
         yield device
         device.run()

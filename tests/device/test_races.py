@@ -113,9 +113,9 @@ def two_halves(device: torch.device, side: torch.Stream) -> object:
 
 
 RACES = {
-    reads_too_early: "`aten.mul.Tensor` on stream 1 reads 4000 bytes that `aten.fill_.Scalar` wrote on stream 0",
+    reads_too_early: "`aten.mul.Tensor` on stream 1 reads 4000 bytes that `aten.fill_.Scalar` wrote",
     overwrites_what_is_read: "`aten.zero_.default` on stream 0 writes 4000 bytes that `aten.sum",
-    records_too_early: "`aten.add.Tensor` on stream 0 reads 4000 bytes that `aten.mul_.Tensor` wrote on stream 1",
+    records_too_early: "`aten.add.Tensor` on stream 0 reads 4000 bytes that `aten.mul_.Tensor` wrote",
     frees_what_is_read: "`allocation` on stream 0 writes 4096 bytes that `aten.sum",
     uses_a_page_again: "`copy_` on stream 0 reads 4000 bytes that `copy_` wrote on stream 1",
 }
