@@ -200,6 +200,8 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
+    if str(op.overloadpacket) in _NORMS:
+        shapes = tuple(shape.to(args[0].dtype) for shape in shapes)
     results = pytree.tree_map_only(torch.Tensor, _empty_like, shapes)
     made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     targets = [device.native.host_view(tensor) for tensor in made]
@@ -213,6 +215,9 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     launch_on(str(op), inputs, [*written, *made], start)
     return results
 
+
+_NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
+"""Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
