@@ -147,7 +147,7 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, tuple[int, ...], int, Any]
         for kind, flat in {"master": piece.weights(), **piece.moments()}.items():
             for span in piece.held:
                 part = span.part(flat)
-                yield kind, part.name, part.shape, part.start, part.values.float().numpy()
+                yield kind, part.name, part.shape, part.start, part.values.float().cpu().numpy()
 
 
 def same(runs: Sequence[Run]) -> list[str]:

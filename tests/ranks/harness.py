@@ -84,8 +84,11 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     dying: Collection[int] = (),
+    spawned: bool = False,
 ) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
+
+    `spawned` ranks begin as new interpreters, seconds later, for what must come before a process's first backward.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
@@ -97,13 +100,14 @@ def run_ranks(
         ranks = []
         try:
             for number in range(world_size):
-                ranks.append(_waiting.pop() if _waiting and not dying else _start())
+                kept = _waiting[spawned]
+                ranks.append(kept.pop() if kept and not dying else _start(spawned))
                 ranks[-1].begin(_Work(number, world_size, Path(name), call, timeout))
             answers = _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
             left = any(rank.outcome is None or rank.outcome.left for rank in ranks)
             if _keeping and not dying and not left:
                 # The first one asked for is the first one given.
-                _waiting.extend(reversed(ranks))
+                _waiting[spawned].extend(reversed(ranks))
                 ranks = []
             return answers
         finally:
@@ -160,13 +164,14 @@ def kept_ranks() -> Iterator[None]:
         yield
     finally:
         _keeping.pop()
-        while _waiting:
-            _waiting.pop().end()
+        for waiting in _waiting.values():
+            while waiting:
+                waiting.pop().end()
 
 
 def kept_processes() -> set[BaseProcess]:
     """Those of ranks that wait for another call."""
-    return {rank.process for rank in _waiting}
+    return {rank.process for waiting in _waiting.values() for rank in waiting}
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
@@ -225,12 +230,12 @@ class _Rank:
 _engines: list[Any] | None = None
 """Engines that the function of this rank has made; None where this is no rank."""
 _keeping: list[bool] = []
-_waiting: list[_Rank] = []
-"""Ranks that were kept."""
+_waiting: dict[bool, list[_Rank]] = {False: [], True: []}
+"""Ranks that were kept, forked ones and spawned ones."""
 
 
-def _start() -> _Rank:
-    context = forks()
+def _start(spawned: bool) -> _Rank:
+    context: Any = multiprocessing.get_context("spawn") if spawned else forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=_rank, args=(theirs,), name="rank", daemon=True)
     process.start()

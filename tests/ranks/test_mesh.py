@@ -129,7 +129,7 @@ def test_the_device_is_the_cpu_without_cuda(variables: pytest.MonkeyPatch) -> No
     assert start(MeshShape()).device == torch.device("cpu")
     with pytest.raises(MeshError, match="`cuda`, where torch finds no GPU"):
         start(MeshShape(), device="cuda")
-    with pytest.raises(MeshError, match="must be `cpu` or `cuda`; got 'meta'"):
+    with pytest.raises(MeshError, match="must be `cpu`, `cuda` or the accelerator of this torch; got 'meta'"):
         start(MeshShape(), device="meta")
 
 

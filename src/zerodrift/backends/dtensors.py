@@ -33,7 +33,7 @@ class DTensorMesh:
         self._alone = not dist.is_initialized()
         if self._alone:
             # fully_shard asks for a process group even where there is nobody to talk to.
-            backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+            backend = dist.get_default_backend_for_device(mesh.device.type)
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         axes: list[AxisName] = ["replicate", "shard"]

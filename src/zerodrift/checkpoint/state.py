@@ -202,7 +202,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "python": (version, list(words), gauss),
         "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
     }
 
 
@@ -211,8 +211,8 @@ def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(python)
     np.random.set_state(plain)
     torch.set_rng_state(words)
-    if cuda is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, device)
+    if cuda is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(cuda, device)
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:

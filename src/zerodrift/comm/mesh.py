@@ -237,7 +237,7 @@ def _number(name: str, problems: Problems) -> int:
 def _local_rank(rank: int) -> int:
     """Return LOCAL_RANK, or without one the rank itself, as if all ranks were on one machine."""
     if "LOCAL_RANK" not in os.environ:
-        count = torch.cuda.device_count()
+        count = torch.accelerator.device_count()
         return rank % count if count else rank
     problems = Problems()
     local = _number("LOCAL_RANK", problems)
@@ -247,32 +247,40 @@ def _local_rank(rank: int) -> int:
 
 def _device(process: _Process, asked: torch.device | str | None) -> torch.device:
     if asked is None:
-        asked = "cuda" if torch.cuda.is_available() and _carries_cuda(process) else "cpu"
+        asked = "cuda" if torch.cuda.is_available() and _carries(process, "cuda") else "cpu"
     device = torch.device(asked)
-    if device.type not in ("cpu", "cuda"):
-        raise MeshError("device", "must be `cpu` or `cuda`", got=repr(str(device)))
     if device.type == "cpu":
         return device
-    if not _carries_cuda(process):
-        got = f"a CUDA device and {dist.get_backend()!r}"
-        do = "Initialize torch.distributed with `nccl`, or pass `device='cpu'`."
+    if not _carries(process, device.type):
+        got = f"a {device.type} device and {dist.get_backend()!r}"
+        do = f"Initialize torch.distributed with `{_backend(device)}`, or pass `device='cpu'`."
         raise MeshError("device", "must fit the backend of the running process group", got=got, do=do)
-    if not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         got = "`cuda`, where torch finds no GPU"
         do = "Use `cpu`; or install a build of torch for CUDA, and a driver."
         raise MeshError("device", "must be one that this machine has", got=got, do=do)
-    index = process.local if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        must = f"must be below the {torch.cuda.device_count()} GPUs of this machine"
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
+        must = "must be `cpu`, `cuda` or the accelerator of this torch"
+        raise MeshError("device", must, got=repr(str(device)))
+    index, count = process.local if device.index is None else device.index, torch.accelerator.device_count()
+    if index >= count:
+        must = f"must be below the {count} GPUs of this machine"
         do = "Start one rank per GPU (`--nproc`, `--nproc-per-node`), or use `cpu`."
         raise MeshError("LOCAL_RANK", must, got=index, do=do)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
 
 
-def _carries_cuda(process: _Process) -> bool:
-    """Return whether the ranks can use NCCL: always, unless the caller has chosen the backend."""
-    return process.source != "running" or process.world == 1 or "nccl" in dist.get_backend_config()
+def _carries(process: _Process, kind: str) -> bool:
+    """Return whether the ranks can talk on this kind of device: always, unless the caller has chosen the backend."""
+    backend = dist.Backend.default_device_backend_map.get(kind, "")
+    return process.source != "running" or process.world == 1 or backend in dist.get_backend_config()
+
+
+def _backend(device: torch.device) -> str:
+    """Return torch's backend for a device: gloo, nccl, xccl, ..."""
+    return dist.get_default_backend_for_device(device.type)
 
 
 def _world_group(process: _Process, device: torch.device, timeout: float) -> dist.ProcessGroup:
@@ -283,7 +291,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
         return dist.new_group(list(range(process.world)), timeout=limit)
     try:
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=_backend(device),
             store=meet(process.rank, process.world, limit),
             rank=process.rank,
             world_size=process.world,

@@ -413,7 +413,7 @@ def cut(groups: Iterable[Any], device: str) -> None:
     """End all waits on the groups. See [Note: cutting]."""
     for group in groups:
         with contextlib.suppress(RuntimeError, ValueError):  # cut already, or destroyed
-            if device == "cuda":
+            if device != "cpu":
                 group.abort()
                 continue
             other = (dist.get_rank(group) + 1) % dist.get_world_size(group)

@@ -138,8 +138,8 @@ def _as_here(run: Computation, device: torch.device) -> Computation:
     for kind in {"cpu", device.type}:
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         modes.append(torch.autocast(kind, dtype, enabled, torch.is_autocast_cache_enabled()))
-    if device.type == "cuda":
-        modes += [torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device))]
+    if device.type != "cpu":
+        modes += [torch.accelerator.device_index(device.index), torch.accelerator.current_stream(device)]
 
     def there() -> None:
         torch.autocast_increment_nesting()  # never back to none on that thread, where torch empties the store

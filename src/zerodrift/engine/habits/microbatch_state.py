@@ -35,10 +35,10 @@ def seed_of(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return [torch.default_generator, torch.get_device_module(device).default_generators[index]]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def generators_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 class MicrobatchState:

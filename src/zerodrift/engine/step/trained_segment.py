@@ -238,9 +238,9 @@ class TrainedSegment(FlatSegment):
 
     def _copy(self, homes: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Copy gradients; under the tree without negative zeros, see [Note: tree]."""
-        if not self.tree or self.full.is_cuda:
+        if not self.tree or not self.full.is_cpu:
             torch._foreach_copy_(homes, grads)
-        if self.tree and self.full.is_cuda:
+        if self.tree and not self.full.is_cpu:
             torch._foreach_add_(homes, 0.0)  # a few launches more, for all of them
         elif self.tree:
             for home, grad in zip(homes, grads, strict=True):

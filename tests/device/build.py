@@ -1,0 +1,51 @@
+"""The stand-in device's extension, compiled once for each torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("standin.cpp")
+
+
+@functools.cache
+def extension() -> Any:
+    """Return the extension, which is compiled if it was not for this source and torch."""
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()
+    ).hexdigest()
+    target = Path(tempfile.gettempdir()) / f"standin-{os.getuid()}-{key[:16]}" / "standin_ext.so"
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        made = target.with_suffix(f".{os.getpid()}")
+        folders = [
+            root / "include",
+            root / "include/torch/csrc/api/include",
+            sysconfig.get_paths()["include"],
+        ]
+        libraries = ["torch", "torch_cpu", "c10", "torch_python"]
+        subprocess.run(
+            [
+                *("c++", "-O0", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=standin_ext"),
+                *(f"-I{folder}" for folder in folders),
+                *(str(SOURCE), "-o", str(made), f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"),
+                *(f"-l{name}" for name in libraries),
+            ],
+            check=True,
+        )
+        made.rename(target)
+    spec = importlib.util.spec_from_file_location("standin_ext", target)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,437 @@
+"""A device that is not here: kernels run on the host, as late and in as bad an order as streams allow.
+
+`standin.cpp` has memory that the host cannot touch, streams, events and a caching allocator. Here every
+operation on the device's tensors becomes a launch: what it reads and writes, on which stream, and what it
+computes. `races.py` checks that launches are ordered, and `Order` says when they run.
+
+Invariant: a launch runs after what its stream came to before, and after the events that the stream waits for.
+Nothing else holds it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.device.build import extension
+from tests.device.races import Access, RaceChecker
+
+NAME = "standin"
+DEVICES = 4
+
+Order = Literal["at once", "side streams first", "side streams last", "random"]
+"""When launches run: when they are issued, or when the host waits, in one of three orders."""
+
+ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
+
+STALL = 5.0
+"""Seconds without progress after which ranks compare what they wait for."""
+
+
+@dataclass(slots=True)
+class Launch:
+    """Work in a stream. `start` begins it and returns whether it is over; until then it is asked again."""
+
+    name: str
+    start: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Signal:
+    """An event that a stream records or waits for, as (number, version)."""
+
+    event: tuple[int, int]
+    records: bool
+
+
+@dataclass
+class Device:
+    """The devices of this process: the queues of their streams, counts, and the checker of races."""
+
+    native: Any
+    order: Order = "at once"
+    random: Random = field(default_factory=lambda: Random(0))
+    queues: dict[int, deque[Launch | Signal]] = field(default_factory=lambda: defaultdict(deque))
+    recorded: set[tuple[int, int]] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    races: RaceChecker = field(default_factory=RaceChecker)
+    on_stall: Callable[[list[str]], None] = lambda waiting: None
+    running: bool = False
+
+    def forget(self) -> None:
+        """Begin anew: what a failed test has left in streams never runs."""
+        self.native.drain()
+        self.queues.clear()
+        self.counts.clear()
+        self.races = RaceChecker()
+
+    def launch(self, stream: int, name: str, accesses: Sequence[Access], start: Callable[[], bool]) -> None:
+        """Put work into a stream."""
+        self.read_log()
+        self.counts["launches"] += 1
+        self.races.launch(stream, name, accesses)
+        self.queues[stream].append(Launch(name, start))
+        if self.order == "at once":
+            self.run(until_over=False)
+
+    def read_log(self) -> None:
+        """Read what was allocated, recorded and waited for since the last launch."""
+        for what, stream, first, second in self.native.drain():
+            if what == "a":
+                self.counts["allocations"] += 1
+                self.counts["allocated bytes"] += second
+                self.races.allocate(stream, first, second)
+            elif what == "e":
+                self.races.record((first, second), stream)
+                self.queues[stream].append(Signal((first, second), True))
+            elif what == "w":
+                self.races.wait((first, second), stream)
+                if second:
+                    self.queues[stream].append(Signal((first, second), False))
+
+    def called(self, what: str, number: int, version: int = 0) -> None:
+        """Answer the extension: memory was allocated or moves, or the host waits."""
+        self.read_log()
+        if what == "allocation":
+            return
+        if what != "resize":
+            self.counts["host waits"] += 1
+            self.races.host_waits(what, (number, version) if what == "event" else number)
+        self.run()
+
+    def run(self, *, until_over: bool = True) -> None:
+        """Run all launches in the device's order; without `until_over` none that waits for other ranks."""
+        if self.running:
+            return
+        self.running, since = True, time.monotonic()
+        waiting: set[int] = set()
+        self.read_log()
+        try:
+            while ready := [
+                number for number, queue in self.queues.items() if queue and self._is_ready(queue[0])
+            ]:
+                free = [stream for stream in ready if stream not in waiting]
+                if not free and not until_over:
+                    return
+                if not free:
+                    time.sleep(1e-4)
+                    waiting.clear()
+                    if time.monotonic() - since > STALL:
+                        heads = [self.queues[stream][0] for stream in ready]
+                        self.on_stall([head.name for head in heads if isinstance(head, Launch)])
+                        since = time.monotonic()
+                    continue
+                stream = self._choose(free)
+                if self._advance(self.queues[stream]):
+                    waiting.clear()
+                    since = time.monotonic()
+                else:
+                    waiting.add(stream)  # other streams go on meanwhile
+            assert not any(self.queues.values()), "a stream waits for an event that no stream records"
+        finally:
+            self.running = False
+
+    def _advance(self, queue: deque[Launch | Signal]) -> bool:
+        head = queue[0]
+        if isinstance(head, Signal) and head.records:
+            self.recorded.add(head.event)
+        if isinstance(head, Launch) and not head.start():
+            return False
+        queue.popleft()
+        return True
+
+    def _is_ready(self, head: Launch | Signal) -> bool:
+        return isinstance(head, Launch) or head.records or head.event in self.recorded
+
+    def _choose(self, streams: list[int]) -> int:
+        if self.order == "random":
+            return self.random.choice(streams)
+        return max(streams) if self.order == "side streams first" else min(streams)
+
+
+def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
+    """Return the ranges of memory that tensors span, of those that a device can reach."""
+    found = []
+    for tensor in tensors:
+        if tensor.numel() and (tensor.device.type == NAME or device.native.is_pinned(tensor.data_ptr())):
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            start = tensor.data_ptr()
+            found.append(Access(start, start + (last + 1) * tensor.itemsize, writes))
+    return found
+
+
+# --- operations ----------------------------------------------------------------------------------------
+
+
+def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Launch an operation on the current stream, and return tensors that it will have written."""
+    written = _written(op, args, kwargs)
+    if kwargs and any(not out.numel() for out in written):
+        _resize_outputs(op, args, kwargs)
+    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
+
+    def compute() -> Any:
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return call(*host_args, **host_kwargs)
+
+    if _returns_its_arguments(op):
+        launch_on(str(op), inputs, written, lambda: compute() is None or True)
+        return _arguments_returned(op, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        device.run()  # numbers are drawn in the order of the calls
+        return _put(op, compute(), inputs, written)
+    try:
+        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        with torch.no_grad():
+            shapes = call(*meta_args, **meta_kwargs)
+    except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
+        device.called("stream", _stream())
+        return _put(op, compute(), inputs, written)
+    if str(op.overloadpacket) in _NORMS:
+        shapes = tuple(shape.to(args[0].dtype) for shape in shapes)
+    results = pytree.tree_map_only(torch.Tensor, _empty_like, shapes)
+    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    targets = [device.native.host_view(tensor) for tensor in made]
+
+    def start() -> bool:
+        values = [leaf for leaf in pytree.tree_leaves(compute()) if isinstance(leaf, torch.Tensor)]
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+        return True
+
+    launch_on(str(op), inputs, [*written, *made], start)
+    return results
+
+
+_NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
+"""Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def launch_on(
+    name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], start: Callable[[], bool]
+) -> None:
+    """Launch work on the current stream."""
+    ranges = [*accesses(reads, writes=False), *accesses(writes, writes=True)]
+    device.launch(_stream(), name, ranges, start)
+
+
+def _put(op: Any, computed: Any, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Any:
+    """Return computed values as tensors of the device."""
+    results = pytree.tree_map_only(torch.Tensor, _empty_like, computed)
+    made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    values = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
+    for target, value in zip(made, values, strict=True):
+        device.native.host_view(target).copy_(value)
+    launch_on(str(op), inputs, [*written, *made], lambda: True)
+    return results
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    place = torch.device(NAME, torch.accelerator.current_device_index())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device.type == NAME:
+        return device.native.host_view(leaf)
+    if isinstance(leaf, torch.device) and leaf.type == NAME:
+        return torch.device("cpu")
+    if isinstance(leaf, torch.Generator) and leaf.device.type == NAME:
+        return device.native.host_generator(leaf)
+    return leaf
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and (leaf.device.type == NAME or leaf.dim()):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    return None if isinstance(leaf, torch.Generator) else leaf
+
+
+def _has_numbers_for_tensors(op: Any, args: Any) -> bool:
+    """Return whether the dispatcher has handed on Python's numbers where the operation takes tensors."""
+    pairs = zip(op._schema.arguments, args, strict=False)
+    return any(
+        isinstance(of.type, torch.TensorType) and isinstance(value, (int, float, complex))
+        for of, value in pairs
+    )
+
+
+def _is_written(of: Any) -> bool:
+    return of.alias_info is not None and of.alias_info.is_write
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes."""
+    places = [place for place, of in enumerate(op._schema.arguments) if _is_written(of)]
+    values = [
+        args[place] if place < len(args) else kwargs.get(op._schema.arguments[place].name) for place in places
+    ]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _returns_its_arguments(op: Any) -> bool:
+    """Return whether an operation makes no tensors: it writes into its arguments alone."""
+    return all(_is_written(of) for of in op._schema.returns)
+
+
+def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
+    written = {
+        of.alias_info.before_set.__iter__().__next__(): place
+        for place, of in enumerate(op._schema.arguments)
+        if _is_written(of)
+    }
+    found = []
+    for of in op._schema.returns:
+        place = written[next(iter(of.alias_info.before_set))]
+        found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _resize_outputs(op: Any, args: Any, kwargs: Any) -> None:
+    """Give empty `out` arguments the shapes that the operation will write."""
+    meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+    op(*meta_args, **meta_kwargs)
+    for name, out in kwargs.items():
+        if isinstance(out, torch.Tensor) and out.shape != meta_kwargs[name].shape:
+            out.resize_(meta_kwargs[name].shape)
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy between devices, or on one. Only page-locked memory of the host is read or written late."""
+    host = [tensor for tensor in (source, target) if tensor.device.type == "cpu"]
+    locked = all(device.native.is_pinned(tensor.data_ptr()) for tensor in host if tensor.numel())
+    values, out = _on_host(source), _on_host(target)
+    is_late = locked and non_blocking
+    if source.device.type == "cpu" and not is_late:
+        values = values.clone()  # staged
+    if host:
+        device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
+        device.counts["pageable copies"] += not locked
+
+    def start() -> bool:
+        with torch.no_grad():
+            out.copy_(values)
+        return True
+
+    launch_on("copy_", [source], [target], start)
+    if target.device.type == "cpu" and not is_late:
+        device.called("stream", _stream())
+    return target
+
+
+def scalar(tensor: torch.Tensor) -> Any:
+    """Read one value; the host waits."""
+    launch_on("item", [tensor], [], lambda: True)
+    device.called("stream", _stream())
+    return device.native.host_view(tensor).item()
+
+
+def _stream() -> int:
+    return int(torch.accelerator.current_stream().stream_id)
+
+
+def _kernels() -> list[str]:
+    """Return the operations with a kernel of their own on a CPU that torch would compose of others here."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    composed = (
+        "CompositeExplicitAutograd",
+        "CompositeImplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+    )
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return [name for name in names if has(name, "CPU") and any(has(name, key) for key in composed)]
+
+
+def _launcher(name: str) -> Callable[..., Any]:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    return lambda *args, **kwargs: run_operation(op, *args, **kwargs)
+
+
+# --- the module `torch.standin` ------------------------------------------------------------------------
+
+
+def _module(native: Any) -> types.ModuleType:
+    def index_of(of: Any = None) -> int:
+        index = of if isinstance(of, int) or of is None else torch.device(of).index
+        return torch.accelerator.current_device_index() if index is None else index
+
+    def seed_all(seed: int) -> None:
+        for index in range(DEVICES):
+            native.default_generator(index).manual_seed(seed)
+
+    made = types.ModuleType(f"torch.{NAME}")
+    made.__dict__.update(
+        Stream=torch.Stream,
+        Event=torch.Event,
+        current_stream=torch.accelerator.current_stream,
+        stream=lambda stream: stream,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        device_count=lambda: DEVICES,
+        current_device=index_of,
+        set_device=torch.accelerator.set_device_index,
+        synchronize=torch.accelerator.synchronize,
+        manual_seed=lambda seed: native.default_generator(index_of()).manual_seed(seed),
+        manual_seed_all=seed_all,
+        get_rng_state=lambda of=None: native.default_generator(index_of(of)).get_state(),
+        set_rng_state=lambda state, of=None: native.default_generator(index_of(of)).set_state(state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        default_generators=[native.default_generator(index) for index in range(DEVICES)],
+    )
+    return made
+
+
+device: Device
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def install() -> Device:
+    """Make the device known to torch: once in a process, and before its first backward."""
+    global device
+    if not _LIBRARIES:
+        torch.utils.rename_privateuse1_backend(NAME)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
+        device = Device(extension())
+        torch._register_device_module(NAME, _module(device.native))
+        torch.utils.generate_methods_for_privateuse1_backend()
+        device.native.on_call(device.called)
+        everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        everything.fallback(run_operation, "PrivateUse1")
+        for name in _kernels():
+            some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
+        some.impl("_copy_from", copy, "PrivateUse1")
+        some.impl("_local_scalar_dense", scalar, "PrivateUse1")
+        _LIBRARIES.extend([everything, some])
+    return device
+
+
+@contextlib.contextmanager
+def ordered(order: Order, seed: int = 0) -> Iterator[Device]:
+    """Run launches in this order inside of the `with`, and count from zero."""
+    device.run()
+    device.order, device.random = order, Random(seed)
+    device.counts.clear()
+    try:
+        yield device
+        device.run()
+    finally:
+        device.order = "at once"
