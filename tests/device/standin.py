@@ -177,9 +177,9 @@ def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
     written = _written(op, args, kwargs)
-    if kwargs and any(not out.numel() for out in written):
-        _resize_outputs(op, args, kwargs)
     call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
+    if kwargs and any(not out.numel() for out in written):
+        _resize_outputs(call, args, kwargs)
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
 
@@ -304,10 +304,10 @@ def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
-def _resize_outputs(op: Any, args: Any, kwargs: Any) -> None:
+def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
     """Give empty `out` arguments the shapes that the operation will write."""
     meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
-    op(*meta_args, **meta_kwargs)
+    call(*meta_args, **meta_kwargs)
     for name, out in kwargs.items():
         if isinstance(out, torch.Tensor) and out.shape != meta_kwargs[name].shape:
             out.resize_(meta_kwargs[name].shape)

@@ -88,7 +88,7 @@ def run_ranks(
 ) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
 
-    `spawned` ranks begin as new interpreters, seconds later, for what must come before a process's first backward.
+    `spawned` ranks begin as new interpreters, for what must come before the first backward of a process.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
