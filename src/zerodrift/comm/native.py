@@ -3,8 +3,8 @@
 `collectives.py` says what moves, and checks and records it. Calls return a function that waits: on a CPU for
 the call, on CUDA for nothing, since the current stream waits already.
 
-On CUDA gathers have a stream and reductions another, beside that of the computation: neither waits for the
-other, and casts and additions of a sum run beside the computation too.
+On CUDA gathers have a stream and reductions another, beside that of the computation, so casts and additions
+run beside the computation too. NCCL keeps the order of the calls on one communicator, whatever their streams.
 
 Invariant: only moves are left to the backend, and sums of the order `native`; `fold` forms all others.
 
