@@ -64,10 +64,7 @@ def names_of_what_is_used(run: Run) -> None:
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
-    "sizes that do not fit": (
-        {"train_batch_size": 9, "gradient_accumulation_steps": 2},
-        AssertionError,
-    ),
+    "sizes that do not fit": ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, AssertionError),
     "no accumulation": ({"gradient_accumulation_steps": 0}, AssertionError),
     "no batch": ({"train_micro_batch_size_per_gpu": 0}, AssertionError),
     "two modes": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, AssertionError),

@@ -270,10 +270,7 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
         ("runtime.zero.stage_1_and_2", tuple(n for n in stage_1_and_2.__all__ if n.startswith("estimate"))),
         ("ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
         ("ops.lion", ("FusedLion", "DeepSpeedCPULion")),
-        (
-            "runtime.torch_autocast",
-            ("get_comm_dtype", "has_comm_dtype"),
-        ),
+        ("runtime.torch_autocast", ("get_comm_dtype", "has_comm_dtype")),
     ],
 )
 def test_a_function_takes_what_deepspeeds_takes(module: str, names: tuple[str, ...]) -> None:

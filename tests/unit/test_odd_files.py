@@ -170,8 +170,7 @@ def test_a_text_that_no_person_writes_is_one_error_at_once(
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("017", 17), ("0o17", 15), ("0x10", 16), ("1e3", 1000), ("+8", 8), ("!!int '8'", 8)],
+    ("text", "size"), [("017", 17), ("0o17", 15), ("0x10", 16), ("1e3", 1000), ("+8", 8), ("!!int '8'", 8)]
 )
 def test_numbers_are_those_of_yaml_1_2(text: str, size: int, tmp_path: Path) -> None:
     assert load(write(tmp_path, "a.yaml", f"train_batch_size: {text}")).train_batch_size == size

@@ -166,10 +166,7 @@ def test_an_untested_torch_is_one_warning_and_trains(monkeypatch: pytest.MonkeyP
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 engine = zerodrift.initialize(
-                    torch.nn.Linear(4, 4),
-                    config={"optimizer": {"type": "AdamW"}},
-                    device="cpu",
-                    quiet=True,
+                    torch.nn.Linear(4, 4), config={"optimizer": {"type": "AdamW"}}, device="cpu", quiet=True
                 )
                 engine.backward(engine(torch.ones(2, 4)).sum())
                 assert engine.step().updated
