@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -14,19 +13,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.tools import load_tool
 
 
 @pytest.fixture(scope="module")
 def doors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doors", ROOT / "tools" / "doors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "doors", module)
-        spec.loader.exec_module(module)
-    return module
+    return load_tool("doors")
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -86,6 +78,15 @@ def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return doors
 
 
+def made_python(name: str, home: Path) -> Path:
+    """An interpreter that says a version, whatever it is asked."""
+    python = home / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text("#!/bin/sh\necho 0.19.6\n")
+    python.chmod(0o755)
+    return python
+
+
 def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,12 +96,7 @@ def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     def made(name: str, home: Path, torch: Any) -> Path:
         if name == "lightning":
             raise subprocess.CalledProcessError(1, ["pip", "install", "lightning"])
-        (home / "bin").mkdir(parents=True, exist_ok=True)
-        python = home / "bin" / "python"
-        if not python.exists():
-            python.write_text("#!/bin/sh\necho 0.19.6\n")
-            python.chmod(0o755)
-        return python
+        return made_python(name, home)
 
     def run(cell: Any, *_: Any) -> Any:
         ran.append(str(cell))
@@ -134,10 +130,7 @@ def test_losses_that_are_apart_are_asked_for_again(
 ) -> None:
     """DeepSpeed gave others once; the same command runs both again, and nothing else."""
     ran: list[str] = []
-    python = tmp_path / "all" / "deepspeed" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho 0.19.6\n")
-    python.chmod(0o755)
+    python = made_python("deepspeed", tmp_path / "all" / "deepspeed")
 
     def run(cell: Any, *_: Any) -> Any:
         once = cell.stage == 3 and cell.on == "DeepSpeed" and str(cell) not in ran

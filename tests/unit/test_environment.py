@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import stat
@@ -13,16 +12,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.tools import ROOT, load_tool
 
 
 @pytest.fixture(scope="module")
 def environment() -> Any:
-    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("environment")
 
 
 def test_every_package_is_pinned_with_hashes() -> None:

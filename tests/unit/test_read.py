@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -60,27 +61,21 @@ def test_json_yaml_and_dict_give_the_same_config(name: str, text: str, mark: str
     assert found.zero_optimization.stage == 3 and found.precision.rules[0].pin is DType.FP32
 
 
-def test_any_mapping_will_do_and_is_copied() -> None:
+def test_any_mapping_will_do_and_is_copied_and_left_as_it_is() -> None:
     source = OrderedDict(optimizer=MappingProxyType({"type": "SGD", "params": {"lr": [0.1]}}))
     config = load(source)
     source["optimizer"]["params"]["lr"].append(3)
     assert config.optimizer is not None and config.optimizer.params == {"lr": [0.1]}
-
-
-def test_the_source_is_not_changed() -> None:
-    source = copy.deepcopy(BOTH)
-    load(source, ["zero_optimization.stage=1", "bf16.enabled=false"])
-    assert source == BOTH
+    changed = copy.deepcopy(BOTH)
+    load(changed, ["zero_optimization.stage=1", "bf16.enabled=false"])
+    assert changed == BOTH
 
 
 def test_a_config_passes_through_but_not_with_overrides() -> None:
     config = load(BOTH)
     assert load(config) is config
     assert "must come with the file or dict" in said(config, "bf16.enabled=false")
-
-
-def test_an_empty_dict_is_a_config_that_decides_nothing() -> None:
-    assert load({}) == load(Config())
+    assert load({}) == load(Config()), "an empty one decides nothing"
 
 
 # --- files that cannot be read ----------------------------------------------------------------------
@@ -96,11 +91,8 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
     path = write(tmp_path, "a.json", "{}")
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     assert "a.json`: must be readable; got Permission denied" in said(path)
 
 
@@ -137,6 +129,16 @@ NO_FILE_OF_A_CONFIG: list[tuple[str, str | bytes, str, str]] = [
     ("a.json", '{"bf16": {"enabled": true,}}', JSON, "JSON has no comma before a closing bracket"),
     ("a.json", '{"a": 1', JSON, "at line 1, column 8"),
     ("a.json", '{"a": 1} {"b": 2}', JSON, "Extra data at line 1, column 10"),
+    *(
+        ("a.json", f'{{"gradient_clipping": {value}}}', "", "`gradient_clipping`: must be a finite number")
+        for value in ("NaN", "Infinity", "-Infinity", "1e999")
+    ),
+    (
+        "a.yaml",
+        "bf16: {enabled: yes}\n",
+        "",
+        "must be true, false or \"auto\"; got 'yes'. Write true without",
+    ),
     ("a.yaml", "bf16:\n  enabled: true\n fp16: 1\n", YAML, "at line 3, column"),
     ("a.yaml", "bf16: {enabled: true\n", YAML, "at line 2, column 1"),
     ("a.yaml", "a: b: c\n", YAML, "at line 1, column 5"),
@@ -167,7 +169,7 @@ def test_a_file_that_is_no_config_is_told_with_its_place(
     name: str, text: str | bytes, must: str, place: str, tmp_path: Path
 ) -> None:
     message = said(write(tmp_path, name, text))
-    assert f"{name}`: {must}" in message and place in message
+    assert (f"{name}`: {must}" if must else name) in message and place in message
 
 
 @pytest.mark.parametrize(
@@ -207,13 +209,6 @@ def test_yaml_values_are_what_a_person_expects(tmp_path: Path) -> None:
     assert list(config.optimizer.params.values()) == list(AS_A_PERSON_EXPECTS.values())
 
 
-def test_yaml_words_that_are_no_booleans_say_what_to_write(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "bf16: {enabled: yes}\n")
-    message = said(path)
-    assert "`bf16.enabled`: must be true, false or \"auto\"; got 'yes'. Write true without quotes." in message
-    assert load(write(tmp_path, "b.yaml", "bf16: {enabled: true}\n")).bf16 is not None
-
-
 def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
     text = """
 precision:
@@ -236,12 +231,6 @@ def test_a_key_written_twice(tmp_path: Path) -> None:
         assert "`fp16`: must be written once; got two of them" in message
         assert "`bf16.enabled`: must be written once; got two of them" in message
     assert load(write(tmp_path, "b.json", '{"bf16": {"enabled": true}}')).bf16 is not None
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(tmp_path: Path, value: str) -> None:
-    path = write(tmp_path, "a.json", f'{{"gradient_clipping": {value}}}')
-    assert "`gradient_clipping`: must be a finite number" in said(path)
 
 
 def test_infinity_silences_the_log_and_nothing_else(tmp_path: Path) -> None:
