@@ -7,6 +7,7 @@ import enum
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def step(engine: Any, seed: int = 0) -> float:
 # --- autocast -----------------------------------------------------------------------------------------------
 
 
-def autocast_around(stage: int) -> None:
+def autocast_is_off_inside(stage: int) -> None:
     """Off inside, with one warning for an engine, whatever its dtype is: the bits of a run without it."""
     for mode in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {}):
         runs = []
@@ -63,15 +64,10 @@ def autocast_around(stage: int) -> None:
         assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_autocast_around_an_engine_is_off_inside(stage: int) -> None:
-    run_ranks(autocast_around, 2, stage)
-
-
 # --- loading and the end, in 16 bits ------------------------------------------------------------------------
 
 
-def loaded_in_bf16(stage: int) -> None:
+def masters_take_what_is_loaded(stage: int) -> None:
     """Masters take what was loaded in fp32 as it is; a value that is not loaded keeps every bit."""
     torch.manual_seed(1)
     engine = make(stage, bf16={"enabled": True})
@@ -87,15 +83,10 @@ def loaded_in_bf16(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_masters_take_what_is_loaded(stage: int) -> None:
-    run_ranks(loaded_in_bf16, 2, stage)
-
-
-def after_the_end() -> None:
+def a_model_in_slices_says_so(stage: int) -> None:
     """In slices, a model says so, and is put together, changed, and used again."""
     net = Net()
-    engine = make(3, net, bf16={"enabled": True})
+    engine = make(stage, net, bf16={"enabled": True})
     step(engine)
     with deepspeed.zero.GatheredParameters(list(net.parameters())):
         weights = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -120,11 +111,7 @@ def after_the_end() -> None:
         each.destroy()
 
 
-def test_a_model_in_slices_says_so() -> None:
-    run_ranks(after_the_end, 2)
-
-
-def taken_as_data(made: bool) -> None:
+def data_in_pieces_is_nobody_elses(made: bool) -> None:
     """`param.data` in pieces has its shape, dtype and device, may be put back, and becomes nobody else's."""
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Net()
@@ -156,15 +143,10 @@ def taken_as_data(made: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_data_of_what_is_in_pieces_is_nobody_elses(made: bool) -> None:
-    run_ranks(taken_as_data, 2, made)
-
-
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
-def asked_for_at(stage: int) -> None:
+def gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
     engine = make(stage, bf16={"enabled": True})
     engine.backward(square(engine(data())))
     parameters = list(engine.module.parameters())
@@ -184,9 +166,23 @@ def asked_for_at(stage: int) -> None:
     engine.destroy()
 
 
-def test_gradients_are_there_at_stage_0_and_named_elsewhere() -> None:
-    for stage in (0, 1, 3):
-        run_ranks(asked_for_at, 2, stage)
+FACTS: dict[Callable[..., None], tuple[object, ...]] = {
+    autocast_is_off_inside: (0, 3),
+    masters_take_what_is_loaded: (0, 2, 3),
+    a_model_in_slices_says_so: (3,),
+    data_in_pieces_is_nobody_elses: (False, True),
+    gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
+}
+"""On ranks: a fact, and at which stages, or with which engine."""
+
+
+@pytest.mark.parametrize(
+    ("fact", "of"),
+    [(fact, of) for fact, given in FACTS.items() for of in given],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_fact(fact: Callable[..., None], of: object) -> None:
+    run_ranks(fact, 2, of)
 
 
 # --- configs ------------------------------------------------------------------------------------------------

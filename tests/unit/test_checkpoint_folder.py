@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from zerodrift.checkpoint import lock as checkpoint_lock
-from zerodrift.checkpoint.folder import CheckpointFolder, automatic, check_tag
+from zerodrift.checkpoint.folder import CheckpointFolder, automatic
 from zerodrift.checkpoint.lock import Lock, LockOwner
 from zerodrift.checkpoint.manifest import (
     MANIFEST,
@@ -186,12 +186,6 @@ def test_all_but_the_newest_go_and_chosen_tags_and_latest_stay(tmp_path: Path) -
     assert folder.prune(2) == []
     save(folder, 2)
     assert folder.prune(2) == [] and folder.latest() == automatic(2)
-
-
-@pytest.mark.parametrize("tag", ["", "latest", "../up", "a/b", ".hidden", "a b"])
-def test_a_tag_is_a_plain_name(tag: str) -> None:
-    with pytest.raises(CheckpointError, match="`tag`: must be letters"):
-        check_tag(tag)
 
 
 # --- damage -----------------------------------------------------------------------------------------
