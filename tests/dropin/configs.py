@@ -11,8 +11,6 @@ import torch
 from tests.dropin.parameters import Net
 from tests.dropin.script import Run, Script
 
-# --- classes of torch's -------------------------------------------------------------------------------------
-
 TORCHS = ("Adagrad", "RMSprop", "NAdam", "Adadelta")
 
 
@@ -57,9 +55,6 @@ def names_of_what_is_used(run: Run) -> None:
         engine = run.engine(Net(), optimizer=block, scheduler=schedule)
         run.tell(kind, [engine.optimizer_name(), engine.scheduler_name(), engine.scheduler_params()])
         run.end(engine)
-
-
-# --- mistakes -----------------------------------------------------------------------------------------------
 
 
 def raises(kind: type[Exception], call: Callable[[], Any]) -> bool:

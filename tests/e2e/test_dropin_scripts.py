@@ -86,9 +86,6 @@ def test_the_comparison_can_fail() -> None:
     assert not apart({"a": [1.0, "s", 3]}, {"a": [1.0 + 1e-9, "s", 3]}, "x")
 
 
-# --- what holds without DeepSpeed -----------------------------------------------------------------------
-
-
 def test_plain_trains_and_follows_its_schedule(ours: dict[str, Any]) -> None:
     run = ours["plain"]
     assert sum(run["losses"][-3:]) < sum(run["losses"][:3])

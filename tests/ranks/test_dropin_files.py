@@ -52,9 +52,6 @@ def step(engine: Any, number: int) -> float:
     return float(loss.item())
 
 
-# --- what DeepSpeed saved -------------------------------------------------------------------------------
-
-
 def save_all(root: str) -> list[Truth]:
     return [save(case, f"{root}/{number}", after=MORE) for number, case in enumerate(CASES)]
 
@@ -97,9 +94,6 @@ def test_what_deepspeed_saved_is_loaded_and_goes_on(tmp_path: Path) -> None:
             assert loss == pytest.approx(truths[rank][number].losses[0], abs=near)
     assert not list(tmp_path.rglob(".zerodrift-*")), "nothing stays beside it"
     assert {path: path.read_bytes() for path in before} == before, "and what was saved is as it was"
-
-
-# --- frozen parameters, and models that differ ----------------------------------------------------------
 
 
 def without_frozen(root: str) -> None:

@@ -121,9 +121,6 @@ def shares(root: str) -> int:
     return writers[-1].written
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------
-
-
 def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 

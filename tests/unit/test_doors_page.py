@@ -21,9 +21,6 @@ def doors() -> ModuleType:
     return load_tool("doors")
 
 
-# --- the page -------------------------------------------------------------------------------------------
-
-
 def test_the_page_shows_what_was_found(doors: Any) -> None:
     assert doors.table(doors.results()) in doors.PAGE.read_text()
 
@@ -64,9 +61,6 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
     line = next(line for line in doors.table([row]).splitlines() if "| 0.19.6 |" in line)
     assert row.trouble == said and line.split(" | ")[4].startswith(said or "not tried yet")
     assert line.split(" | ")[2] == ""  # not at both stages
-
-
-# --- the command ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

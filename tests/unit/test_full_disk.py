@@ -159,9 +159,6 @@ def test_an_export_and_conversions(what: str, engine: Any, disk: Disk, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
 
 
-# --- a disk of its own ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB, which only root can make."""

@@ -26,9 +26,6 @@ def ends(name: str) -> tuple[str, str]:
     return versions.TESTED[name]
 
 
-# --- the page -------------------------------------------------------------------------------------------
-
-
 def test_the_page_is_what_the_script_writes(matrix: ModuleType) -> None:
     page = matrix.PAGE.read_text()
     rows = matrix.rows_of(page)
@@ -99,9 +96,6 @@ def test_counts_are_those_of_the_report(matrix: ModuleType, tmp_path: Path) -> N
     assert matrix.counts(report) == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
 
 
-# --- the environment ------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
     def would(*asked: str) -> str:
@@ -118,9 +112,6 @@ def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
     assert "tools/environment.py" not in would("TORCH=torch==2.14.1")
     for other in ("TORCH=torch==2.15.0", "PYTHON=echo", "TORCH_INDEX=--pre", "MADE_FROM=Makefile"):
         assert "tools/environment.py" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
-
-
-# --- the warning ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", versions.TESTED)
