@@ -31,10 +31,10 @@ def engine_for(case: Case, stage: int, zero: bool = True) -> Any:
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.zero_()  # what is not loaded would be seen
-    optimizer = torch.optim.AdamW(groups(made, case), lr=LR, betas=BETAS, eps=EPS)
+    optimizer = torch.optim.AdamW(groups(made), lr=LR, betas=BETAS, eps=EPS)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0 if case.hard else 0.0,
+        "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
     }
