@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.dropin.parameters import Net
 from tests.dropin.script import Run, Script
-
-# --- classes of torch's -------------------------------------------------------------------------------------
 
 TORCHS = ("Adagrad", "RMSprop", "NAdam", "Adadelta")
 
@@ -32,11 +32,8 @@ def an_optimizer_of_torchs_over_groups(run: Run) -> None:
 
 def schedules_of_torchs(run: Run) -> None:
     """`scheduler.type` may be any class of `torch.optim.lr_scheduler`."""
-    schedules: dict[str, dict[str, Any]] = {
-        "StepLR": {"step_size": 2, "gamma": 0.5},
-        "CosineAnnealingLR": {"T_max": 5},
-        "OneCycleLR": {"max_lr": 0.2, "total_steps": 9},
-    }
+    schedules: dict[str, dict[str, Any]] = {"StepLR": {"step_size": 2, "gamma": 0.5}}
+    schedules |= {"CosineAnnealingLR": {"T_max": 5}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 9}}
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
     for name, params in schedules.items():
         engine = run.engine(Net(), optimizer=momentum, scheduler={"type": name, "params": params})
@@ -51,23 +48,25 @@ def names_of_what_is_used(run: Run) -> None:
         block = {"type": kind, "params": {"lr": 0.01}}
         if kind == "AdamW":
             block["params"]["torch_adam"] = True
-        if hasattr(run.deepspeed, "plain"):
+        if run.is_plain:
             expected = "adamw" if kind == "AdamW" else kind
             run.tell(kind, [expected, schedule["type"], schedule["params"]])
             continue
         engine = run.engine(Net(), optimizer=block, scheduler=schedule)
         run.tell(kind, [engine.optimizer_name(), engine.scheduler_name(), engine.scheduler_params()])
-        run.engines.remove(engine)
-        engine.destroy()
+        run.end(engine)
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------
+def raises(kind: type[Exception], call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    return False
+
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
-    "sizes that do not fit": (
-        {"train_batch_size": 9, "gradient_accumulation_steps": 2},
-        AssertionError,
-    ),
+    "sizes that do not fit": ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, AssertionError),
     "no accumulation": ({"gradient_accumulation_steps": 0}, AssertionError),
     "no batch": ({"train_micro_batch_size_per_gpu": 0}, AssertionError),
     "two modes": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, AssertionError),
@@ -85,12 +84,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 def mistakes_in_a_config(run: Run) -> None:
     """Scripts catch AssertionErrors, or the ValueErrors of a schema."""
     for name, (keys, kind) in MISTAKES.items():
-        try:
-            if hasattr(run.deepspeed, "plain"):
-                raise kind
-            run.deepspeed.initialize(model=Net(), config=run.config(**keys))
-        except kind:
-            run.tell(name, True)
+        make = partial(run.deepspeed.initialize, model=Net(), config=run.config(**keys))
+        run.tell(name, run.is_plain or raises(kind, make))
 
 
 def losses_that_are_none(run: Run) -> None:
@@ -98,12 +93,7 @@ def losses_that_are_none(run: Run) -> None:
     engine = run.engine(Net())
     engine(run.data(0))
     for name, loss in {"none": None, "number": 1.0, "constant": torch.tensor(1.0)}.items():
-        try:
-            if hasattr(run.deepspeed, "plain"):
-                raise AssertionError
-            engine.backward(loss)
-        except AssertionError:
-            run.tell(name, True)
+        run.tell(name, run.is_plain or raises(AssertionError, partial(engine.backward, loss)))
     run.train(engine, 2)
 
 
@@ -112,21 +102,19 @@ def checkpoints_that_are_missing(run: Run) -> None:
     engine = run.engine(Net())
     run.train(engine, 1)
     engine.save_checkpoint(str(run.folder))
-    calls: dict[str, tuple[type[Exception], Any]] = {}
-    if not hasattr(run.deepspeed, "plain"):
+    folder, other = str(run.folder), str(run.folder / "other")
+    if run.is_plain:
+        run.tell("errors", [True] * 3)
+        run.tell("nothing", [None, None])
+    else:
         read = run.deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
-        calls = {
-            "tag": (AssertionError, lambda: engine.load_checkpoint(str(run.folder), tag="other")),
-            "weights of a tag": (FileNotFoundError, lambda: read(str(run.folder), tag="other")),
-            "weights of nothing": (ValueError, lambda: read(str(run.folder / "other"))),
-        }
-    for name in ("tag", "weights of a tag", "weights of nothing"):
-        kind, call = calls.get(name, (RuntimeError, None))
-        try:
-            run.tell(name, call() if call else True)
-        except kind:
-            run.tell(name, True)
-    run.tell("nothing", [None, None] if not calls else engine.load_checkpoint(str(run.folder / "other")))
+        calls: tuple[tuple[type[Exception], Any], ...] = (
+            (AssertionError, lambda: engine.load_checkpoint(folder, tag="other")),
+            (FileNotFoundError, lambda: read(folder, tag="other")),
+            (ValueError, lambda: read(other)),
+        )
+        run.tell("errors", [raises(kind, call) for kind, call in calls])
+        run.tell("nothing", engine.load_checkpoint(other))
     run.train(engine, 1, first=1)
 
 

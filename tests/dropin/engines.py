@@ -8,8 +8,8 @@ import copy
 import importlib.util
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ def another_engine_of_the_same_model(run: Run) -> None:
     for turn in range(3):
         engine = run.engine(net)
         run.train(engine, 2, first=2 * turn)
-        engine.destroy()
-        run.engines.remove(engine)
+        run.end(engine)
         run.tell("weights", run.weights(net))
 
 
@@ -38,8 +37,7 @@ def weights_that_are_changed_between(run: Run) -> None:
     net = Net()
     engine = run.engine(net)
     run.train(engine, 1)
-    engine.destroy()
-    run.engines.remove(engine)
+    run.end(engine)
     with run.deepspeed.zero.GatheredParameters([net.head.weight], modifier_rank=0):
         net.head.weight.data.fill_(0.25)
     run.train(run.engine(net), 2, first=1)
@@ -51,8 +49,7 @@ def another_stage_afterwards(run: Run) -> None:
     for turn, stage in enumerate((first, 1, first)):
         engine = run.engine(net, zero_optimization={"stage": stage})
         run.train(engine, 1, first=turn)
-        engine.destroy()
-        run.engines.remove(engine)
+        run.end(engine)
     run.tell("weights", run.weights(net))
 
 
@@ -62,8 +59,7 @@ def a_frozen_part_in_both(run: Run) -> None:
     net.into.requires_grad_(False)
     engine = run.engine(net, optimizer=ADAMW)
     run.train(engine, 2)
-    engine.destroy()
-    run.engines.remove(engine)
+    run.end(engine)
     net.into.requires_grad_(True)
     run.train(run.engine(net, optimizer=ADAMW), 2, first=2)
 
@@ -127,9 +123,8 @@ def what_is_in_client_state(run: Run) -> None:
         "history": np.arange(3.0),
         "random": [random.Random(1).getstate(), np.random.RandomState(1).get_state()],
     }
-    if hasattr(run.deepspeed, "plain"):
-        found = state
-    else:
+    found = state
+    if not run.is_plain:
         engine.save_checkpoint(str(run.folder), client_state=state)
         found = engine.load_checkpoint(str(run.folder))[1]
     run.tell("found", {key: repr(found[key]) for key in state})
@@ -171,12 +166,8 @@ def weights_from_a_checkpoint(run: Run) -> None:
 
 def steps_that_the_caller_counts(run: Run) -> None:
     """`managed_gradient_accumulation: false`: every `step` updates, whatever came before it."""
-    engine = run.engine(
-        Net(),
-        gradient_accumulation_steps=2,
-        managed_gradient_accumulation=False,
-        zero_optimization={"overlap_comm": False},
-    )
+    counts = {"gradient_accumulation_steps": 2, "managed_gradient_accumulation": False}
+    engine = run.engine(Net(), **counts, zero_optimization={"overlap_comm": False})
     seed = 0
     for count in (3, 1, 2):
         for _ in range(count):
@@ -185,45 +176,36 @@ def steps_that_the_caller_counts(run: Run) -> None:
             seed += 1
         engine.step()
         run.tell("steps", [engine.global_steps, engine.micro_steps])
-    for call in (lambda: engine.set_gradient_accumulation_boundary(True), _enter(engine)):
-        try:
-            call()
-        except AssertionError:
-            run.tell("asserts", True)
-
-
-def _enter(engine: Any) -> Any:
-    def call() -> None:
-        with engine.coalesce_grad_reduction():
-            pass
-
-    return call
+    with asserted(run):
+        engine.set_gradient_accumulation_boundary(True)
+    with asserted(run), engine.coalesce_grad_reduction():
+        pass
 
 
 def what_is_asserted(run: Run) -> None:
     """Mistakes that DeepSpeed asserts, and scripts catch as AssertionError."""
     engine = run.engine(Net(), gradient_accumulation_steps=2)
     output = engine(run.data(0))
-    for call in (lambda: engine.backward(output), _step_inside(engine)):
-        try:
-            call()
-        except AssertionError:
-            run.tell("asserts", True)
+    with asserted(run):
+        engine.backward(output)
+    with asserted(run), engine.no_sync():
+        engine.step()
 
 
-def _step_inside(engine: Any) -> Any:
-    def call() -> None:
-        with engine.no_sync():
-            engine.step()
-
-    return call
+@contextlib.contextmanager
+def asserted(run: Run) -> Iterator[None]:
+    """Tell that something ends in an AssertionError."""
+    try:
+        yield
+    except AssertionError:
+        run.tell("asserts", True)
 
 
 # --- configs ------------------------------------------------------------------------------------------------
 
 
-TEXTS = {
-    "comments": """{
+TEXTS = (
+    """{
   // a line
   "train_micro_batch_size_per_gpu": 4, # another
   /* and
@@ -233,57 +215,50 @@ TEXTS = {
   "optimizer": {"type": "SGD", "params": {"lr": 1e-1,}},
   "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0,},
 }""",
-    "hjson": """# without braces, quotes and commas
+    """# without braces, quotes and commas
 train_micro_batch_size_per_gpu: 4
 gradient_clipping: 0.0
 zero_allow_untested_optimizer: true
 optimizer: {
   type: SGD
-  params: {
-    lr: 0.1
-  }
+  params: {lr: 0.1}
 }
 zero_optimization: {
   stage: STAGE
   stage3_param_persistence_threshold: 0
 }
 """,
-    "mixed": """{
+    """{
   train_micro_batch_size_per_gpu: 4
   'gradient_clipping': 0.0
   "zero_allow_untested_optimizer": true, optimizer: {type: SGD
     params: {"lr": 0.1}}
   zero_optimization: {"stage": STAGE, "stage3_param_persistence_threshold": 0}
 }""",
-}
+)
 
 
 def files_that_are_no_json(run: Run) -> None:
     """JSON with comments and trailing commas, and Hjson."""
-    for number, (name, text) in enumerate(TEXTS.items()):
-        path = run.folder / f"{name}.json"
-        if run.rank == 0:
-            path.write_text(text.replace("STAGE", str(run.stage)))
-        torch.distributed.barrier()
-        if hasattr(run.deepspeed, "plain"):
-            engine = run.engine(Net())
-        else:
-            engine = run.deepspeed.initialize(model=Net(), config=str(path))[0]
-            run.engines.append(engine)
-        run.train(engine, 1, first=number)
+    for number, text in enumerate(TEXTS):
+        _train_by_a_file(run, text.replace("STAGE", str(run.stage)), number)
 
 
 def a_file_that_is_json(run: Run) -> None:
-    path = run.folder / "config.json"
+    _train_by_a_file(run, json.dumps(run.config()))
+
+
+def _train_by_a_file(run: Run, text: str, number: int = 0) -> None:
+    path = run.folder / f"config-{number}.json"
     if run.rank == 0:
-        path.write_text(json.dumps(run.config()))
+        path.write_text(text)
     torch.distributed.barrier()
-    if hasattr(run.deepspeed, "plain"):
+    if run.is_plain:
         engine = run.engine(Net())
     else:
         engine = run.deepspeed.initialize(model=Net(), config=str(path))[0]
         run.engines.append(engine)
-    run.train(engine, 1)
+    run.train(engine, 1, first=number)
 
 
 # --- functions ----------------------------------------------------------------------------------------------

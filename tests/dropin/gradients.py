@@ -19,9 +19,6 @@ def grads(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
 
 
-# --- param.grad at stage 0 --------------------------------------------------------------------------------
-
-
 def gradients_that_are_read(run: Run) -> None:
     """`p.grad` after every backward, also before the last micro-batch, of this rank alone then."""
     engine = run.engine(Net(), gradient_accumulation_steps=3)
@@ -116,9 +113,6 @@ def gradients_in_a_step_and_outside(run: Run) -> None:
     engine.backward(square(engine(run.data(4))))
     engine.zero_grad()
     read()
-
-
-# --- requires_grad ------------------------------------------------------------------------------------------
 
 
 def a_part_that_is_frozen(run: Run) -> None:

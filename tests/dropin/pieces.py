@@ -90,7 +90,7 @@ def is_it_there(run: Run) -> None:
 
 
 def _status(run: Run, parameter: Tensor, gathered: bool) -> str:
-    if hasattr(run.deepspeed, "plain"):
+    if run.is_plain:
         return "AVAILABLE" if gathered else "NOT_AVAILABLE"
     return parameter.ds_status.name  # type: ignore[attr-defined, no-any-return]
 

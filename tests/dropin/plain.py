@@ -26,7 +26,12 @@ class Engine:
     """One model."""
 
     def __init__(
-        self, model: nn.Module, config: dict[str, Any], optimizer: Any, schedule: Any, parameters: Any = None
+        self,
+        model: nn.Module,
+        config: dict[str, Any],
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        model_parameters: Any = None,
     ) -> None:
         self.module = model
         for value in (*model.parameters(), *model.buffers()):
@@ -34,14 +39,14 @@ class Engine:
         if optimizer is None:
             block = config["optimizer"]
             params = {key: value for key, value in block["params"].items() if key != "torch_adam"}
-            given = list(model.parameters()) if parameters is None else parameters
+            given = list(model.parameters()) if model_parameters is None else model_parameters
             optimizer = getattr(torch.optim, block["type"])(given, **params)
         self.optimizer = optimizer(list(model.parameters())) if not hasattr(optimizer, "step") else optimizer
-        if schedule is None and "scheduler" in config:
+        if lr_scheduler is None and "scheduler" in config:
             block = config["scheduler"]
             home = lr_schedules if hasattr(lr_schedules, block["type"]) else torch.optim.lr_scheduler
-            schedule = getattr(home, block["type"])(self.optimizer, **block["params"])
-        self.lr_scheduler = schedule
+            lr_scheduler = getattr(home, block["type"])(self.optimizer, **block["params"])
+        self.lr_scheduler = lr_scheduler
         self._steps = config.get("gradient_accumulation_steps", 1)
         self._counts = config.get("managed_gradient_accumulation", True)
         self._clip = config["gradient_clipping"]
@@ -85,24 +90,15 @@ class Engine:
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+    def no_sync(self, *_: Any) -> Any:
         raise AssertionError
 
-    @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        raise AssertionError
-        yield
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        raise AssertionError
-        yield
+    coalesce_grad_reduction = set_gradient_accumulation_boundary = no_sync
 
     def save_checkpoint(self, folder: str) -> None:
         if dist.get_rank() == 0:
-            torch.save(
-                (self.module.state_dict(), self.optimizer.state_dict(), self.global_steps), f"{folder}/plain"
-            )
+            states = self.module.state_dict(), self.optimizer.state_dict(), self.global_steps
+            torch.save(states, f"{folder}/plain")
         dist.barrier()
 
     def load_checkpoint(self, folder: str) -> None:
@@ -120,15 +116,9 @@ class Engine:
         self.optimizer.zero_grad()
 
 
-def initialize(
-    model: nn.Module,
-    config: dict[str, Any],
-    optimizer: Any = None,
-    lr_scheduler: Any = None,
-    model_parameters: Any = None,
-) -> tuple[Any, ...]:
-    engine = Engine(model, config, optimizer, lr_scheduler, model_parameters)
-    return engine, engine.optimizer, None, lr_scheduler
+def initialize(**arguments: Any) -> tuple[Any, ...]:
+    engine = Engine(**arguments)
+    return engine, engine.optimizer, None, engine.lr_scheduler
 
 
 @contextlib.contextmanager

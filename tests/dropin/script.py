@@ -52,16 +52,23 @@ class Run:
 
     def engine(self, model: nn.Module, **config: Any) -> Any:
         """Of a model; whatever is no key of a config is an argument of `initialize`."""
-        arguments = {
-            name: config.pop(name)
-            for name in ("optimizer", "lr_scheduler", "model_parameters")
-            if name in config
-        }
+        names = {"optimizer", "lr_scheduler", "model_parameters"} & config.keys()
+        arguments = {name: config.pop(name) for name in names}
         if isinstance(arguments.get("optimizer"), dict):
             config["optimizer"] = arguments.pop("optimizer")
         made = self.deepspeed.initialize(model=model, config=self.config(**config), **arguments)[0]
         self.engines.append(made)
         return made
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the run of plain torch."""
+        return hasattr(self.deepspeed, "plain")
+
+    def end(self, engine: Any) -> None:
+        """Destroy an engine before the others."""
+        self.engines.remove(engine)
+        engine.destroy()
 
     def data(self, seed: int, *shape: int) -> Tensor:
         source = torch.Generator().manual_seed(1000 * seed + self.rank)

@@ -7,6 +7,7 @@ import enum
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from zerodrift.deepspeed.engine import OWN
 from zerodrift.errors import ConfigError, ModelError
 
 
+def config(stage: int, **rest: Any) -> dict[str, Any]:
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": sgd, "zero_optimization": {"stage": stage}}
+    return base | rest
+
+
 def make(stage: int, model: torch.nn.Module | None = None, **rest: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **rest,
-        "zero_optimization": {"stage": stage, **rest.get("zero_optimization", {})},
-    }
-    return deepspeed.initialize(model=model or Net(), config=config)[0]
+    return deepspeed.initialize(model=model or Net(), config=config(stage, **rest))[0]
 
 
 def data(seed: int = 0) -> torch.Tensor:
@@ -47,7 +48,7 @@ def step(engine: Any, seed: int = 0) -> float:
 # --- autocast -----------------------------------------------------------------------------------------------
 
 
-def autocast_around(stage: int) -> None:
+def autocast_is_off_inside(stage: int) -> None:
     """Off inside, with one warning for an engine, whatever its dtype is: the bits of a run without it."""
     for mode in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {}):
         runs = []
@@ -57,24 +58,18 @@ def autocast_around(stage: int) -> None:
                 warnings.simplefilter("always")
                 with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
                     runs.append([step(engine, seed) for seed in range(3)])
-            told = [
-                str(warning.message) for warning in caught if "torch.autocast around" in str(warning.message)
-            ]
+            told = [warning for warning in caught if "torch.autocast around" in str(warning.message)]
             assert len(told) == (outer is not None), told
             engine.destroy()
         assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_autocast_around_an_engine_is_off_inside(stage: int) -> None:
-    run_ranks(autocast_around, 2, stage)
-
-
 # --- loading and the end, in 16 bits ------------------------------------------------------------------------
 
 
-def loaded_in_bf16(stage: int) -> None:
+def masters_take_what_is_loaded(stage: int) -> None:
     """Masters take what was loaded in fp32 as it is; a value that is not loaded keeps every bit."""
+    torch.manual_seed(1)
     engine = make(stage, bf16={"enabled": True})
     step(engine)
     kept = deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight)
@@ -88,20 +83,10 @@ def loaded_in_bf16(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_masters_take_what_is_loaded(stage: int) -> None:
-    run_ranks(_same_random, 2, stage)
-
-
-def _same_random(stage: int) -> None:
-    torch.manual_seed(1)
-    loaded_in_bf16(stage)
-
-
-def after_the_end() -> None:
+def a_model_in_slices_says_so(stage: int) -> None:
     """In slices, a model says so, and is put together, changed, and used again."""
     net = Net()
-    engine = make(3, net, bf16={"enabled": True})
+    engine = make(stage, net, bf16={"enabled": True})
     step(engine)
     with deepspeed.zero.GatheredParameters(list(net.parameters())):
         weights = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -118,26 +103,17 @@ def after_the_end() -> None:
         assert net(data().bfloat16()).isfinite().all()
     with pytest.raises(ModelError, match="must be gathered"):
         net.head.weight.sum()
-    again = make(3, net, bf16={"enabled": True})
-    assert step(again, 1) == step(make_like(weights), 1)
-    again.destroy()
+    like = Net().bfloat16()
+    like.load_state_dict(weights)
+    engines = [make(3, each, bf16={"enabled": True}) for each in (net, like)]
+    assert step(engines[0], 1) == step(engines[1], 1)
+    for each in engines:
+        each.destroy()
 
 
-def make_like(weights: dict[str, torch.Tensor]) -> Any:
-    net = Net().bfloat16()
-    net.load_state_dict(weights)
-    return make(3, net, bf16={"enabled": True})
-
-
-def test_a_model_in_slices_says_so() -> None:
-    run_ranks(after_the_end, 2)
-
-
-def taken_as_data(made: bool) -> None:
+def data_in_pieces_is_nobody_elses(made: bool) -> None:
     """`param.data` in pieces has its shape, dtype and device, may be put back, and becomes nobody else's."""
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    config["zero_optimization"] = {"stage": 3}
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
         net = Net()
     engine = make(3, net) if made else None
     parameter, other = net.head.weight, net.into.weight
@@ -167,15 +143,10 @@ def taken_as_data(made: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_data_of_what_is_in_pieces_is_nobody_elses(made: bool) -> None:
-    run_ranks(taken_as_data, 2, made)
-
-
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
-def asked_for_at(stage: int) -> None:
+def gradients_are_there_at_stage_0_and_named_elsewhere(stage: int) -> None:
     engine = make(stage, bf16={"enabled": True})
     engine.backward(square(engine(data())))
     parameters = list(engine.module.parameters())
@@ -195,9 +166,23 @@ def asked_for_at(stage: int) -> None:
     engine.destroy()
 
 
-def test_gradients_are_there_at_stage_0_and_named_elsewhere() -> None:
-    for stage in (0, 1, 3):
-        run_ranks(asked_for_at, 2, stage)
+FACTS: dict[Callable[..., None], tuple[object, ...]] = {
+    autocast_is_off_inside: (0, 3),
+    masters_take_what_is_loaded: (0, 2, 3),
+    a_model_in_slices_says_so: (3,),
+    data_in_pieces_is_nobody_elses: (False, True),
+    gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
+}
+"""On ranks: a fact, and at which stages, or with which engine."""
+
+
+@pytest.mark.parametrize(
+    ("fact", "of"),
+    [(fact, of) for fact, given in FACTS.items() for of in given],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_fact(fact: Callable[..., None], of: object) -> None:
+    run_ranks(fact, 2, of)
 
 
 # --- configs ------------------------------------------------------------------------------------------------
@@ -221,23 +206,22 @@ class Device(str, enum.Enum):
 )
 def test_offload_in_every_spelling(zero: dict[str, Any], offloads: bool) -> None:
     written = {**zero, "stage": 3}
-    config = written_config(None, {"zero_optimization": written}, None)
-    policy = zerodrift.resolve(zerodrift.load(config), zerodrift.MeshShape(shard=2))
+    found = written_config(None, {"zero_optimization": written}, None)
+    policy = zerodrift.resolve(zerodrift.load(found), zerodrift.MeshShape(shard=2))
     assert policy.sharding.offload is offloads
     assert written == {**zero, "stage": 3}  # what the caller has is as it was
 
 
 def test_why_nothing_moves_is_said() -> None:
-    config = zerodrift.load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    (use,) = [use for use in config.keys if use.path.endswith("offload_param.device")]
-    assert use.status == "ignored" and use.because.startswith(
-        "parameters rest on their device, which changes"
-    )
+    found = zerodrift.load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    (use,) = [use for use in found.keys if use.path.endswith("offload_param.device")]
+    assert use.status == "ignored"
+    assert use.because.startswith("parameters rest on their device, which changes")
 
 
-def test_muon_takes_its_method() -> None:
-    for method in ("gram", "standard"):
-        zerodrift.load({"optimizer": {"type": "Muon", "params": {"lr": 0.02, "ns_method": method}}})
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_muon_takes_its_method(method: str) -> None:
+    zerodrift.load({"optimizer": {"type": "Muon", "params": {"lr": 0.02, "ns_method": method}}})
 
 
 @pytest.mark.parametrize(
@@ -262,17 +246,17 @@ def test_hjson(text: str, value: Any, tmp_path: Path) -> None:
             assert written_config(None, way, None) == value
 
 
-def test_without_hjson_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    (tmp_path / "config.json").write_text("{a: 1 // one\n}")
-    with pytest.raises(ConfigError, match=r"must be valid JSON.*pip install hjson"):
+@pytest.mark.parametrize(
+    ("text", "said"), [("{a: 1 // one\n}", "pip install hjson"), ('{"train_batch_size": 4, ]', "line 1")]
+)
+def test_a_file_that_is_no_json_is_told_by_the_first_reader(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "hjson" in said:
+        monkeypatch.setitem(sys.modules, "hjson", None)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"must be valid JSON.*{said}"):
         written_config(None, str(tmp_path / "config.json"), None)
-
-
-def test_a_file_that_is_nothing_is_told_by_the_first_reader(tmp_path: Path) -> None:
-    (tmp_path / "broken.json").write_text('{"train_batch_size": 4, ]')
-    with pytest.raises(ConfigError, match=r"must be valid JSON.*line 1"):
-        written_config(None, str(tmp_path / "broken.json"), None)
 
 
 # --- what messages advise -----------------------------------------------------------------------------------

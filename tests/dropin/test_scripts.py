@@ -43,9 +43,6 @@ def test_a_script_does_as_plain_torch_does(name: str, ranks: int, stages: tuple[
         assert not wrong, "\n".join(wrong)
 
 
-# --- beside DeepSpeed -------------------------------------------------------------------------------------
-
-
 @functools.cache
 def of_deepspeed() -> dict[tuple[str, int], Any]:
     """What DeepSpeed does on two ranks, of all scripts in one start."""

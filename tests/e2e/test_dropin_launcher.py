@@ -25,14 +25,8 @@ CONFIG = {
 )
 def test_the_deepspeed_command_starts_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    arguments = [
-        "--folder",
-        str(tmp_path),
-        "--deepspeed",
-        "--deepspeed_config",
-        str(tmp_path / "config.json"),
-    ]
-    deepspeed(SCRIPT, arguments, tmp_path)
+    config = str(tmp_path / "config.json")
+    deepspeed(SCRIPT, ["--folder", str(tmp_path), "--deepspeed", "--deepspeed_config", config], tmp_path)
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
     for rank, found in enumerate(told):
         assert found["rank"] == rank and found["world"] == 2 and found["local"] == [rank] * 3

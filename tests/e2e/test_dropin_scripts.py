@@ -12,7 +12,6 @@ What is compared, and how far apart it may be:
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import tempfile
@@ -37,23 +36,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 def told(package: str) -> dict[str, Any]:
-    """What the scripts tell under a package."""
-    found = _told(package)
-    if isinstance(found, AssertionError):
-        raise found
-    return found
-
-
-@functools.cache
-def _told(package: str) -> dict[str, Any] | AssertionError:
-    """The same, or why there is nothing: all scripts are one start of two ranks, and are not tried again."""
-    try:
-        return _run(package)
-    except AssertionError as failed:
-        return failed
-
-
-def _run(package: str) -> dict[str, Any]:
+    """What the scripts tell under a package: all are one start of two ranks."""
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
         if package == "zerodrift":
             forked(RUNNER, [package, folder, *NAMES], Path(folder))
@@ -64,18 +47,29 @@ def _run(package: str) -> dict[str, Any]:
         return found
 
 
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    return told("zerodrift")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> dict[str, Any]:
+    return told("deepspeed")
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_does_the_same_under_both(name: str) -> None:
-    mine, theirs = told("zerodrift")[name], told("deepspeed")[name]
-    assert not apart(mine, theirs, name, TOLERANCE.get(name, CLOSE))
+def test_a_script_does_the_same_under_both(name: str, ours: Any, theirs: Any) -> None:
+    assert not apart(ours[name], theirs[name], name, TOLERANCE.get(name, CLOSE))
 
 
 @needs_deepspeed
-def test_the_files_that_are_promised_are_there_under_both() -> None:
-    mine, theirs = set(told("zerodrift")["files"]), set(told("deepspeed")["files"])
+def test_the_files_that_are_promised_are_there_under_both(ours: Any, theirs: Any) -> None:
+    mine = set(ours["files"])
     assert mine == {"latest", "global_step5", "chosen", "weights.bin", "zero_to_fp32.py"}
-    assert theirs - {"zero_to_torch.py"} == mine  # which 0.19.7 and 0.19.8 write, and docs/migrating.md names
+    assert {*theirs["files"]} - {
+        "zero_to_torch.py"
+    } == mine  # which 0.19.7 and 0.19.8 write, and docs/migrating.md names
 
 
 def test_only_the_import_changes() -> None:
@@ -92,25 +86,22 @@ def test_the_comparison_can_fail() -> None:
     assert not apart({"a": [1.0, "s", 3]}, {"a": [1.0 + 1e-9, "s", 3]}, "x")
 
 
-# --- what holds without DeepSpeed -----------------------------------------------------------------------
-
-
-def test_plain_trains_and_follows_its_schedule() -> None:
-    run = told("zerodrift")["plain"]
+def test_plain_trains_and_follows_its_schedule(ours: dict[str, Any]) -> None:
+    run = ours["plain"]
     assert sum(run["losses"][-3:]) < sum(run["losses"][:3])
     assert run["rates"][0] == 0.0 and run["rates"][-1] == run["group_lr"] == pytest.approx(1e-2)
     assert run["steps"] == 2 * run["batches"] and run["samples"] == 8 * run["steps"]
     assert run["local_rank"] == 0
 
 
-def test_boundaries_are_the_scripts_own() -> None:
-    run = told("zerodrift")["accumulation"]
+def test_boundaries_are_the_scripts_own(ours: dict[str, Any]) -> None:
+    run = ours["accumulation"]
     assert run["boundaries"] == [False, False, False, True] * 6
     assert run["steps"] == 6 and run["train_batch_size"] == 16
 
 
-def test_the_scale_falls_until_gradients_are_finite_and_rises_again() -> None:
-    run = told("zerodrift")["scaling"]
+def test_the_scale_falls_until_gradients_are_finite_and_rises_again(ours: dict[str, Any]) -> None:
+    run = ours["scaling"]
     scales = [2.0**24, *run["scales"]]
     for before, after, overflow in zip(scales, run["scales"], run["overflows"], strict=False):
         assert after == before / 2 if overflow else after in (before, 2 * before)
@@ -119,15 +110,15 @@ def test_the_scale_falls_until_gradients_are_finite_and_rises_again() -> None:
     assert run["steps"] == len(run["losses"])
 
 
-def test_zero3_shows_full_values() -> None:
-    run = told("zerodrift")["zero3"]
+def test_zero3_shows_full_values(ours: dict[str, Any]) -> None:
+    run = ours["zero3"]
     assert run["shape"] == [48, 24]
     assert run["losses"][-1] < run["losses"][0]
     assert len(run["visible"]) == 22
 
 
-def test_a_resumed_run_is_the_run_that_went_on() -> None:
-    run = told("zerodrift")["resume"]
+def test_a_resumed_run_is_the_run_that_went_on(ours: dict[str, Any]) -> None:
+    run = ours["resume"]
     assert run["resumed"] == run["after"]
     assert run["client"] == {"epoch": 3, "seen": [1, 2, 3]}
     assert run["nothing"] == [None, None] and run["steps"] == 9

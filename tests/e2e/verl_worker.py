@@ -52,6 +52,7 @@ from zerodrift.verl import ZeroDriftEngineConfig, digests_of, require_same
 
 SAMPLES, RESPONSE, CLIP = 4, 6, 0.5
 """Samples of a rank; the most tokens of an answer; the norm that gradients are clipped to."""
+SFT = functools.partial(sft_loss, config=None)
 CASES: dict[str, Callable[[Path, int], Any]] = {}
 
 
@@ -81,11 +82,9 @@ def samples(seed: int, rank: int, **said: Any) -> Any:
         "responses": nested(answers),
         "response_mask": counts,
         "loss_mask": counts,
-        **{
-            name: torch.randn(SAMPLES, RESPONSE, generator=made)
-            for name in ("advantages", "returns", "values")
-        },
     }
+    for name in ("advantages", "returns", "values"):
+        tensors[name] = torch.randn(SAMPLES, RESPONSE, generator=made)
     how = {
         "temperature": 1.0,
         "pad_token_id": 0,
@@ -123,6 +122,7 @@ def worker(
     config: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
     **model: Any,
 ) -> TrainingWorker:
     if strategy == "zerodrift":
@@ -150,6 +150,8 @@ def worker(
         )
     )
     made.reset()
+    if loss is not None:
+        made.set_loss_fn(loss)
     return made
 
 
@@ -183,8 +185,8 @@ def sft(folder: Path, rank: int) -> Any:
     """Two steps, packed and padded, in micro-batches of a size and of a number of tokens."""
 
     def train(strategy: str) -> Any:
-        made = worker(folder / "model", strategy, optim={"lr_scheduler_type": "cosine", "lr_warmup_steps": 3})
-        made.set_loss_fn(functools.partial(sft_loss, config=None))
+        cosine = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 3}
+        made = worker(folder / "model", strategy, optim=cosine, loss=SFT)
         found = {}
         for packed in (False, True):
             for dynamic in (False, True):
@@ -224,8 +226,7 @@ def ppo(folder: Path, rank: int) -> Any:
     """Two updates by one batch: the first sees no change of the policy, the second does."""
 
     def train(strategy: str) -> Any:
-        made = worker(folder / "model", strategy)
-        made.set_loss_fn(policy())
+        made = worker(folder / "model", strategy, loss=policy())
         data, seen = as_policy(made, samples(1, rank, temperature=0.7))
         entropy = seen["entropy"].values().double().mean().item()
         names = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy_loss")
@@ -247,10 +248,9 @@ def bits(folder: Path, rank: int) -> Any:
             tensordict_utils.assign_non_tensor(data, return_model_output=True)
             with made.engine.train_mode():
                 during = made.engine.forward_backward_batch(data, policy())["model_output"]
-            kinds = {str(during[name].dtype) for name in ("log_probs", "entropy")}
-            same = [
-                torch.equal(before[name].values(), during[name].values()) for name in ("log_probs", "entropy")
-            ]
+            names = ("log_probs", "entropy")
+            kinds = {str(during[name].dtype) for name in names}
+            same = [torch.equal(before[name].values(), during[name].values()) for name in names]
             found[f"{dtype}, packed {packed}"] = [sorted(kinds), same]
         end(made)
     return found
@@ -261,8 +261,7 @@ def critic(folder: Path, rank: int) -> Any:
     """A step of a critic, and of the same in plain torch on one rank."""
     config = CriticConfig(strategy="zerodrift", ppo_micro_batch_size_per_gpu=2)
     loss = functools.partial(value_loss, config=config)
-    made = worker(folder / "critic", kind="value_model")
-    made.set_loss_fn(loss)
+    made = worker(folder / "critic", kind="value_model", loss=loss)
     steps = [metrics(made.train_batch(samples(seed, rank)), "critic/vpred_mean") for seed in (1, 2)]
     found = {"zerodrift": steps, "plain": []}
     end(made)
@@ -273,8 +272,7 @@ def critic(folder: Path, rank: int) -> Any:
         batches = [samples(seed, other) for other in range(2)]
         tokens = sum(int(data["response_mask"].sum()) for data in batches)
         for data in batches:
-            said = {"dp_size": 1, "batch_num_tokens": tokens}
-            tensordict_utils.assign_non_tensor(data, **said)
+            tensordict_utils.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens)
             values = [model(one[None]).logits[0, :, 0] for one in data["input_ids"].unbind()]
             part, _ = loss(model_output={"values": nested(values)}, data=data)
             part.backward()
@@ -289,8 +287,7 @@ def critic(folder: Path, rank: int) -> Any:
 @case
 def adapter(folder: Path, rank: int) -> Any:
     """Trains, is switched off for the reference, and is handed over apart."""
-    made = worker(folder / "model", lora_rank=4, target_modules=["q_proj", "v_proj"])
-    made.set_loss_fn(policy())
+    made = worker(folder / "model", lora_rank=4, target_modules=["q_proj", "v_proj"], loss=policy())
     data, first = as_policy(made, samples(1, rank))
     steps = [metrics(made.train_batch(data.copy())) for _ in range(2)]
     tensordict_utils.assign_non_tensor(data, no_lora_adapter=True)
@@ -314,8 +311,7 @@ def sampler(folder: Path, rank: int) -> Any:
     """Weights go out under the names of the model's folder, in their dtypes, while training goes on."""
     config = {"zero_optimization": {"stage": 3}, "precision": {"export": "bf16"}}
     config["precision"]["rules"] = [{"match": "*.mlp.gate.*", "pin": "fp32"}]
-    made = worker(folder / "experts", dtype="bfloat16", config=config)
-    made.set_loss_fn(functools.partial(sft_loss, config=None))
+    made = worker(folder / "experts", dtype="bfloat16", config=config, loss=SFT)
     made.train_batch(chats(1, rank))
     held = dict(made.engine.get_per_tensor_param()[0])
     seen = []
@@ -366,10 +362,8 @@ def hybrid(folder: Path, rank: int) -> Any:
     own = "{zero_optimization: {stage: 3}, precision: {export: bf16}}"
     said = [f"actor_rollout_ref.model.path={folder / 'model'}"]
     said += ["+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
-    said += [
-        "actor_rollout_ref.model.use_remove_padding=true",
-        "+actor_rollout_ref.model.load_tokenizer=false",
-    ]
+    said += ["actor_rollout_ref.model.use_remove_padding=true"]
+    said += ["+actor_rollout_ref.model.load_tokenizer=false"]
     said += ["model_engine=zerodrift", f"actor_rollout_ref.actor.fsdp_config.config={own}"]
     said += [f"actor_rollout_ref.{role}.fsdp_config.quiet=true" for role in ("actor", "ref")]
     said += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
@@ -392,12 +386,8 @@ def hybrid(folder: Path, rank: int) -> Any:
         data[name] = no_padding_2_padding(seen["log_probs"], data)
     tensordict_utils.assign_non_tensor(data, mini_batch_size=2 * SAMPLES, epochs=2, dataloader_kwargs={})
     updated = tensordict_utils.get(actor.update_actor(data), "metrics")
-    actor.rollout, actor.layered_summon, actor.peft_merge, actor.base_sync_done = (
-        Sampler(),
-        False,
-        False,
-        True,
-    )
+    actor.rollout, actor.base_sync_done = Sampler(), True
+    actor.layered_summon = actor.peft_merge = False
     asyncio.run(actor.update_weights())
     require_same(actor.actor.engine.sent, digests_of(actor.rollout.held.items()))
     for one in (reference.ref, actor.actor):
@@ -414,8 +404,8 @@ def hybrid(folder: Path, rank: int) -> Any:
 @case
 def places(folder: Path, rank: int) -> Any:
     """Moved where it is already; elsewhere with an error. Checkpoints hold what verl's block says."""
-    made = worker(folder / "model", checkpoint={"save_contents": ["model", "optimizer", "extra", "hf_model"]})
-    made.set_loss_fn(functools.partial(sft_loss, config=None))
+    whole = {"save_contents": ["model", "optimizer", "extra", "hf_model"]}
+    made = worker(folder / "model", checkpoint=whole, loss=SFT)
     made.to("device")
     made.to("cpu")
     made.train_batch(chats(1, rank))
@@ -423,16 +413,13 @@ def places(folder: Path, rank: int) -> Any:
         made.save_checkpoint(str(folder / f"saved/global_step_{number}"), None, number, 2)
     straight = metrics(made.train_batch(chats(2, rank)))
     end(made)
-    again = worker(folder / "model", config={"zero_optimization": {"stage": 1}})
-    again.set_loss_fn(functools.partial(sft_loss, config=None))
+    again = worker(folder / "model", config={"zero_optimization": {"stage": 1}}, loss=SFT)
     again.load_checkpoint(str(folder / "saved/global_step_3"))
     resumed = metrics(again.train_batch(chats(2, rank)))
     alone = worker(folder / "model", checkpoint={"save_contents": ["hf_model"]})
     alone.save_checkpoint(str(folder / "alone"), None, 1, None)
     lora = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
-    contents = {"save_contents": ["model", "optimizer", "extra", "hf_model"], "save_lora_only": True}
-    parts = worker(folder / "model", checkpoint=contents, **lora)
-    parts.set_loss_fn(functools.partial(sft_loss, config=None))
+    parts = worker(folder / "model", checkpoint=whole | {"save_lora_only": True}, **lora, loss=SFT)
     parts.train_batch(chats(1, rank))
     parts.save_checkpoint(str(folder / "parts"), None, 1, None)
     there = metrics(parts.infer_batch(chats(2, rank)))
@@ -479,9 +466,8 @@ def write_models(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder / "model")
-    LlamaForTokenClassification(LlamaConfig(**sizes, **heads, num_labels=1)).save_pretrained(
-        folder / "critic"
-    )
+    critic = LlamaForTokenClassification(LlamaConfig(**sizes, **heads, num_labels=1))
+    critic.save_pretrained(folder / "critic")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder / "experts")
 

@@ -56,6 +56,19 @@ def refused(call: Callable[[], Any]) -> str:
     raise AssertionError("was not refused")
 
 
+def alone(engine: Engine, change: Callable[[], Any]) -> None:
+    """Change a file on rank 0, while the others wait."""
+    engine.comm.barrier()
+    if engine.mesh.rank() == 0:
+        change()
+    engine.comm.barrier()
+
+
+def same(before: dict[str, torch.Tensor], engine: Engine) -> bool:
+    after = weights(engine)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
 # --- damage -----------------------------------------------------------------------------------------------
 
 
@@ -69,35 +82,29 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def damaged(folder: str, harm: Callable[[Path], None]) -> Any:
-    """Every file of the newest in turn; whether the engine is as it was, and the older one loads."""
+    """Every file of the newest in turn, and one that nobody looks at before it is read."""
     engine, checkpoints = two(folder)
     newest = Path(folder) / NEW
     before = weights(engine)
     messages = {}
-    for name in sorted(path.name for path in newest.iterdir()):
-        kept = (newest / name).read_bytes()
-        engine.comm.barrier()
-        if engine.mesh.rank() == 0:
-            harm(newest / name)
-        engine.comm.barrier()
-        messages[name] = refused(checkpoints.load)
-        engine.comm.barrier()
-        if engine.mesh.rank() == 0:
-            (newest / name).write_bytes(kept)
-    after = weights(engine)
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    for path in sorted(newest.iterdir()):
+        kept = path.read_bytes()
+        alone(engine, partial(harm, path))
+        messages[path.name] = refused(checkpoints.load)
+        alone(engine, partial(path.write_bytes, kept))
+    unchanged = same(before, engine)
     loaded = checkpoints.load(OLD)
     train(engine, 1)
+    data = newest / "__1_0.distcp"
+    alone(engine, lambda: data.write_bytes(b"\0" * data.stat().st_size))
+    unseen = refused(lambda: checkpoints.load(verify=False))
     engine.destroy()
-    return messages, changed, loaded.step
+    return messages, unchanged, loaded.step, unseen
 
 
 MANIFEST = "checkpoint.json`: must be the manifest that was written"
+LOST = f"must hold a checkpoint with the tag '{NEW}'; got {OLD}"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +112,7 @@ MANIFEST = "checkpoint.json`: must be the manifest that was written"
     [
         (flip, "must be the bits that were written; got others", MANIFEST),
         (cut, r"must have the [\d,]+ bytes that were written; got [\d,]+", MANIFEST),
-        (
-            remove,
-            "must be there; got no such file",
-            f"must hold a checkpoint with the tag '{NEW}'; got {OLD}",
-        ),
+        (Path.unlink, "must be there; got no such file", LOST),
     ],
     ids=["flipped", "cut", "removed"],
 )
@@ -117,36 +120,16 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
     harm: Any, must: str, manifest: str, tmp_path: Path
 ) -> None:
     results = run_ranks(damaged, 2, str(tmp_path), harm)
-    assert [step for *_, step in results] == [1, 1]
-    assert [changed for _, changed, _ in results] == [[], []]
-    messages = results[0][0]
-    assert messages == results[1][0] and len(messages) == 11
+    assert results[0] == results[1]
+    messages, unchanged, step, unseen = results[0]
+    assert unchanged and step == 1 and len(messages) == 11
+    assert NEW in unseen and "must be readable" in unseen, "an error, not a crash"
     assert manifest in messages.pop("checkpoint.json")
-    for rank in range(2):
-        message = messages.pop(f"rank-{rank:05d}.json")
-        assert f"rank-{rank:05d}.json`: " in message and "Load an older checkpoint" in message
-        assert re.search(must if harm is remove else f"must be what rank {rank} wrote; got ", message)
     for name, message in messages.items():
-        assert name in message and re.search(must, message), message
+        of_rank = re.fullmatch(r"rank-0000(\d)\.json", name)
+        expected = f"must be what rank {of_rank[1]} wrote; got " if of_rank and harm in (flip, cut) else must
+        assert name in message and re.search(expected, message), message
         assert "Load an older checkpoint" in message
-
-
-def without_looking(folder: str) -> str:
-    """A file that is damaged where nobody looked is still an error, not a crash."""
-    engine, checkpoints = two(folder)
-    engine.comm.barrier()
-    if engine.mesh.rank() == 0:
-        data = Path(folder) / NEW / "__1_0.distcp"
-        data.write_bytes(b"\0" * data.stat().st_size)
-    engine.comm.barrier()
-    message = refused(lambda: checkpoints.load(verify=False))
-    engine.destroy()
-    return message
-
-
-def test_damage_that_is_met_in_reading_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    messages = run_ranks(without_looking, 2, str(tmp_path))
-    assert messages[0] == messages[1] and NEW in messages[0] and "must be readable" in messages[0]
 
 
 # --- something else ---------------------------------------------------------------------------------------
@@ -168,8 +151,7 @@ def refusals(folder: str) -> dict[str, str]:
         engine = make(written, model)
         before = weights(engine)
         messages[what] = refused(Checkpoints(engine, folder, quiet=True).load)
-        after = weights(engine)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert same(before, engine)
         engine.destroy()
     engine = make(config(3, "bf16", 2))
     checkpoints = Checkpoints(engine, f"{folder}/none", quiet=True)
@@ -252,29 +234,11 @@ def test_a_full_disk_leaves_what_was_there(asynchronous: bool, tmp_path: Path) -
     assert step == 2
 
 
-def cannot_be_read_again(folder: str) -> Any:
+def refused_saves(folder: str) -> Any:
+    """Of a state that could not be read again, beside another writer, and over another run's."""
     engine, checkpoints = two(folder)
-    client = {"bad": threading_lock()} if engine.mesh.rank() == 1 else {"bad": 1}
-    message = refused(lambda: checkpoints.save("odd", client=client))
-    checkpoints.save("fine", client={"bad": 1})
-    engine.destroy()
-    return message
-
-
-def threading_lock() -> Any:
-    return type("Unknown", (), {})
-
-
-def test_a_state_that_could_not_be_read_is_refused_on_every_rank(tmp_path: Path) -> None:
-    messages = run_ranks(cannot_be_read_again, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "`client`: must be made of numbers" in messages[0]
-
-
-# --- two writers ------------------------------------------------------------------------------------------
-
-
-def two_writers(folder: str) -> Any:
-    engine, checkpoints = two(folder)
+    client = {"bad": object() if engine.mesh.rank() == 1 else 1}
+    unreadable = refused(lambda: checkpoints.save("odd", client=client))
     held = Lock.take(Path(folder)) if engine.mesh.rank() == 0 else None
     while_held = refused(lambda: checkpoints.save("now"))
     if held is not None:
@@ -290,13 +254,14 @@ def two_writers(folder: str) -> Any:
     train(engine, 1)
     other.save("mine-now")
     engine.destroy()
-    return while_held, not_mine, at_once
+    return unreadable, while_held, not_mine, at_once
 
 
-def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    results = run_ranks(two_writers, 2, str(tmp_path))
+def test_a_folder_has_one_writer_and_states_that_can_be_read(tmp_path: Path) -> None:
+    results = run_ranks(refused_saves, 2, str(tmp_path))
     assert results[0] == results[1]
-    while_held, not_mine, at_once = results[0]
+    unreadable, while_held, not_mine, at_once = results[0]
+    assert "`client`: must be made of numbers" in unreadable
     assert "must have one writer; got process" in while_held and "save to another folder" in while_held
     assert f"must hold checkpoints of this run alone; got {OLD}, now, {NEW} of another" in not_mine
     assert at_once == not_mine, "with the first step, before work is lost"
@@ -319,20 +284,14 @@ def dies(folder: str, who: int, event: str, word: str, load: bool) -> Any:
     plan = make_plan(config(3, "bf16"), GPT(), 2)
     engine = Engine(plan, start(plan.mesh, "cpu", TIMEOUT), partial(NativeExecutor, plan, GPT()))
     checkpoints = Checkpoints(engine, folder, quiet=True)
-    if load:
-        checkpoints.load(NEW)
-    else:
-        checkpoints.resume()
+    checkpoints.load(NEW)
     train(engine, 1)
     engine.comm.barrier()
     if engine.mesh.rank() == who:
         kill_at(event, word)
     began = time.monotonic()
     try:
-        if load:
-            checkpoints.load(OLD)
-        else:
-            checkpoints.save()
+        checkpoints.load(OLD) if load else checkpoints.save()
     except RankError:
         engine.destroy()
         return time.monotonic() - began
@@ -358,34 +317,28 @@ def comes_back(folder: str) -> Any:
 
 
 POINTS = [
-    (0, "open", "distcp"),
-    (1, "open", "distcp"),
-    (1, "open", "rank-00001.pt"),
-    (1, "open", "rank-00001.json"),
-    (0, "open", "checkpoint.json"),
-    (0, "os.rename", ".writing-"),
+    (0, "open", "distcp", False),
+    (1, "open", "distcp", False),
+    (1, "open", "rank-00001.pt", False),
+    (1, "open", "rank-00001.json", False),
+    (0, "open", "checkpoint.json", False),
+    (0, "os.rename", ".writing-", False),
+    (0, "open", "distcp", True),
+    (1, "open", "rank-00001.json", True),
 ]
+"""Who dies before what, in a save or a load."""
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize(("who", "event", "word"), POINTS, ids=str)
-def test_a_rank_that_dies_in_a_save_costs_that_save_alone(
-    who: int, event: str, word: str, tmp_path: Path
+@pytest.mark.parametrize(("who", "event", "word", "load"), POINTS, ids=str)
+def test_a_rank_that_dies_costs_that_save_or_load_alone(
+    who: int, event: str, word: str, load: bool, tmp_path: Path
 ) -> None:
     run_ranks(saved, 2, str(tmp_path))
-    results = run_ranks(dies, 2, str(tmp_path), who, event, word, False, dying={who})
+    results = run_ranks(dies, 2, str(tmp_path), who, event, word, load, dying={who})
     assert results[who] is None and results[1 - who] < 3 * TIMEOUT
     for step, names in run_ranks(comes_back, 2, str(tmp_path)):
         assert step == 2 and names == [], "what the dead save left is gone"
-
-
-@pytest.mark.parametrize(("who", "word"), [(0, "distcp"), (1, "rank-00001.json")])
-def test_a_rank_that_dies_in_a_load_is_missed(who: int, word: str, tmp_path: Path) -> None:
-    run_ranks(saved, 2, str(tmp_path))
-    results = run_ranks(dies, 2, str(tmp_path), who, "open", word, True, dying={who})
-    assert results[who] is None and results[1 - who] < 3 * TIMEOUT
-    for step, names in run_ranks(comes_back, 2, str(tmp_path)):
-        assert step == 2 and names == []
 
 
 # --- beside training --------------------------------------------------------------------------------------
@@ -416,10 +369,10 @@ def slow_disk(folder: str) -> Any:
         train(engine, 1)
     late = folder_of.tags()
     checkpoints.load("beside")
-    found = weights(engine)
+    saved_state = same(expected, engine)
     checkpoints.save("last")
     engine.destroy()  # waits for it
-    return early, late, folder_of.tags(), all(torch.equal(found[n], expected[n]) for n in expected)
+    return early, late, folder_of.tags(), saved_state
 
 
 def test_a_save_beside_training_is_of_the_state_that_was_saved(tmp_path: Path) -> None:
@@ -458,14 +411,10 @@ def only_one_sees(folder: str) -> Any:
         checkpoints._folder = CheckpointFolder(f"{folder}-not-yet")
     loaded = checkpoints.resume()
     found = None if loaded is None else loaded.tag
-    engine.comm.barrier()
-    if engine.mesh.rank() == 0:
-        (Path(folder) / "latest").write_bytes(b"\xff")
+    latest = Path(folder) / "latest"
+    alone(engine, lambda: latest.write_bytes(b"\xff"))
     message = refused(checkpoints.resume)
-    engine.comm.barrier()
-    if engine.mesh.rank() == 0:
-        (Path(folder) / "latest").unlink()
-        (Path(folder) / NEW / "checkpoint.json").unlink()
+    alone(engine, lambda: (latest.unlink(), (latest.parent / NEW / "checkpoint.json").unlink()))
     half = refused(checkpoints.resume)
     engine.destroy()
     return found, message, half

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,9 +77,8 @@ def _compare(engine: Engine, folder: Path) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    shutil.rmtree(tmp_path, ignore_errors=True)
+def root(tmp_path: Path) -> Path:
+    return tmp_path
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -104,90 +101,64 @@ def test_each_rank_writes_its_share(root: Path) -> None:
     total = sum(value.nbytes for value in tensors(root / "model").values())
     assert sum(counts) == total
     assert max(counts) < 0.75 * total
+    frozen = tensors(root / "model")["layers.0.norm1.weight"]
+    assert frozen.dtype is torch.float32 and torch.equal(frozen, torch.ones(32))
 
 
 def shares(root: str) -> int:
+    """Bytes that a rank writes; and a frozen row, which has no master, is its storage, widened."""
     writers: list[SafetensorsWriter] = []
 
-    class Watched(SafetensorsWriter):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            writers.append(self)
+    def watched(*args: Any) -> SafetensorsWriter:
+        writers.append(SafetensorsWriter(*args))
+        return writers[-1]
 
-    exporting.SafetensorsWriter = Watched  # type: ignore[misc]
-    zd.export(trained(3), Path(root) / "model")
+    exporting.SafetensorsWriter = watched  # type: ignore[assignment,misc]
+    engine = trained(3)
+    zd.export(engine, Path(root) / "model", dtype="fp32")
+    row = engine.plan.row("layers.0.norm1.weight")
+    assert row is not None and row.columns.update is None
     return writers[-1].written
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------
 
 
 def left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def refused(root: str) -> list[str]:
-    """On a rank: errors, each on every rank."""
-    engine, found = trained(2), []
-    folder = Path(root)
-    (folder / "there").mkdir(exist_ok=True)
-    (folder / "there" / "thing").touch()
-    (folder / "before").mkdir(exist_ok=True)
-    (folder / "before" / "thing.safetensors").touch()
+def refused(root: str) -> None:
+    """On a rank: errors, each on every rank, which leave nothing."""
+    engine = trained(2)
+    rank, folder = engine.mesh.rank(), Path(root)
 
-    def attempt(**rest: Any) -> None:
-        try:
-            zd.export(engine, **rest)
-        except zd.ZerodriftError as error:
-            found.append(str(error))
-        else:
-            found.append("")
+    def attempt(expected: str, folder: Path | str = folder / "a", **rest: Any) -> None:
+        with pytest.raises(zd.ZerodriftError, match=expected):
+            zd.export(engine, folder, **rest)
 
-    attempt(folder=folder / "there")
-    attempt(folder=folder / "there" / "thing")
-    attempt(folder=folder / "a", dtype="int8")
-    attempt(folder=folder / "a", max_shard_size="many")
-    full, os.posix_fallocate = os.posix_fallocate, _full
-    attempt(folder=folder / "a")
-    os.posix_fallocate = full
-    write = SafetensorsWriter.write
-    if engine.mesh.rank() == 1:
-        SafetensorsWriter.write = _broken  # type: ignore[method-assign]
-    attempt(folder=folder / "a")
-    SafetensorsWriter.write = write  # type: ignore[method-assign]
+    attempt("must not be there, or be empty", folder / "there")
+    attempt("must be a folder", folder / "there" / "thing")
+    attempt("must be fp32, bf16 or fp16", dtype="int8")
+    attempt("must be a number of bytes", max_shard_size="many")
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")):
+        attempt("No space left on device.*Make room")
+    broken = {"side_effect": OSError(5, "Input/output error")} if rank else {"new": SafetensorsWriter.write}
+    with mock.patch.object(SafetensorsWriter, "write", **broken):
+        attempt("Input/output error")
     home = Path.cwd()
-    (folder / f"machine{engine.mesh.rank()}").mkdir()
-    os.chdir(folder / f"machine{engine.mesh.rank()}")
-    attempt(folder="a")
+    (folder / f"machine{rank}").mkdir()
+    os.chdir(folder / f"machine{rank}")
+    attempt("every rank sees; got rank 1", "a")
     os.chdir(home)
-    attempt(folder=folder / "there", overwrite=True)
-    attempt(folder=folder / "before")
-    attempt(folder=folder / "before", overwrite=True)
-    return found
-
-
-def _full(*_: int) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def _broken(*_: Any) -> None:
-    raise OSError(5, "Input/output error")
+    attempt("must be a model's folder", folder / "there", overwrite=True)
+    attempt("must not be there, or be empty", folder / "before")
+    zd.export(engine, folder / "before", overwrite=True)
 
 
 def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
-    found = run_ranks(refused, 2, str(root), timeout=60)
-    assert found[0] == found[1]
-    something, file, dtype, size, full, broken, unseen, others, before, fine = found[0]
-    assert "must not be there, or be empty" in something
-    assert "must be a folder" in file
-    assert "must be fp32, bf16 or fp16" in dtype
-    assert "must be a number of bytes" in size
-    assert "No space left on device" in full and "Make room" in full
-    assert "Input/output error" in broken
-    assert "every rank sees; got rank 1" in unseen
-    assert "must be a model's folder" in others and left(root / "there") == ["thing"]
-    assert "must not be there, or be empty" in before
-    assert fine == "" and not (root / "before" / "thing.safetensors").exists()
+    for file in (root / "there" / "thing", root / "before" / "thing.safetensors"):
+        file.parent.mkdir()
+        file.touch()
+    run_ranks(refused, 2, str(root), timeout=60)
+    assert left(root / "there") == ["thing"] and not (root / "before" / "thing.safetensors").exists()
     assert left(root) == ["before", "machine0", "machine1", "there"]
     assert left(root / "machine0") == left(root / "machine1") == []
 
@@ -195,16 +166,12 @@ def test_errors_are_everybodys_and_leave_nothing(root: Path) -> None:
 def killed(root: str, dying: int) -> str:
     engine = trained(3)
     if engine.mesh.rank() == dying:
-        SafetensorsWriter.write = _die  # type: ignore[method-assign]
+        SafetensorsWriter.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     try:
         zd.export(engine, Path(root) / "model")
     except RankError as error:
         return str(error)
     return ""
-
-
-def _die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dying", [0, 1])
@@ -240,14 +207,3 @@ def test_a_replacement_that_never_came_is_undone(root: Path) -> None:
         new_folder(root / "model")
     assert left(root) == [".model.old-mine", "model"], "a name that no writer gives is somebody else's"
     assert left(root / "model") == ["file"]
-
-
-def test_columns_of_frozen_parameters(root: Path) -> None:
-    """Frozen rows have no master: what is exported is storage, widened where asked."""
-    engine = trained(0)
-    row = engine.plan.row("layers.0.norm1.weight")
-    assert row is not None and row.columns.update is None and replace(row) == row
-    zd.export(engine, root / "model", dtype="fp32")
-    found = tensors(root / "model")["layers.0.norm1.weight"]
-    assert found.dtype is torch.float32 and torch.equal(found, torch.ones(32))
-    engine.destroy()

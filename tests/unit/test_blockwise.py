@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.optim.blockwise import (
-    LARGEST_SCALE,
-    LEAST_SCALE,
-    LEVELS,
-    Code,
-    decode,
-    encode,
-    tables,
-)
+from zerodrift.optim.blockwise import LARGEST_SCALE, LEAST_SCALE, LEVELS, Code, decode, encode, tables
 from zerodrift.optim.rounding import block_keys, random_words
 
 CPU = torch.device("cpu")

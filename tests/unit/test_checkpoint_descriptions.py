@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,17 @@ def require_refused(tag: Path, *match: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         verified(tag)
     assert all(text in str(caught.value) for text in match), str(caught.value)
-    found = inspect(tag, verify=True)
-    assert not found.complete
+    assert not inspect(tag, verify=True).complete
+
+
+def change(tag: Path, rank: int, how: Callable[[Description], Description]) -> None:
+    """Write a rank's description anew."""
+    write_description(tag, how(read_description(tag, read_manifest(tag).of_ranks, rank)[0]))
+
+
+def write_sealed(tag: Path, value: Any) -> None:
+    text = json.dumps(value, separators=(",", ":"))
+    (tag / "rank-00000.json").write_text(f"{{{sealed('description', text)}}}\n")
 
 
 def read_all(tag: Path) -> None:
@@ -154,73 +164,84 @@ def test_no_bit_of_a_description_can_change_unseen(tag: Path) -> None:
         read_all(tag)
 
 
-def missing(tag: Path) -> str:
-    (tag / "rank-00006.json").unlink()
-    return "rank-00006.json`: must be there; got no such file"
+SIX, ZERO = "rank-00006.json", "rank-00000.json"
+ANOTHER_SAVE = f"{SIX}`: must be of rank 6 in the save step-00000001@"
+LEADS_OUT = "must name files that are in it"
 
 
-def cut(tag: Path) -> str:
-    path = tag / "rank-00006.json"
-    path.write_bytes(path.read_bytes()[:-9])
-    return "rank-00006.json`: must be what rank 6 wrote"
+def shorten(tag: Path, name: str, by: int) -> None:
+    data = (tag / name).read_bytes()
+    (tag / name).write_bytes(data[:-by] if by > 0 else data + b" " * -by)
 
 
-def swapped(tag: Path) -> str:
-    first, second = (tag / f"rank-0000{rank}.json" for rank in (2, 6))
-    texts = first.read_bytes(), second.read_bytes()
-    first.write_bytes(texts[1])
-    second.write_bytes(texts[0])
-    return "rank-00006.json`: must be of rank 6"
+def swap(tag: Path) -> None:
+    two = tag / "rank-00002.json"
+    text = two.read_bytes()
+    two.write_bytes((tag / SIX).read_bytes())
+    (tag / SIX).write_bytes(text)
 
 
-def of_another_step(tag: Path) -> str:
-    other = save_as_ranks(tag.parent / "other", plan_of(8), 2)
-    for name in ("__6_0.distcp", "rank-00006.json", "rank-00006.pt"):
+def mix(tag: Path, step: int) -> None:
+    """Rank 6 is that of another save, of another step or run."""
+    other = save_as_ranks(tag.parent / "other", plan_of(8), step)
+    for name in ("__6_0.distcp", SIX, "rank-00006.pt"):
         shutil.copy(other / name, tag / name)
-    return "rank-00006.json`: must be of rank 6 in the save step-00000001@"
 
 
-def of_the_same_step_in_another_run(tag: Path) -> str:
-    other = save_as_ranks(tag.parent / "other", plan_of(8))
-    shutil.copy(other / "rank-00006.json", tag / "rank-00006.json")
-    return "rank-00006.json`: must be of rank 6 in the save step-00000001@"
+def make_a_folder(tag: Path) -> None:
+    (tag / SIX).unlink()
+    (tag / SIX).mkdir()
 
 
-def a_folder(tag: Path) -> str:
-    (tag / "rank-00006.json").unlink()
-    (tag / "rank-00006.json").mkdir()
-    return "rank-00006.json`: must be a file of the checkpoint itself"
+def lead_out(tag: Path, name: str) -> None:
+    shutil.copy(tag / "__0_0.distcp", tag.parent / "secret")
+    change(tag, 0, lambda of: replace(of, tensors=replace(of.tensors, name=name)))
 
 
-@pytest.mark.parametrize(
-    "harm", [missing, cut, swapped, of_another_step, of_the_same_step_in_another_run, a_folder]
-)
-def test_a_description_that_is_not_the_ranks_own_is_named(harm: Callable[[Path], str], tag: Path) -> None:
-    message = harm(tag)
-    require_refused(tag, message)
-    with pytest.raises(CheckpointError, match=r"rank-0000[26]\.json"):
-        read_all(tag)
+def write_size(tag: Path, size: Any) -> None:
+    text = json.loads((tag / ZERO).read_text())["description"]
+    text["files"][0]["bytes"] = size
+    write_sealed(tag, text)
 
 
-@pytest.mark.parametrize("name", ["__6_0.distcp", "rank-00006.pt"])
-def test_a_file_that_a_description_names_is_looked_at(name: str, tag: Path) -> None:
-    (tag / name).write_bytes((tag / name).read_bytes() + b" ")
-    require_refused(tag, f"{name}`: must have the ")
+NO_DESCRIPTIONS = (3, [], {}, {"files": 3}, {"save": 1, "rank": "x", "files": [], "chunks": []})
+HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "missing": (lambda tag: (tag / SIX).unlink(), f"{SIX}`: must be there; got no such file", SIX),
+    "cut": (lambda tag: shorten(tag, SIX, 9), f"{SIX}`: must be what rank 6 wrote", SIX),
+    "swapped": (swap, f"{SIX}`: must be of rank 6", "rank-00002.json"),
+    "another step": (lambda tag: mix(tag, 2), ANOTHER_SAVE, SIX),
+    "another run": (lambda tag: mix(tag, 1), ANOTHER_SAVE, SIX),
+    "a folder": (make_a_folder, f"{SIX}`: must be a file of the checkpoint itself", SIX),
+    "longer tensors": (lambda tag: shorten(tag, "__6_0.distcp", -1), "__6_0.distcp`: must have the ", ""),
+    "longer state": (lambda tag: shorten(tag, "rank-00006.pt", -1), "rank-00006.pt`: must have the ", ""),
+    # Its description is right about itself: the sum in the manifest is not.
+    "written anew": (
+        lambda tag: change(tag, 4, lambda of: replace(of, chunks=of.chunks[::-1])),
+        "must hold the files that 8 ranks wrote; got others",
+        "",
+    ),
+    **{
+        f"file {name!r}": (partial(lead_out, name=name), LEADS_OUT, LEADS_OUT)
+        for name in ("../secret", "/dev/zero", "", "..")
+    },
+    **{
+        f"sealed {value}": (partial(write_sealed, value=value), f"{ZERO}`: must be what rank 0 wrote", ZERO)
+        for value in NO_DESCRIPTIONS
+    },
+    **{f"size {size}": (partial(write_size, size=size), ZERO, "") for size in (10**30, "x")},
+    "size -1": (partial(write_size, size=-1), "__0_0.distcp", ""),
+}
+"""Name -> harm, what is said by whoever looks at all of it, and by whoever only reads, if that sees it."""
 
 
-def test_a_whole_rank_that_somebody_wrote_anew_is_noticed(tag: Path) -> None:
-    """Its description is right about itself: the sum in the manifest is not."""
-    files = read_manifest(tag).of_ranks
-    found, _ = read_description(tag, files, 4)
-    write_description(tag, replace(found, chunks=found.chunks[::-1]))
-    require_refused(tag, "must hold the files that 8 ranks wrote; got others")
-
-
-def lie(tag: Path, change: Callable[[Description], Description]) -> None:
-    """A description that says something else, and is sealed."""
-    files = read_manifest(tag).of_ranks
-    write_description(tag, change(read_description(tag, files, 0)[0]))
-    seal(tag)
+@pytest.mark.parametrize("name", HARMS)
+def test_a_description_that_is_not_the_ranks_own_is_named(name: str, tag: Path) -> None:
+    harm, looking, reading = HARMS[name]
+    harm(tag)
+    require_refused(tag, looking)
+    if reading:
+        with pytest.raises(CheckpointError, match=reading):
+            read_all(tag)
 
 
 def first(of: Description, **change: Any) -> Description:
@@ -241,42 +262,11 @@ LIES: dict[str, Callable[[Description], Description]] = {
 @pytest.mark.parametrize("how", LIES)
 def test_a_description_that_lies_is_an_error_and_never_another_value(how: str, tag: Path) -> None:
     with pytest.raises(CheckpointError, match="must"):
-        lie(tag, LIES[how])
+        change(tag, 0, LIES[how])
+        seal(tag)
         for entry in read_entries(tag):
             CheckpointReader(tag).check(entry)
         read_all(tag)
-
-
-@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "", ".."])
-def test_no_description_leads_out_of_a_checkpoint(name: str, tag: Path) -> None:
-    files = read_manifest(tag).of_ranks
-    found, _ = read_description(tag, files, 0)
-    shutil.copy(tag / "__0_0.distcp", tag.parent / "secret")
-    write_description(tag, replace(found, tensors=replace(found.tensors, name=name)))
-    require_refused(tag, "must name files that are in it")
-    with pytest.raises(CheckpointError, match="must name files that are in it"):
-        read_all(tag)
-
-
-@pytest.mark.parametrize(
-    "value", [3, [], {}, {"files": 3}, {"save": 1, "rank": "x", "files": [], "chunks": []}]
-)
-def test_a_sealed_text_that_is_no_description_is_named(value: Any, tag: Path) -> None:
-    (tag / "rank-00000.json").write_text(f"{{{sealed('description', json.dumps(value))}}}\n")
-    require_refused(tag, "rank-00000.json`: must be what rank 0 wrote")
-    with pytest.raises(CheckpointError, match=r"rank-00000\.json"):
-        read_all(tag)
-
-
-@pytest.mark.parametrize("size", [10**30, -1, "x"])
-def test_a_file_has_a_size(size: Any, tag: Path) -> None:
-    files = read_manifest(tag).of_ranks
-    found, _ = read_description(tag, files, 0)
-    text = json.loads((tag / "rank-00000.json").read_text())
-    text["description"]["files"][0]["bytes"] = size
-    value = json.dumps(text["description"], separators=(",", ":"))
-    (tag / "rank-00000.json").write_text(f"{{{sealed('description', value)}}}\n")
-    require_refused(tag, found.tensors.name if size == -1 else "rank-00000.json")
 
 
 def test_sums_are_of_all_ranks_in_any_order(tag: Path) -> None:
@@ -290,13 +280,9 @@ def test_sums_are_of_all_ranks_in_any_order(tag: Path) -> None:
 # --- torch's index ---------------------------------------------------------------------------------------
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3, bias=False))
-
-
 def test_of_many_ranks_there_is_no_metadata_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerodrift.checkpoint.save.FEW", 0)
-    engine = zd.initialize(network(), config=CONFIG, device="cpu", quiet=True)
+    engine = zd.initialize(nn.Linear(3, 5), config=CONFIG, device="cpu", quiet=True)
     checkpoints = zd.Checkpoints(engine, tmp_path, quiet=True)
     checkpoints.save("one")
     assert not (tmp_path / "one" / ".metadata").exists() and inspect(tmp_path / "one", verify=True).complete

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.tools import load_tool
 
 
 @pytest.fixture(scope="module")
 def doors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("doors", ROOT / "tools" / "doors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "doors", module)
-        spec.loader.exec_module(module)
-    return module
+    return load_tool("doors")
 
 
 def test_the_page_shows_what_was_found(doors: Any) -> None:
@@ -71,52 +65,78 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
 
 @pytest.fixture
 def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`doors`, where nothing of the repository is written and no environment is made but for DeepSpeed."""
+    """`doors`, where nothing of the repository is written."""
     (tmp_path / "page.md").write_text(doors.BEGIN + doors.END)
-    python = tmp_path / "all" / "deepspeed" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho 0.19.6\n")
-    python.chmod(0o755)
-
-    def made(name: str, home: Path, torch: Any) -> Path:
-        if name == "deepspeed":
-            return python
-        raise subprocess.CalledProcessError(1, ["pip", "install", name])
-
     monkeypatch.setattr(doors, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(doors, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(doors, "made", made)
     return doors
+
+
+def made_python(name: str, home: Path) -> Path:
+    """An interpreter that says a version, whatever it is asked."""
+    python = home / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text("#!/bin/sh\necho 0.19.6\n")
+    python.chmod(0o755)
+    return python
 
 
 def test_a_failure_ends_nothing_else_and_what_ran_is_kept(
     apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One tool has no environment, one cell of another fails; the second time only that cell runs."""
-    ran: list[str] = []
+    ran = []
+
+    def made(name: str, home: Path, torch: Any) -> Path:
+        if name == "lightning":
+            raise subprocess.CalledProcessError(1, ["pip", "install", "lightning"])
+        return made_python(name, home)
 
     def run(cell: Any, *_: Any) -> Any:
         ran.append(str(cell))
         fails = cell.stage == 3 and cell.on == "zerodrift" and cell.example.name == "`deepspeed`"
-        numbers, trouble = ([], "exit code 1") if fails else ([1.0, 2.0], "")
-        return apart.Outcome(numbers, trouble, "2026-11-23", cell.asked)
+        return apart.Outcome(
+            [] if fails else [1.0, 2.0], "exit code 1" if fails else "", "2026-11-23", cell.asked
+        )
 
+    monkeypatch.setattr(apart, "made", made)
     monkeypatch.setattr(apart, "run", run)
     home = tmp_path / "all"
     assert apart.try_all(home, ["lightning", "deepspeed"], "", []) == 1
     failed = f"{apart.TOOLS['deepspeed'].shown}: `deepspeed`, stage 3 on zerodrift"
     assert len(ran) == 8 and failed == ran[-1]
-    told = capsys.readouterr().out
-    assert "[12/12, 0 min left]" in told and "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told
-    summary, missing, last = told.splitlines()[-3:]
-    assert summary.startswith("1 of 3 examples ran at stages 2 and 3; 3 of 4 runs are within 1e-06")
-    assert "lightning" in missing and f"see {home / 'lightning.log'}" in missing
-    log = home / "deepspeed" / "doors" / "1-3-zerodrift.log"
-    assert last == f"FAILED {failed}: exit code 1; see {log}"
+    told = capsys.readouterr()
+    assert "[12/12, 0 min left]" in told.out and "`torchrun`, stage 2 on DeepSpeed ... 2 numbers" in told.out
+    last = told.out.splitlines()[-3:]
+    assert last[0].startswith("1 of 3 examples ran at stages 2 and 3; 3 of 4 runs are within 1e-06")
+    assert "lightning" in last[1] and f"see {home / 'lightning.log'}" in last[1]
+    assert (
+        last[2] == f"FAILED {failed}: exit code 1; see {home / 'deepspeed' / 'doors' / '1-3-zerodrift.log'}"
+    )
     assert [(row.ran, row.apart) for row in apart.results()] == [*[(True, 0.0)] * 3, (False, None)]
     assert "`deepspeed` at stage 3" in apart.PAGE.read_text()
     assert apart.try_all(home, ["deepspeed"], "torchrun", []) == 0 and len(ran) == 8
     assert apart.try_all(home, ["deepspeed"], "", []) == 1 and ran[8:] == [failed]
+
+
+def test_losses_that_are_apart_are_asked_for_again(
+    apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed gave others once; the same command runs both again, and nothing else."""
+    ran: list[str] = []
+    python = made_python("deepspeed", tmp_path / "all" / "deepspeed")
+
+    def run(cell: Any, *_: Any) -> Any:
+        once = cell.stage == 3 and cell.on == "DeepSpeed" and str(cell) not in ran
+        ran.append(str(cell))
+        return apart.Outcome([1.0, 4.0 if once else 2.0], "", "2026-11-23", cell.asked)
+
+    monkeypatch.setattr(apart, "made", lambda *_: python)
+    monkeypatch.setattr(apart, "run", run)
+    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 1
+    assert "`torchrun` is 5e-01 from DeepSpeed at stage 3" in capsys.readouterr().err
+    assert apart.try_all(tmp_path / "all", ["deepspeed"], "torchrun", []) == 0
+    assert len(ran) == 6 and ran[4:] == ran[2:4] and [row.apart for row in apart.results()] == [0.0, 0.0]
 
 
 def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,24 +148,31 @@ def test_a_cell_of_another_command_or_source_is_another(doors: Any, monkeypatch:
     assert [cell.asked == asked for cell, asked in zip(cells, first, strict=True)] == [True, False] * 2
 
 
-@pytest.mark.parametrize(
-    ("code", "losses", "said"),
-    [
-        (0, [1.0, 2.0], ""),
-        (0, [1.0, math.nan, math.inf], "2 of 3 losses are not finite"),
-        (0, [], "wrote no losses"),
-        (3, [math.nan], "exit code 3"),
-        (None, [], "not done in"),
-    ],
-)
-def test_a_run_of_losses_that_are_not_finite_has_failed(
-    code: int | None, losses: list[float], said: str, doors: Any
-) -> None:
-    """Whoever ran it: it is no result of that package, and nothing to compare the other's with."""
-    found = doors.why_it_failed(code, losses)
-    assert found.startswith(said) and bool(found) == bool(said)
+def test_the_furthest_number_is_found(doors: Any) -> None:
     assert doors.furthest([1.0, 4.0], [1.0, 2.0]) == 1.0 and doors.furthest([0.5], [0.25]) == 0.25
     assert doors.furthest([], []) is doors.furthest([1.0], [1.0, 2.0]) is None
+
+
+def test_a_run_of_losses_that_are_not_finite_has_failed(doors: Any) -> None:
+    """Whoever ran it: it is no result of that package, and nothing to compare the other's with."""
+    assert doors.why_it_failed(0, [1.0, 2.0]) == ""
+    assert doors.why_it_failed(0, [1.0, math.nan, math.inf]) == "2 of 3 losses are not finite"
+    assert doors.why_it_failed(0, []) == "wrote no losses"
+    assert doors.why_it_failed(3, [math.nan]) == "exit code 3"
+    assert doors.why_it_failed(None, []).startswith("not done in")
+
+
+def test_a_name_that_is_none_is_said(
+    doors: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["trk"], "no such tool: trk; there are trl,"),
+        (["trl", "--only", "sfx"], "has 'sfx' in"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["doors.py", "all", "folder", *words])
+        with pytest.raises(SystemExit):
+            doors.main()
+        assert said in capsys.readouterr().err
 
 
 def test_what_an_example_leaves_in_its_folder_is_read(doors: Any, tmp_path: Path) -> None:
@@ -155,3 +182,17 @@ def test_what_an_example_leaves_in_its_folder_is_read(doors: Any, tmp_path: Path
     assert doors.losses(tmp_path) == []
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 4.0}, {"epoch": 1}]}')
     assert doors.losses(tmp_path) == [4.0]
+
+
+def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears no Ctrl-C, and has started one in a session of its own."""
+    monkeypatch.setattr(doors.processes, "GRACE", 0.1)
+    script = f"trap '' INT; setsid sleep 100 & echo $! > {tmp_path}/pid; wait"
+    with (tmp_path / "log").open("w") as log:
+        assert doors.processes.run(["sh", "-c", script], os.environ, tmp_path, log, 0.5) is None
+        pid = int((tmp_path / "pid").read_text())
+        until = time.monotonic() + 10
+        while pid in doors.processes.there_are() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert pid not in doors.processes.there_are()
+        assert doors.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3

@@ -1,7 +1,8 @@
-"""The drop-in's surface: what imports, with which arguments, and what says no, and how."""
+"""The drop-in's surface: what imports, with which arguments, what says no, and what frameworks reach for."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
@@ -71,7 +73,17 @@ IMPORTED = {
     "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
     "zero": ("Init", "GatheredParameters", "register_external_parameter"),
 }
-"""Modules that scripts import by name, and names that they import from them."""
+IMPORTED |= dict.fromkeys(
+    (
+        *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
+        *("ops.lamb.fused_lamb", "monitor.csv_monitor", "checkpoint.ds_to_universal", "env_report"),
+        *("runtime.zero.utils", "runtime.data_pipeline.data_sampling.data_analyzer"),
+        "runtime.data_pipeline.data_routing.helper",
+        "runtime.data_pipeline.curriculum_scheduler",
+    ),
+    ("__doc__",),
+)
+"""Modules that scripts and tutorials import by name, and names that they import from them."""
 
 ENGINE = (
     *("forward", "backward", "step", "scale", "no_sync", "coalesce_grad_reduction", "zero_grad", "train"),
@@ -93,16 +105,14 @@ def test_what_scripts_import_is_there(module: str, names: tuple[str, ...]) -> No
     at: Any = deepspeed
     for part in filter(None, module.split(".")):
         at = getattr(at, part)
-    assert (
-        at.__name__.startswith("zerodrift.deepspeed") or module == "utils.z3_leaf_module"
-    )  # a function there
+    # A function has this name too.
+    assert at.__name__.startswith("zerodrift.deepspeed") or module == "utils.z3_leaf_module"
 
 
-def test_dotted_names_work_after_one_import() -> None:
-    assert deepspeed.runtime.lr_schedules.WarmupLR and deepspeed.runtime.zero.Init is deepspeed.zero.Init
+def test_one_import_shows_one_object_under_all_its_names() -> None:
+    assert deepspeed.runtime.zero.Init is deepspeed.zero.Init
     assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
     assert deepspeed.utils.groups.get_model_parallel_world_size() == 1
-    assert deepspeed.runtime.config.DeepSpeedConfigError is deepspeed.DeepSpeedConfigError
 
 
 def test_the_log_of_collectives_is_empty_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,10 +269,7 @@ def test_a_method_takes_what_deepspeeds_takes(name: str) -> None:
     ("module", "names"),
     [
         ("", ("initialize", "init_distributed", "add_config_arguments")),
-        (
-            "zero",
-            ("Init", "GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
-        ),
+        ("zero", (*IMPORTED["zero"], "unwrap_model_for_generation")),
         ("utils", tuple(n for n in deepspeed.utils.__all__ if n.startswith(("safe_", "set_z3", "log_dist")))),
         ("utils.zero_to_fp32", tuple(set(deepspeed.utils.zero_to_fp32.__all__) - {"main"})),
         ("runtime.lr_schedules", tuple(deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)),
@@ -300,11 +307,21 @@ GONE = {"amp_enabled", "get_pld_theta", "curriculum_enabled_legacy", "eigenvalue
 """What 0.19.6 has and 0.19.8 has not; a script may still ask for it."""
 
 
+NOT_IN_THE_CLASS = {
+    "bfloat16_enabled",
+    "fp16_enabled",
+    "timers",
+    "flops_profiler",
+    "reset_activation_shape",
+} | {*("train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn")}
+"""Made at run time, or of pipelines."""
+
+
 @needs_deepspeed
-def test_every_getter_is_one_of_deepspeeds() -> None:
-    theirs = real().DeepSpeedEngine
-    for name in GETTERS:
-        assert hasattr(theirs, name) or name in {"bfloat16_enabled", "fp16_enabled"} | GONE, name
+def test_every_getter_and_every_absent_method_is_one_of_deepspeeds() -> None:
+    absent = {name for names in ENGINE_ABSENT.values() for name in names.split()}
+    for name in {*GETTERS, *absent} - NOT_IN_THE_CLASS - GONE:
+        assert hasattr(real().DeepSpeedEngine, name), name
 
 
 @needs_deepspeed
@@ -324,13 +341,8 @@ def test_every_public_name_of_deepspeed_is_here_or_says_what_to_use(module: str)
 INTERNAL: dict[str, set[str]] = {
     "": {"set_optimizer_flags", "load_ds_config", "merge_tp_model_init_into_config"}
     | {"record_tp_model_init_args", "resolve_per_head_muon_after_sharding"},
-    "comm": {
-        "init_deepspeed_backend",
-        "set_backend",
-        "timed_op",
-        "get_caller_func",
-        "get_comm_operation_count",
-    }
+    "comm": {"init_deepspeed_backend", "set_backend", "timed_op", "get_caller_func"}
+    | {"get_comm_operation_count"}
     | {"get_logged_comm_ops", "has_comm_data", "mpi_discovery", "in_aml", "in_aws_sm", "in_dlts"}
     | {"patch_aml_env_for_torch_nccl_backend", "patch_aws_sm_env_for_torch_nccl_backend", "CommsLogger"}
     | {"get_debug_log_name", "get_default_args", "get_local_rank_from_launcher", "get_msg_size_from_args"}
@@ -373,26 +385,67 @@ def test_every_module_of_deepspeeds_imports() -> None:
     assert not [module for module in sorted(lost) if not module.startswith(OF_ITS_OWN)]
 
 
-TUTORIALS = (
-    *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
-    *("ops.lamb.fused_lamb", "monitor.csv_monitor", "checkpoint.ds_to_universal", "env_report"),
-    "runtime.data_pipeline.data_sampling.data_analyzer",
-    "runtime.data_pipeline.data_routing.helper",
-    "runtime.data_pipeline.curriculum_scheduler",
-    "runtime.zero.utils",
-)
-"""Of those, what scripts and tutorials import."""
+# --- what frameworks reach for in their source ------------------------------------------------------------
+
+FRAMEWORKS = ("accelerate", "transformers", "lightning", "peft", "trl")
+
+THEIRS = {
+    "deepspeed.utils.is_initialized",  # of transformers' ESMFold, for a DeepSpeed of 2022
+    "deepspeed.dtypes",
+}
+"""What DeepSpeed 0.19.6 has not either."""
 
 
-@pytest.mark.parametrize("module", TUTORIALS)
-def test_a_module_of_a_tutorial_imports(module: str) -> None:
-    assert importlib.import_module(f"zerodrift.deepspeed.{module}").__doc__
+def reached(tree: ast.AST) -> Iterator[str]:
+    """Dotted names under `deepspeed`."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").startswith("deepspeed")
+        ):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("deepspeed."))
+        elif isinstance(node, ast.Attribute):
+            found = ast.unparse(node)
+            if found.startswith("deepspeed.") and found.replace(".", "").isidentifier():
+                yield found
 
 
-@needs_deepspeed
-def test_methods_that_are_absent_are_deepspeeds() -> None:
-    made_at_run_time = {"timers", "flops_profiler"}
-    of_pipelines = {"train_batch", "eval_batch", "set_dataloader", "set_dataiterator", "set_batch_fn"}
-    absent = {name for names in ENGINE_ABSENT.values() for name in names.split()}
-    for name in absent - made_at_run_time - of_pipelines - GONE - {"reset_activation_shape"}:
-        assert hasattr(real().DeepSpeedEngine, name), name
+def there(name: str) -> bool:
+    """Whether the drop-in has it, as an attribute or as a module."""
+    at: Any = importlib.import_module("zerodrift.deepspeed")
+    path = "zerodrift.deepspeed"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            at = getattr(at, part)
+        except AttributeError:
+            if not hasattr(at, "__path__") or importlib.util.find_spec(path) is None:
+                return False
+            at = importlib.import_module(path)
+        if isinstance(at, type):
+            return True
+    return True
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_framework_reaches_for_is_there(framework: str) -> None:
+    spec = importlib.util.find_spec(framework)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{framework} is not installed")
+    names: set[str] = set()
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        text = path.read_text(errors="replace")
+        if "deepspeed" in text and "test" not in path.parts:
+            names |= set(reached(ast.parse(text)))
+    own = {name for name in names if not name.startswith("deepspeed.transformers")} - THEIRS
+    assert own, "it reaches for nothing, and this test sees nothing"
+    assert sorted(name for name in own if not there(name)) == []
+
+
+def test_a_name_that_is_nowhere_is_seen() -> None:
+    text = "import deepspeed.nowhere\nfrom deepspeed.zero import Init, Unit\ndeepspeed.comm.get_rank()"
+    missing = {name for name in reached(ast.parse(text)) if not there(name)}
+    assert missing == {"deepspeed.nowhere", "deepspeed.zero.Unit"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import copy
 import importlib
 import json
@@ -27,6 +28,8 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 2},
 }
+
+BARE = {key: value for key, value in CONFIG.items() if key != "optimizer"}
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,24 @@ def step(engine: Any) -> float:
     return loss.item()
 
 
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    read = deepspeed.utils.safe_get_full_fp32_param
+    return {name: read(parameter) for name, parameter in engine.module.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def changed(engine: Any) -> set[str]:
+    """Names of the parameters that a step changes."""
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    step(engine)
+    return {
+        name for name, value in engine.module_state_dict().items() if not torch.equal(value, before[name])
+    }
+
+
 # --- the ways in ------------------------------------------------------------------------------------------
 
 
@@ -71,57 +92,72 @@ def test_the_config_comes_by_any_one_way(tmp_path: Path) -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
     coded = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
-    for way in (
-        {"config": str(file)},
-        {"config": file},
-        {"config_params": CONFIG},
-        {"args": args},
-        {"config": coded},
-    ):
+    ways = [{"config": written} for written in (str(file), file, coded)]
+    for way in (*ways, {"config_params": CONFIG}, {"args": args}):
         engine = deepspeed.initialize(model=model(), **way)[0]
         assert engine.zero_optimization_stage() == 2 and engine.config == CONFIG
         engine.destroy()
     assert args.local_rank == 0 and args.deepspeed
     with pytest.raises(ConfigError, match=r"args.deepspeed_config"):
         deepspeed.initialize(args=args, model=model(), config=CONFIG)
-    with pytest.raises(ConfigError, match="must be given"):
-        deepspeed.initialize(model=model())
-    with pytest.raises(ConfigError, match="nowhere"):
-        deepspeed.initialize(model=model(), config="nowhere.json")
-    with pytest.raises(ModelError, match="`model`"):
-        deepspeed.initialize(config=CONFIG)
 
 
-def test_what_is_not_here_is_refused_by_name() -> None:
-    with pytest.raises(MeshError, match="dist_init_required"):
-        make(dist_init_required=False)
-    mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
-    with pytest.raises(UnsupportedError, match="`mpu`"):
-        make(mpu=mpu)
-    with pytest.raises(UnsupportedError, match="`mesh_param`"):
-        make(mesh_param=(1, 2))
-    with pytest.raises(ConfigError, match="zero_quantized_weights"):
-        make({**CONFIG, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}})
+FUSED = deepspeed.ops.adam.FusedAdam
+MPU = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+DATA = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
+QUANTIZED = {**CONFIG, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+NO_SIZE = {"optimizer": CONFIG["optimizer"]}
+OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
+    (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
+    (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
+    (UnsupportedError, "`mesh_param`", lambda: make(mesh_param=(1, 2))),
+    (ConfigError, "zero_quantized_weights", lambda: make(QUANTIZED)),
+    (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
+    (ConfigError, "must be given", lambda: deepspeed.initialize(model=model())),
+    (ConfigError, "nowhere", lambda: make("nowhere.json")),
+    (ModelError, "`model`", lambda: deepspeed.initialize(config=CONFIG)),
+    (UnsupportedError, "bias_correction", lambda: FUSED(model().parameters(), bias_correction=False)),
+    (ConfigError, "train_micro_batch_size_per_gpu", lambda: make(NO_SIZE, training_data=DATA)),
+    (ValueError, "No modules", lambda: deepspeed.utils.set_z3_leaf_modules(model(), [nn.GRU])),
+]
+OF_AN_ENGINE: list[tuple[type[Exception], str, Any]] = [
+    (UnsupportedError, r"`engine.compile`.*torch.compile", lambda e: e.compile()),
+    (NotHereError, r"`engine.offload_states`", lambda e: e.offload_states()),
+    (NotHereError, "gradient_clipping", lambda e: e.gradient_clippin()),
+    (NotHereError, r"`engine.train_batch`.*for each micro-batch", lambda e: e.train_batch(iter([DATA]))),
+    (ValueError, "multiple", lambda e: e.set_train_batch_size(5)),
+    (UnsupportedError, "num_local_io_workers", lambda e: e.deepspeed_io(DATA, num_local_io_workers=2)),
+    (UnsupportedError, "keep_vars", lambda e: e.module_state_dict(keep_vars=True)),
+    (UnsupportedError, "a closure", lambda e: e.optimizer.step(lambda: None)),
+    (UnsupportedError, "after the last backward of a step; got 0 backwards", lambda e: e.optimizer.step()),
+    (UnsupportedError, "another engine's", lambda e: make(optimizer=e.optimizer)),
+    (CheckpointError, "under this plan", lambda e: e.optimizer.load_state_dict({"param_groups": []})),
+]
 
 
-def test_an_engine_is_not_compiled_nor_its_module_instead() -> None:
+@pytest.mark.parametrize(("kind", "said", "call"), OF_ARGUMENTS)
+def test_what_is_not_here_is_refused_by_name(kind: type[Exception], said: str, call: Any) -> None:
+    with pytest.raises(kind, match=said):
+        call()
+
+
+def test_what_an_engine_has_not_is_refused_by_name() -> None:
     engine = make()[0]
     assert not hasattr(engine, "compile") and not hasattr(engine, "is_compiled")
-    with pytest.raises(UnsupportedError, match=r"`engine.compile`.*torch.compile"):
-        engine.compile()
-    engine.destroy()
+    for kind, said, call in OF_AN_ENGINE:
+        with pytest.raises(kind, match=said):
+            call(engine)
+    assert step(engine) > step(engine), "and it trains"
 
 
 def test_momentum_that_a_schedule_brings_must_be_there_from_the_start() -> None:
     cycle = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 9}}
-    for momentum in (0.0, 0.9):
+    refused = pytest.raises(UnsupportedError, match="`momentum`: must be above 0 when the engine is made")
+    for momentum, expected in ((0.0, refused), (0.9, contextlib.nullcontext())):
         sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}}
         engine = make({**CONFIG, "optimizer": sgd, "scheduler": cycle})[0]
-        if momentum:
+        with expected:
             step(engine)
-        else:
-            with pytest.raises(UnsupportedError, match="`momentum`: must be above 0 when the engine is made"):
-                step(engine)
         engine.destroy()
 
 
@@ -143,13 +179,12 @@ def test_other_launchers_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_optimizers_come_as_objects_functions_or_blocks() -> None:
     net = model()
     given = torch.optim.SGD(net.parameters(), lr=0.1)
-    bare = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     for optimizer in (given, lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
-        engine, made, *_ = make(bare, model=net if optimizer is given else None, optimizer=optimizer)
+        engine, made, *_ = make(BARE, model=net if optimizer is given else None, optimizer=optimizer)
         assert made.param_groups[0]["lr"] == 0.1 and engine.get_lr() == [0.1]
         step(engine)
         engine.destroy()
-    engine, made, *_ = make(bare)
+    engine, made, *_ = make(BARE)
     assert made is None
     with pytest.raises(UnsupportedError, match="must have an optimizer"):
         engine.backward(engine(torch.ones(2, 4)).sum())
@@ -163,21 +198,11 @@ def test_groups_of_parameters_keep_their_numbers() -> None:
     ]
     engine, optimizer, *_ = make(model=net, model_parameters=groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
-    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    step(engine)
-    after = engine.module_state_dict()
-    assert torch.equal(before["0.bias"], after["0.bias"])
-    assert not torch.equal(before["0.weight"], after["0.weight"])
-
-
-def test_a_part_of_the_parameters_is_trained() -> None:
+    assert changed(engine) == {"0.weight", "2.weight"}
+    engine.destroy()
     net = model()
     engine, *_ = make(model=net, model_parameters=net[2].parameters())
-    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    step(engine)
-    after = engine.module_state_dict()
-    assert torch.equal(before["0.weight"], after["0.weight"])
-    assert not torch.equal(before["2.weight"], after["2.weight"])
+    assert changed(engine) == {"2.weight", "2.bias"}, "a part is trained"
 
 
 def test_the_optimizer_is_live() -> None:
@@ -186,20 +211,13 @@ def test_the_optimizer_is_live() -> None:
     step(engine)
     schedule.step()
     assert engine.get_lr() == [5e-3]
-    with pytest.raises(UnsupportedError, match=r"after the last backward of a step; got 0 backwards"):
-        optimizer.step()
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
-    with pytest.raises(UnsupportedError, match="another engine's"):
-        make(optimizer=optimizer)
 
 
 def test_schedules_come_as_objects_functions_or_blocks() -> None:
-    block = {
-        "type": "WarmupLR",
-        "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"},
-    }
-    engine, *_, schedule = make({**CONFIG, "scheduler": block})
+    params = {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}
+    engine, *_, schedule = make({**CONFIG, "scheduler": {"type": "WarmupLR", "params": params}})
     rates = []
     for _ in range(5):
         rates += engine.get_lr()
@@ -211,28 +229,18 @@ def test_schedules_come_as_objects_functions_or_blocks() -> None:
     assert engine.get_lr() == [pytest.approx(1e-3)]
     engine.destroy()
 
-    class Told:
-        def __init__(self) -> None:
-            self.increments: list[int] = []
-
-        def step(self, increment: int = 1) -> None:
-            self.increments.append(increment)
-
-    told = Told()
-    engine, *_ = make(lr_scheduler=told)
+    increments: list[int] = []
+    engine, *_ = make(lr_scheduler=SimpleNamespace(step=lambda increment=1: increments.append(increment)))
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step(lr_kwargs={"increment": 16})
-    assert told.increments == [16]
+    assert increments == [16]
 
 
 def test_deepspeeds_own_optimizers_are_torchs() -> None:
     net = model()
-    assert type(deepspeed.ops.adam.FusedAdam(net.parameters())) is torch.optim.AdamW
+    assert type(FUSED(net.parameters())) is torch.optim.AdamW
     assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(net.parameters(), adamw_mode=False)) is torch.optim.Adam
-    with pytest.raises(UnsupportedError, match="bias_correction"):
-        deepspeed.ops.adam.FusedAdam(net.parameters(), bias_correction=False)
-    bare = {key: value for key, value in CONFIG.items() if key != "optimizer"}
-    engine, *_ = make(bare, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
+    engine, *_ = make(BARE, model=net, optimizer=deepspeed.ops.lion.FusedLion(net.parameters(), lr=1e-3))
     assert step(engine) > step(engine)
 
 
@@ -246,10 +254,6 @@ def test_getters_tell_what_the_plan_does() -> None:
     assert engine.gradient_clipping() == 0.7 and engine.optimizer_name() == "adamw"
     assert engine.get_mom() == [(0.9, 0.999)] and engine.loss_scale() == 0
     assert not engine.amp_enabled() and engine.dp_world_size == 1 and engine.local_rank == 0
-    with pytest.raises(NotHereError, match=r"`engine.offload_states`"):
-        engine.offload_states()
-    with pytest.raises(NotHereError, match="gradient_clipping"):
-        engine.gradient_clippin()
     engine.module.custom = 7
     assert engine.custom == 7 and len(list(engine.parameters())) == 4
 
@@ -261,8 +265,6 @@ def test_batch_numbers_can_change_between_steps() -> None:
     assert engine.gradient_accumulation_steps() == 3
     losses = [step(engine) for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and engine.global_steps == 1
-    with pytest.raises(ValueError, match="multiple"):
-        engine.set_train_batch_size(5)
 
 
 def test_micro_batches_are_divided_as_config_says_and_zero_grad_forgets() -> None:
@@ -280,22 +282,15 @@ def test_micro_batches_are_divided_as_config_says_and_zero_grad_forgets() -> Non
 
 
 def test_training_data_becomes_a_loader() -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
-    engine, _, loader, _ = make(training_data=data)
+    _, _, loader, _ = make(training_data=DATA)
     assert len(loader) == 5 and len(list(loader)) == 5
     loader.post_process_func = lambda batch, state: "changed"
     assert next(iter(loader)) == "changed"
     endless = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(endless) for _ in range(5)] == [1, 2, 1, 2, 1]
-    with pytest.raises(UnsupportedError, match="num_local_io_workers"):
-        engine.deepspeed_io(data, num_local_io_workers=2)
-    with pytest.raises(NotHereError, match=r"`engine.train_batch`.*for each micro-batch"):
-        engine.train_batch(iter([torch.ones(2, 4)]))
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
-        make({"optimizer": CONFIG["optimizer"]}, training_data=data)
 
 
-def test_leaf_modules_are_marked_and_must_exist() -> None:
+def test_leaf_modules_are_marked() -> None:
     net = model()
     assert deepspeed.utils.set_z3_leaf_modules(net, [nn.Tanh]) == [net[1]]
     assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
@@ -320,8 +315,7 @@ def test_a_model_is_saved_whole_in_its_export_dtypes(tmp_path: Path) -> None:
     assert engine.save_16bit_model(tmp_path) and engine.save_16bit_model(tmp_path, "model.safetensors")
     for found in (torch.load(tmp_path / "pytorch_model.bin"), load_file(tmp_path / "model.safetensors")):
         assert found.keys() == engine.module.state_dict().keys()
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(found[name], deepspeed.utils.safe_get_full_fp32_param(parameter))
+        assert same(found, masters(engine))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
 
 
@@ -335,20 +329,14 @@ def test_zero_to_fp32_splits_and_indexes(tmp_path: Path) -> None:
     assert set(index["weight_map"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) > 1
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(model(), tmp_path / "run")
-    for name, parameter in engine.module.named_parameters():
-        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-        assert torch.equal(dict(fresh.named_parameters())[name], master)
+    assert same(fresh.state_dict(), masters(engine))
 
 
 def test_a_state_dict_goes_in_and_out() -> None:
     engine, *_ = make({**CONFIG, "bf16": {"enabled": True}})
-    changed = {name: value.float() + 1 for name, value in engine.module_state_dict().items()}
-    engine.load_module_state_dict({"module": changed})
-    for name, parameter in engine.module.named_parameters():
-        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-        assert torch.equal(master, changed[name].bfloat16().float())
-    with pytest.raises(UnsupportedError, match="keep_vars"):
-        engine.module_state_dict(keep_vars=True)
+    other = {name: value.float() + 1 for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": other})
+    assert same(masters(engine), {name: value.bfloat16().float() for name, value in other.items()})
     assert isinstance(engine.optimizer, DeepSpeedOptimizer)
 
 
@@ -385,9 +373,8 @@ def test_what_torch_autocast_trains_is_saved_in_fp32(stage: int, tmp_path: Path)
     step(engine)
     engine.save_16bit_model(str(tmp_path), "model.bin")
     saved = torch.load(tmp_path / "model.bin")
-    for name, parameter in engine.module.named_parameters():
-        value = deepspeed.utils.safe_get_full_fp32_param(parameter)
-        assert value is not None and not torch.equal(value, value.bfloat16().float())
+    for name, value in masters(engine).items():
+        assert not torch.equal(value, value.bfloat16().float())
         for found in (saved[name], engine.module_state_dict()[name]):
             assert found.dtype is torch.float32 and torch.equal(found, value)
 
@@ -406,14 +393,9 @@ def test_keys_with_dots_are_the_keys_that_they_name(caplog: pytest.LogCaptureFix
     before = copy.deepcopy(written)
     engine, *_ = make(written)
     assert written == before and engine.bfloat16_enabled()
-    assert engine.config["zero_optimization"] == {
-        "stage": 3,
-        "reduce_bucket_size": 5,
-        "stage3_prefetch_bucket_size": 921.6,
-    }
+    sizes = {"reduce_bucket_size": 5, "stage3_prefetch_bucket_size": 921.6}
+    assert engine.config["zero_optimization"] == {"stage": 3, **sizes}
     assert "`zero_optimization.reduce_bucket_size: 1024` is in its block as 5, which holds" in caplog.text
-    with pytest.raises(ConfigError, match=r"zero_optimization.stagge"):
-        make({**CONFIG, "zero_optimization.stagge": 3})
 
 
 @pytest.mark.parametrize("mode", [{}, {"torch_autocast": {"enabled": True}}, {"bf16": {"enabled": True}}])
@@ -446,9 +428,7 @@ def test_the_loss_scale_is_told_by_all_of_its_names() -> None:
 
 def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:
     def losses(by_optimizer: bool) -> list[float]:
-        engine, optimizer, *_ = make(
-            lr_scheduler=lambda given: torch.optim.lr_scheduler.ExponentialLR(given, 1)
-        )
+        engine, optimizer, *_ = make(lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 1))
         found = []
         for _ in range(3):
             loss = engine(torch.ones(2, 4)).float().square().mean()
@@ -456,8 +436,6 @@ def test_the_optimizer_steps_as_the_engine_does_but_for_the_schedule() -> None:
             optimizer.step() if by_optimizer else engine.step()
             found.append(loss.item())
         assert engine.global_steps == 3 and engine.lr_scheduler.last_epoch == (0 if by_optimizer else 3)
-        with pytest.raises(UnsupportedError, match="a closure"):
-            optimizer.step(lambda: None)
         engine.destroy()
         return found
 
@@ -479,5 +457,3 @@ def test_a_ranks_state_of_the_optimizer_goes_out_and_in(stage: int) -> None:
     other, its, *_ = make(config)
     its.load_state_dict(state)
     assert [step(other) for _ in range(3)] == after
-    with pytest.raises(CheckpointError, match="under this plan"):
-        its.load_state_dict({"param_groups": []})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import stat
@@ -13,16 +12,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.tools import ROOT, load_tool
 
 
 @pytest.fixture(scope="module")
 def environment() -> Any:
-    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("environment")
 
 
 def test_every_package_is_pinned_with_hashes() -> None:
@@ -80,7 +75,7 @@ def test_what_pip_says_becomes_one_message(case: str, environment: Any) -> None:
     assert message.endswith("home.log") and "Traceback" not in message
 
 
-def play(tmp_path: Path, environment: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+def play(tmp_path: Path) -> Path:
     """Let a script stand for Python: it writes down its arguments, and fails on `second` while it may."""
     python = tmp_path / "python"
     python.write_text(
@@ -92,11 +87,9 @@ def play(tmp_path: Path, environment: Any, monkeypatch: pytest.MonkeyPatch) -> P
     return python
 
 
-def test_an_environment_is_made_once(
-    tmp_path: Path, environment: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_is_made_once(tmp_path: Path, environment: Any) -> None:
     """It is made again where something else is asked for, or where it was not made to its end."""
-    home, python = tmp_path / "home", str(play(tmp_path, environment, monkeypatch))
+    home, python = tmp_path / "home", str(play(tmp_path))
     asked = (home, python, ["--pre", "torch"], ["first"], ["second"])
     with pytest.raises(environment.SetupError, match="is not set up"):
         environment.make_environment(*asked)

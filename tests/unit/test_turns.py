@@ -55,10 +55,6 @@ def test_the_order_follows_from_the_exchanges_alone(
     assert log == order.split()
 
 
-def test_without_a_pair_an_exchange_goes_on() -> None:
-    turns().hand_over()
-
-
 @pytest.mark.parametrize("who", ["F", "B"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_an_error_of_one_ends_the_other_where_it_waits_and_is_the_only_one(who: str, after: int) -> None:
@@ -89,6 +85,7 @@ def test_an_error_of_one_ends_the_other_where_it_waits_and_is_the_only_one(who: 
 
 def test_an_error_of_the_one_that_goes_on_alone() -> None:
     both = turns()
+    both.hand_over()  # without a pair it goes on
 
     def fails() -> None:
         both.hand_over()
@@ -147,23 +144,16 @@ def test_each_has_its_own_random_numbers_and_those_of_the_second_go_on() -> None
     runs = []
     for sequential in (True, False):
         both = turns()
-        first: list[float] = []
-        second: list[float] = []
+        found: tuple[list[float], list[float]] = [], []
         torch.manual_seed(3)
-        pair = draws(both, first, 11), draws(both, second, 0)
-        if sequential:
-            pair[0]()
-            pair[1]()
-        else:
-            both.run(*pair)
-        runs.append((first, second, torch.rand(()).item()))
+        pair = draws(both, found[0], 11), draws(both, found[1], 0)
+        [run() for run in pair] if sequential else both.run(*pair)
+        runs.append((*found, torch.rand(()).item()))
     assert runs[0] == runs[1]
 
 
 class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
+    seen = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += func is torch.add
@@ -192,17 +182,10 @@ def test_what_belongs_to_a_thread_goes_with_the_second() -> None:
         product = torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")
         found.append((variable.get(), torch.is_grad_enabled(), product.dtype, one.device.type))
 
-    both = turns()
     variable.set("set")
-    modes = torch.device("meta"), torch.autocast("cpu", torch.bfloat16)
-    with (
-        Functions() as functions,
-        Operations(torch.ops.aten.add.Tensor) as operations,
-        torch.no_grad(),
-        modes[0],
-        modes[1],
-    ):
-        both.run(look, look)
+    functions, operations = Functions(), Operations(torch.ops.aten.add.Tensor)
+    with functions, operations, torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        turns().run(look, look)
     assert found == [("set", False, torch.bfloat16, "meta")] * 2
     assert functions.seen == operations.seen == 2
 

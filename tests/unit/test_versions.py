@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,28 +13,17 @@ from typing import Any
 
 import pytest
 
+from tests.unit.tools import ROOT, load_tool
 from zerodrift import versions
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("matrix", ROOT / "tools" / "matrix.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses of a module that is not in `sys.modules` cannot have their annotations read.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matrix", module)
-        spec.loader.exec_module(module)
-    return module
+    return load_tool("matrix")
 
 
 def ends(name: str) -> tuple[str, str]:
     return versions.TESTED[name]
-
-
-# --- the page -------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_what_the_script_writes(matrix: ModuleType) -> None:
@@ -108,9 +96,6 @@ def test_counts_are_those_of_the_report(matrix: ModuleType, tmp_path: Path) -> N
     assert matrix.counts(report) == {"passed": "1", "failed": "3 `b` `d`", "skipped": "1"}
 
 
-# --- the environment ------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
     def would(*asked: str) -> str:
@@ -129,9 +114,6 @@ def test_another_torch_or_python_is_another_environment(tmp_path: Path) -> None:
         assert "tools/environment.py" in would(*dict.fromkeys(["TORCH=torch==2.14.1", other])), other
 
 
-# --- the warning ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", versions.TESTED)
 def test_the_ends_are_tested_and_what_is_beyond_is_named(name: str) -> None:
     first, last = ends(name)
@@ -145,6 +127,7 @@ def test_the_ends_are_tested_and_what_is_beyond_is_named(name: str) -> None:
 
 
 def test_several_are_one_line() -> None:
+    assert versions.warning({name: ends(name)[0] for name in versions.TESTED}) == ""
     told = versions.warning({"torch": "2.99.0", "python": "3.11.7", "transformers": "6.0"})
     assert "torch 2.99.0" in told and "transformers 6.0" in told and "python" not in told
     assert "\n" not in told
@@ -155,46 +138,36 @@ def test_what_is_not_imported_is_not_asked_about(monkeypatch: pytest.MonkeyPatch
     assert "transformers" not in versions.imported_versions() and "python" in versions.imported_versions()
 
 
-def test_an_untested_torch_is_one_warning_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+def trains(torch: Any) -> None:
     import zerodrift
 
-    monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, "torch": ("1.0", "1.1")})
-    versions.warn.cache_clear()
-    try:
-        for times in (1, 0):
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                engine = zerodrift.initialize(
-                    torch.nn.Linear(4, 4),
-                    config={"optimizer": {"type": "AdamW"}},
-                    device="cpu",
-                    quiet=True,
-                )
-                engine.backward(engine(torch.ones(2, 4)).sum())
-                assert engine.step().updated
-                engine.destroy()
-            ours = [each for each in told if "zerodrift is not tested" in str(each.message)]
-            assert len(ours) == times
-            for each in ours:
-                assert f"torch {torch.__version__} (tested: 1.0 to 1.1)" in str(each.message)
-                assert each.filename == __file__
-    finally:
-        versions.warn.cache_clear()
+    config = {"optimizer": {"type": "AdamW"}}
+    engine = zerodrift.initialize(torch.nn.Linear(4, 4), config=config, device="cpu", quiet=True)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert engine.step().updated
+    engine.destroy()
 
 
-def test_a_plan_of_an_untested_version_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+def plans(torch: Any) -> None:
     from zerodrift import make_plan
 
-    monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, "python": ("2.6", "2.7")})
+    make_plan({}, torch.nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(("name", "work"), [("torch", trains), ("python", plans)])
+def test_an_untested_version_is_one_warning_and_works(
+    name: str, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(versions, "TESTED", {**versions.TESTED, name: ("1.0", "1.1")})
     versions.warn.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(2):
-                make_plan({}, torch.nn.Linear(4, 4))
-        (only,) = (each for each in told if "zerodrift is not tested with python" in str(each.message))
+                work(torch)
+        (only,) = (each for each in told if "zerodrift is not tested" in str(each.message))
+        assert f"{name} {versions.imported_versions()[name]} (tested: 1.0 to 1.1)" in str(only.message)
         assert only.filename == __file__
     finally:
         versions.warn.cache_clear()
