@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, jsonl, made, parts_of
+from tests.unit.data_files import arrow_stream, data, jsonl, made, parts_of
 from zerodrift.errors import ConfigError
 from zerodrift.train.data.tokenizer import ByteTokenizer
 
@@ -17,16 +17,19 @@ LETTERS = ByteTokenizer()
 
 def published(folder: Path) -> Path:
     """A data set as it is cloned."""
-    for name in ("data", ".git", "other"):
-        (folder / name).mkdir(parents=True)
+    (folder / ".git").mkdir(parents=True)
     for name, count in (("train", 3), ("test", 2)):
         jsonl(folder / f"data/{name}-00000-of-00001.jsonl", [{"prompt": name, "completion": "b"}] * count)
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Data\n")
-    (folder / ".gitattributes").write_text("*.parquet filter=lfs\n")
-    (folder / ".git/config").write_text("[core]\n")
-    (folder / "LICENSE").write_text("MIT\n")
-    (folder / "dataset_infos.json").write_text("{}")
+    for name in (".gitattributes", ".git/config", "LICENSE", "dataset_infos.json"):
+        (folder / name).write_text("{}")
     return folder
+
+
+def counts(folder: Path, path: Path, **rest: Any) -> Any:
+    """What was read of the one set of a path."""
+    (found,) = made(folder, data(path, **rest)).sets
+    return found.counts
 
 
 def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
@@ -39,8 +42,7 @@ def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
     assert train.beside == ("1 file of the split `test`", "LICENSE", "README.md", "dataset_infos.json")
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 40)
-    found = made(tmp_path, data(tmp_path / "*.txt", block=64))
-    assert found.sets[0].counts.files == 2, "a glob names files itself"
+    assert counts(tmp_path, tmp_path / "*.txt", block=64).files == 2, "a glob names files itself"
 
 
 def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
         made(tmp_path, data(folder))
 
 
-def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
+def test_a_folder_of_both_of_neither_or_of_other_splits_is_asked_about(tmp_path: Path) -> None:
     folder = tmp_path / "both"
     folder.mkdir()
     (folder / "notes.txt").write_text("a text " * 20)
@@ -64,13 +66,15 @@ def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
     ):
         made(tmp_path, data(folder))
     for rest, files in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
-        assert made(tmp_path, data(folder, **rest)).sets[0].counts.files == files
+        assert counts(tmp_path, folder, **rest).files == files
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/a.zip").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match=r"files of a known kind; got '.*', with a\.zip"):
+        made(tmp_path, data(tmp_path / "none"))
+    for split in ("dev", "test"):
+        file = jsonl(tmp_path / f"splits/{split}.jsonl", [{"text": "a"}])
     with pytest.raises(ConfigError, match="must name files, or a folder with a split `train`"):
-        (folder / "notes.txt").unlink()
-        (folder / "rows.jsonl").unlink()
-        for split in ("dev", "test"):
-            jsonl(folder / f"{split}.jsonl", [{"text": "a"}])
-        made(tmp_path, data(folder))
+        made(tmp_path, data(file.parent))
 
 
 @pytest.mark.parametrize(
@@ -93,12 +97,6 @@ def test_a_column_of_another_name_is_found_or_asked_for(
     assert LETTERS.decode(found[0]) == "x" * 16
 
 
-def test_what_is_in_a_folder_without_data_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
-    with pytest.raises(ConfigError, match=r"files of a known kind; got '.*', with a\.zip"):
-        made(tmp_path, data(tmp_path))
-
-
 def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
     """A folder of texts in which somebody trains, and trains again."""
     (tmp_path / "a.txt").write_text("a text to train on " * 9)
@@ -107,37 +105,33 @@ def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
     for name in ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0123/blocks.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "runs/a/report.html").write_text("<html>")
-    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path)).sets)
+    reading = counts(tmp_path, tmp_path)
     assert reading.files == 1
     assert reading.beside == ("cache, which training wrote", "runs/a, which training wrote")
 
 
 def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train_sft", "train_gen"]}')
     for name in ("train_sft", "train_gen"):
         (tmp_path / name).mkdir()
-        table = arrow.table({"text": [name] * 9})
-        with arrow.ipc.new_stream(str(tmp_path / name / "data-0.arrow"), table.schema) as writer:
-            writer.write_table(table)
+        (tmp_path / name / "data-0.arrow").write_bytes(arrow_stream([{"text": name}] * 9))
     with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
         made(tmp_path, data(tmp_path))
-    found = made(tmp_path, data(tmp_path / "train_sft"))
-    assert found.sets[0].counts.train.documents == 9
+    assert counts(tmp_path, tmp_path / "train_sft").train.documents == 9
 
 
 def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> None:
     for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
         (tmp_path / "wiki").mkdir(exist_ok=True)
         (tmp_path / "wiki" / name).write_text("a text " * 9)
-    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path / "wiki")).sets)
+    reading = counts(tmp_path, tmp_path / "wiki")
     assert (reading.files, len(reading.beside)) == (1, 2)
     code = tmp_path / "code"
     code.mkdir()
     for name in ("train.py", "test.py", "README.md"):
         (code / name).write_text("print(1)\n" * 9)
     (code / "package.json").write_text('{"name": "code"}')
-    (reading,) = (each.counts for each in made(tmp_path, data(code)).sets)
+    reading = counts(tmp_path, code)
     assert (reading.files, reading.beside) == (3, ("package.json",))
     (code / "alpaca.json").write_text('[{"instruction": "a", "output": "b"}]')
     with pytest.raises(ConfigError, match=r"not of both; got .* with alpaca\.json and "):

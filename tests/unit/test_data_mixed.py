@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_train_data import data, jsonl, made, parts_of
+from tests.unit.data_files import data, jsonl, layout, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
 from zerodrift.train.data.tokenizer import ByteTokenizer
@@ -35,7 +36,7 @@ def mixed(folder: Path, **weights: float) -> Any:
 def test_each_set_gives_its_share_of_every_step(tmp_path: Path) -> None:
     train = made(tmp_path, mixed(tmp_path, a=1, b=3)).train
     assert isinstance(train, Mixture) and len(train) == 50
-    steps = [next(feed.step(number)) for feed in [Feed(train, 0, seat(10))] for number in range(10)]
+    steps = [next(feed.step(number)) for feed in [Feed(train, 0, layout(10))] for number in range(10)]
     letters = ["".join(chr(int(row[0])) for row in step.tokens) for step in steps]
     assert Counter("".join(letters[:5])) == {"a": 13, "b": 37}, "an epoch: a quarter of 50, and the rest"
     seen = [bytes(row[:4].tolist()) for step in steps for row in step.tokens]
@@ -44,12 +45,8 @@ def test_each_set_gives_its_share_of_every_step(tmp_path: Path) -> None:
     of_b = Counter(name for name in seen[:50] if name[:1] == b"b")
     assert set(of_b.values()) == {3, 4}, "a small one begins again when it is used up"
     for number in (7, 3):
-        again = next(Feed(train, 0, seat(10)).step(number))
+        again = next(Feed(train, 0, layout(10)).step(number))
         assert torch.equal(again.tokens, steps[number].tokens), "by the number of the step alone"
-
-
-def seat(micro: int) -> BatchLayout:
-    return BatchLayout(0, 1, micro, (0,), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
@@ -88,13 +85,11 @@ def test_a_file_is_not_trained_on_and_validated_with(tmp_path: Path) -> None:
 
 def chats(folder: Path, count: int = 30) -> Path:
     draw = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": " ".join(draw.choice(WORDS, 2)),
-            "completion": " ".join(draw.choice(WORDS, 1 + number % 5)),
-        }
-        for number in range(count)
-    ]
+
+    def words(number: int) -> str:
+        return " ".join(draw.choice(WORDS, number))
+
+    rows = [{"prompt": words(2), "completion": words(1 + number % 5)} for number in range(count)]
     return jsonl(folder / "chats.jsonl", rows)
 
 
@@ -119,21 +114,14 @@ def test_conversations_share_blocks_and_stay_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=257,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    more = {"max_position_embeddings": 128, "initializer_range": 0.3, "use_cache": False}
+    config = transformers.LlamaConfig(vocab_size=257, **sizes, **more)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval().double()
     file = chats(tmp_path, 12) if kind == "chat" else jsonl(tmp_path / "a.jsonl", texts(12, "a"))
     rest = {"block": 128, "pack": True, "attend": "document"}
-    feed = Feed(made(tmp_path, data(file, **rest)).train, 0, seat(2))
+    feed = Feed(made(tmp_path, data(file, **rest)).train, 0, layout(2))
     batch = next(feed.step(0))
     assert batch.positions is not None
     with torch.no_grad():
@@ -178,25 +166,22 @@ class Deaf(torch.nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("sees", "words"), [("document", ""), ("block", "Reading, in which a document sees")]
+    ("model", "words"),
+    [
+        (Reading("document"), ""),
+        (Reading("block"), "Reading, in which a document sees"),
+        (Deaf(4, 4), "Deaf, whose `forward` takes no `position_ids`"),
+    ],
 )
-def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
+def test_a_model_that_does_not_keep_documents_apart_is_named(model: torch.nn.Module, words: str) -> None:
     import zerodrift as zd
     from zerodrift.train.loop.model import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
-    for model, told in (
-        (Reading(sees), words),
-        (Deaf(4, 4), "Deaf, whose `forward` takes no `position_ids`"),
-    ):
-        engine = zd.initialize(model, config=config, quiet=True)
-        try:
-            if not told:
-                require_document_mask(engine, seat(2), 32, 257)
-                continue
-            with pytest.raises(
-                ConfigError, match=rf"data\.attend.*must be `block` for this model; got {told}"
-            ):
-                require_document_mask(engine, seat(2), 32, 257)
-        finally:
-            engine.destroy()
+    engine = zd.initialize(model, config=config, quiet=True)
+    told = pytest.raises(ConfigError, match=rf"data\.attend.*must be `block` for this model; got {words}")
+    try:
+        with told if words else contextlib.nullcontext():
+            require_document_mask(engine, layout(2), 32, 257)
+    finally:
+        engine.destroy()

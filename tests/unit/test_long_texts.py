@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, stream
+from tests.unit.data_files import data, stream
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import formats
 from zerodrift.train.data import tokenizer as letters_of

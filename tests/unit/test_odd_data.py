@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
+from tests.unit.data_files import ROWS, TALK, TEXTS, data, jsonl, made, parts_of, stream
+from tests.unit.letters import byte_tokenizer
 from zerodrift.errors import ConfigError, ModelError
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import report
 from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import PreparedData
-from zerodrift.train.data.tokenizer import ByteTokenizer
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 from zerodrift.train.loop.model import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
@@ -56,15 +59,13 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         "preferences: `completion` with a `label`",
     ),
     "a text beside a question": (
-        "a.jsonl",
-        row(instruction="Hi", output="Yo", text="Hi Yo"),
+        *("a.jsonl", row(instruction="Hi", output="Yo", text="Hi Yo")),
         r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
     ),
     "two objects in a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "more behind the first value"),
     "an open text": ("a.jsonl", '{"text": "a', "Unterminated string starting at column 10"),
     "what is said in another key": (
-        "a.jsonl",
-        talk(content=None, refusal="No"),
+        *("a.jsonl", talk(content=None, refusal="No")),
         r"messages\[1\]: content.*got null beside `refusal`",
     ),
     "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
@@ -112,7 +113,7 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     reading = made(tmp_path, data(file, pack=False)).sets[0].counts
     lost = sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS)
     assert (reading.cut, reading.cut_tokens) == (2, lost)
@@ -326,7 +327,7 @@ def _is_caught(folder: Path, written: Any, whole: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b'{"a": 3}', b"[" * 10**5])
 def test_damaged_digests_are_made_anew(content: bytes, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     key = made(tmp_path, data(file)).key
     (tmp_path / "cache" / "digests.json").write_bytes(content)
     assert made(tmp_path, data(file)).key == key
@@ -354,20 +355,12 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
 
 def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 257}
-    for model in (
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=32, **sizes)),
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                max_position_embeddings=32,
-                num_hidden_layers=1,
-                hidden_size=8,
-                intermediate_size=8,
-                num_attention_heads=1,
-                vocab_size=257,
-            )
-        ),
-    ):
+    gpt2 = {"n_positions": 32, "n_layer": 1, "n_embd": 8, "n_head": 1}
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    llama = {"max_position_embeddings": 32, **dict(zip(names, (1, 8, 8, 1), strict=True))}
+    for kind, sizes in (("gpt2", gpt2), ("llama", llama)):
+        config = transformers.AutoConfig.for_model(kind, vocab_size=257, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         check_positions(model, 32)
         with pytest.raises(ModelError, match=r"data\.block.*at most the 32 positions"):
             check_positions(model, 33)
@@ -375,9 +368,6 @@ def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
 
 def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.data.tokenizer import TransformersTokenizer
-
     folder = byte_tokenizer(tmp_path)
     plain = TransformersTokenizer(folder)
     file = folder / "tokenizer.json"
@@ -394,11 +384,6 @@ def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> Non
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7].content }}", "{% if"])
 def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.data import chat_template as rendering
-    from zerodrift.train.data import conversation as chat
-    from zerodrift.train.data.tokenizer import TransformersTokenizer
-
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):

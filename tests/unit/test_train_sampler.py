@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from zerodrift.train.data.batches import BatchLayout, Feed, validation_batches
+from tests.unit.data_files import layout
+from zerodrift.train.data.batches import Feed, validation_batches
 from zerodrift.train.data.blocks import Blocks, Rows
 from zerodrift.train.data.sampling import BlockSampler, blocks_of, permute
 
@@ -21,14 +21,12 @@ def test_an_epoch_has_every_block_once(count: int) -> None:
         assert sorted(found) == list(range(count))
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
-    first = [BlockSampler(1000, 3).at(place) for place in range(1000)]
-    assert first == [BlockSampler(1000, 3).at(place) for place in range(1000)]
-    assert first != [BlockSampler(1000, 4).at(place) for place in range(1000)]
-    assert first != [BlockSampler(1000, 3).at(1000 + place) for place in range(1000)]
-
-
-def test_an_order_looks_like_chance() -> None:
+def test_epochs_and_seeds_differ_and_repeat_and_an_order_looks_like_chance() -> None:
+    first, again, other, next_epoch = (
+        [BlockSampler(1000, seed).at(begin + place) for place in range(1000)]
+        for seed, begin in ((3, 0), (3, 0), (4, 0), (3, 1000))
+    )
+    assert first == again and first != other and first != next_epoch
     order = np.array([permute(place, 4096, key=99) for place in range(4096)])
     assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
@@ -59,11 +57,6 @@ def blocks(folder: Path, count: int, length: int = 8, partly: bool = True) -> Bl
     return Blocks(maps, marks, learned[:, 1:].sum(1).astype(np.int32), length, tokens.size)
 
 
-def seat(rank: int, ranks: int, micro: int, accumulation: int) -> BatchLayout:
-    numbers = tuple(range(rank, accumulation * ranks, ranks))
-    return BatchLayout(rank, ranks, micro, numbers, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (1, 2, 3), (3, 1, 2)])
 def test_weights_make_the_mean_over_all_labels_of_the_step(
     ranks: int, micro: int, accumulation: int, tmp_path: Path
@@ -76,7 +69,7 @@ def test_weights_make_the_mean_over_all_labels_of_the_step(
     expected = (values[chosen] * counts).sum() / counts.sum()
     found = []
     for rank in range(ranks):
-        for batch in Feed(data, 0, seat(rank, ranks, micro, accumulation)).step(2):
+        for batch in Feed(data, 0, layout(micro, rank, ranks, accumulation)).step(2):
             mine = data.labels(batch.blocks)
             mean = (values[batch.blocks] * mine).sum() / mine.sum()
             found.append(batch.weight * mean)
@@ -85,7 +78,7 @@ def test_weights_make_the_mean_over_all_labels_of_the_step(
 
 
 def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
-    for batch in Feed(blocks(tmp_path, 20, partly=False), 0, seat(0, 2, 2, 3)).step(0):
+    for batch in Feed(blocks(tmp_path, 20, partly=False), 0, layout(2, 0, 2, 3)).step(0):
         assert batch.weight == 1.0
         assert batch.labels is batch.tokens
 
@@ -93,9 +86,9 @@ def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: int, tmp_path: Path) -> None:
     data = blocks(tmp_path, 7)
-    found = [list(validation_batches(data, seat(rank, ranks, 2, 1), most=10)) for rank in range(ranks)]
+    found = [list(validation_batches(data, layout(2, rank, ranks), most=10)) for rank in range(ranks)]
     assert len({len(each) for each in found}) == 1
     counted = [batch.blocks for each in found for batch, labels in each if labels]
     assert sorted(np.concatenate(counted)) == list(range(7))
     assert sum(labels for each in found for _, labels in each) == data.labels(np.arange(7)).sum()
-    assert len(list(validation_batches(data, seat(0, 1, 2, 1), most=2))) == 1
+    assert len(list(validation_batches(data, layout(2), most=2))) == 1
