@@ -3,7 +3,14 @@ rank."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 VOCABULARY, WIDTH = 64, 16
@@ -58,3 +65,38 @@ def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tens
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def start() -> None:
+    """Seed torch, and join the ranks of a launcher if there is one."""
+    torch.manual_seed(0)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    micro_batches: int = 1,
+    autocast: bool = False,
+    before: Callable[[], Any] = lambda: None,
+    after: Callable[[int], Any] = lambda step: None,
+) -> nn.Module:
+    """Train for four steps, by AdamW at 1e-3 unless given; call `before` and `after` around each update."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        for micro in range(micro_batches):
+            tokens, targets = batch(rank(), 10 * step + micro)
+            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+                logits = model(tokens)
+            (loss_of(logits, targets) / micro_batches).backward()
+        before()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return model

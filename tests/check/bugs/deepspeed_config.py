@@ -37,5 +37,3 @@ for step in range(4):
         tokens, targets = batch(engine.global_rank, 10 * step + micro)
         engine.backward(loss_of(engine(tokens), targets))
         engine.step()
-    if engine.global_rank == 0:
-        print("gradient norm", engine.get_global_grad_norm())
