@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import ROOT, job
+from tests.e2e.jobs import ROOT, job, trained
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.data.hub import advice, hub_cache, path_of
 from zerodrift.train.job_file import read_job
@@ -96,7 +96,7 @@ def test_a_cache_without_weights_is_no_random_model(tmp_path: Path) -> None:
 )
 def test_what_is_not_there_comes_with_its_command(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ZerodriftError, match=re.escape(words)) as refused:
-        train(str(job(tmp_path)), overrides)
+        trained(tmp_path, overrides=overrides)
     assert len(refused.value.problems) == 1
 
 

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("at_the_root")
 def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = [f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     if path.stem == "deepspeed":
-        more += ["auto={" + ", ".join(f"{k}: {v}" for k, v in alone(path).items()) + "}"]
+        alone = {**yaml.safe_load(path.read_text())["auto"], "train_batch_size": 8}
+        more += ["auto={" + ", ".join(f"{key}: {value}" for key, value in alone.items()) + "}"]
     ranks, file = RANKS.get(path.stem, 1), f"examples/jobs/{path.name}"
     if ranks == 1:
         assert train(file, [*SMALL, *more]) == 0
@@ -56,11 +57,6 @@ def test_a_job_trains(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     capfd.readouterr()
     app(["sample", str(tmp_path / "run"), "--prompt", "a", "--tokens", "3"], standalone_mode=False)
     assert capfd.readouterr().out.startswith("a")
-
-
-def alone(path: Path) -> dict[str, object]:
-    """The numbers of the job, for one rank instead of two."""
-    return {**yaml.safe_load(path.read_text())["auto"], "train_batch_size": 8}
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)

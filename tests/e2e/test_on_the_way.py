@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import job, kinds, losses
+from tests.e2e.jobs import kinds, losses, trained
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.evaluation import BestEvaluation
-from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
 
 pytestmark = pytest.mark.usefixtures("at_the_root")
@@ -20,14 +19,8 @@ pytestmark = pytest.mark.usefixtures("at_the_root")
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
     best = BestEvaluation(2)
-    assert [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert not best.reason
+    better = [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)]
+    assert better == [True, False, True, False, True] and not best.reason
     assert not best.add(1.0) and not best.reason
     assert not best.add(1.5) and best.reason
     assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
@@ -35,18 +28,18 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
     assert not BestEvaluation(0, [1.0, 1.0, 1.0]).reason
 
 
-def patient(folder: Path, steps: int, **run: Any) -> str:
-    """A job whose validation loss gets worse after its second evaluation: it diverges."""
+def patient(folder: Path, **run: Any) -> None:
+    """Train a job whose validation loss gets worse after its second evaluation: it diverges."""
     given = {"evaluate_every": 1, "export_best": True, "patience": 2, **run}
     rising = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3.0}}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}, "scheduler": rising}
-    return str(job(folder, steps=steps, run=given, data={"validation": 0.2}, config=config))
+    trained(folder, steps=20, run=given, data={"validation": 0.2}, config=config)
 
 
 def test_a_run_that_gets_no_better_ends_with_its_best_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(patient(tmp_path, 20, export_every=2))
+    patient(tmp_path, export_every=2)
     found = [line["validation_loss"] for line in kinds(tmp_path, "evaluation")]
     numbers = [float("inf") if loss is None else loss for loss in found]
     best = min(range(len(numbers)), key=numbers.__getitem__)
@@ -63,22 +56,19 @@ def test_a_run_that_gets_no_better_ends_with_its_best_kept(
     assert any(not kept[name].equal(last[name]) for name in kept)
     assert TextGenerator(folder / "best") is not None
     # Started again it has nothing to do, and with more patience it goes on.
-    train(patient(tmp_path, 20, export_every=2))
+    patient(tmp_path, export_every=2)
     again = capsys.readouterr().out
     assert "nothing to train: 2 evaluations without a better loss" in again and "ended after" not in again
     assert len(losses(tmp_path)) == len(numbers)
-    train(patient(tmp_path, 20, patience=3))
+    patient(tmp_path, patience=3)
     assert len(losses(tmp_path)) == len(numbers) + 1
-
-
-FROZEN = "model.freeze=['embed.*']"
 
 
 def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     models = []
     for steps in (1, 4):
         folder = tmp_path / str(steps)
-        train(str(job(folder, steps=steps, run={"export_every": 1})), [FROZEN])
+        trained(folder, steps=steps, run={"export_every": 1}, overrides=["model.freeze=['embed.*']"])
         models.append(load_file(folder / "run" / "export" / "model.safetensors"))
     moved = {name for name in models[0] if not models[0][name].equal(models[1][name])}
     assert moved == {name for name in models[0] if not name.startswith("embed.")}
@@ -99,5 +89,5 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ZerodriftError, match=re.escape(words)):
-        train(str(job(tmp_path)), overrides)
+        trained(tmp_path, overrides=overrides)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
