@@ -20,12 +20,16 @@ from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
 
 
+def advance(engine: Engine) -> None:
+    for micro in range(2):
+        engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
+        engine.step()
+
+
 def step(engine: Engine) -> EngineRecord:
     """A step of two micro-batches, watched on every rank."""
     with observe(engine) as seen:
-        for micro in range(2):
-            engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
-            engine.step()
+        advance(engine)
     return merged(engine.comm.all_gather_object(seen))
 
 
@@ -65,17 +69,26 @@ def test_every_column_is_seen_and_is_as_declared(
         assert missing == unseen
 
 
-def pinned() -> list[str]:
+def pinned(backend: str) -> list[list[str]]:
     rules = [{"match": "layers.*.mlp.router.weight", "pin": "fp32"}]
-    engine = make(config(3, "bf16", 2, precision={"rules": rules}), GPT(moe=True))
+    model = GPT(moe=True)
+    model.layers[1].requires_grad_(backend == "native")
+    engine = make(config(3, "bf16", 2, backend=backend, precision={"rules": rules}), model)
     seen = step(engine)
     compare.require_declared(engine.plan, seen)
+    if backend == "fsdp2":
+        frozen = "layers.1.mlp.experts.0.up.weight"
+        assert seen.seen(frozen, "gather") and not seen.seen(frozen, "grad") | seen.seen(frozen, "state")
     engine.destroy()
     return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
 
 
-def test_a_pin_is_seen_in_every_column() -> None:
-    for found in run_ranks(pinned, 2):
+BACKENDS = pytest.mark.parametrize("backend", ["native", "fsdp2"])
+
+
+@BACKENDS
+def test_a_pin_is_seen_in_every_column(backend: str) -> None:
+    for found in run_ranks(pinned, 2, backend):
         assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
@@ -93,14 +106,12 @@ def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
     return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
     for told, found, inexact in run_ranks(flag, 2, backend, True):
         assert found == [] and inexact == []
         assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
-        assert told.endswith(
-            {"native": "master=split state=float32", "fsdp2": "master=same state=float32"}[backend]
-        )
+        assert told.endswith(f"master={'same' if backend == 'fsdp2' else 'split'} state=float32")
         assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
     for told, found, inexact in run_ranks(flag, 2, backend, False):
         assert found == [] and inexact == []
@@ -112,19 +123,16 @@ def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(back
 def updated(backend: str) -> dict[str, float]:
     """How far a step is from torch's AdamW in fp64 on the same gradient, in ulps of fp32 at the weight."""
     engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
-    settings = engine.optimizer.param_groups[0]
+    settings = {key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
     before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     engine.backward(engine(batch(0, engine.mesh.rank("data"))))
     gradients = {name: engine.parameter(name).gradient for name in before}
     assert engine.step().updated
-    worst = 0.0
-    fractions = []
+    worst, fractions = 0.0, []
     for name, start in before.items():
         wanted = start.double().requires_grad_()
         wanted.grad = gradients[name].double()
-        torch.optim.AdamW(
-            [wanted], lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
-        ).step()
+        torch.optim.AdamW([wanted], **settings).step()
         after = engine.parameter(name).master
         spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
         worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
@@ -133,7 +141,7 @@ def updated(backend: str) -> dict[str, float]:
     return {"worst": worst, "not bf16": min(fractions)}
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
     for found in run_ranks(updated, 2, backend):
         # Two roundings of the weight, one of the step, each half an ulp; the gradient's own is no part of it.
@@ -215,19 +223,23 @@ def planted(what: str) -> tuple[list[tuple[str, str]], str]:
     return judged(engine, step(engine))
 
 
-@pytest.mark.parametrize("what", ["compute", "compute of a copy", "state"])
-def test_what_is_not_as_declared_is_found(what: str) -> None:
-    planned = what.partition(" ")[0]
-    for found, told in run_ranks(planted, 2, what):
-        assert (f"{UP}.weight", planned) in found
-        assert {column for _, column in found} == {planned}, found
-        assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
+NATIVE = ["compute", "compute of a copy", "state", "wider compute", "wider grad"]
 
 
-@pytest.mark.parametrize("what", ["wider compute", "wider grad"])
-def test_what_is_wider_than_declared_is_no_finding(what: str) -> None:
+@pytest.mark.parametrize("what", NATIVE)
+def test_what_is_not_as_declared_is_found_unless_it_is_wider(what: str) -> None:
     for found, told in run_ranks(planted, 2, what):
+        is_found(what, found, told)
+
+
+def is_found(what: str, found: list[tuple[str, str]], told: str) -> None:
+    if what.startswith("wider"):
         assert found == [] and told == ""
+        return
+    planned = what.partition(" ")[0]
+    assert (f"{UP}.weight", planned) in found
+    assert {column for _, column in found} == {planned}, found
+    assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
 
 
 class WideNorm(torch.nn.LayerNorm):
@@ -252,19 +264,14 @@ def looked_away(backend: str) -> bool:
     runs = []
     for watch in (False, True):
         engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))
-        if watch:
-            step(engine)
-        else:
-            for micro in range(2):
-                engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
-                engine.step()
+        step(engine) if watch else advance(engine)
         assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
         runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_looking_changes_nothing(backend: str) -> None:
     assert all(run_ranks(looked_away, 2, backend))
 

@@ -31,6 +31,18 @@ def jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def tree(folder: Path, files: dict[str, str | bytes | list[dict[str, Any]]]) -> Path:
+    """Files in a folder and below, by name: texts, bytes or rows of JSON lines."""
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            jsonl(file, content)
+        else:
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
 def arrow_stream(rows: list[dict[str, Any]], size: int | None = None) -> bytes:
     """A stream of Arrow, in batches of some rows."""
     arrow = pytest.importorskip("pyarrow")

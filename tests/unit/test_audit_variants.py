@@ -100,30 +100,21 @@ def test_pins_are_fp32_in_every_column() -> None:
 # --- candidates ------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_modules_in_the_order_of_what_an_element_is_worth() -> None:
+def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_worth() -> None:
     worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
     found = candidates(plan(), worth)
     assert [each.pattern for each in found] == ["norm.*", "head.weight", "blocks.*.up.*"]
     assert found[0].density > found[1].density > found[2].density
-    assert found[2].names == (
-        "blocks.0.up.weight",
-        "blocks.0.up.bias",
-        "blocks.1.up.weight",
-        "blocks.1.up.bias",
-    )
+    assert found[2].names == tuple(f"blocks.{n}.up.{kind}" for n in range(2) for kind in ("weight", "bias"))
     assert found[2].square == 1.0
-
-
-def test_what_is_pinned_already_is_worth_nothing() -> None:
     pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
     assert candidates(pinned, {"norm.weight": 1.0}) == []
 
 
 def test_rules_match_what_was_pinned() -> None:
     drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
-    point = Point(
-        "bf16", (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input")), drift, Bytes(1, 1, 1, 1)
-    )
+    pins = (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input"))
+    point = Point("bf16", pins, drift, Bytes(1, 1, 1, 1))
     assert rules_for(point) == (
         {"match": "norm.*", "pin": "fp32"},
         {"match": "x[[]0]", "pin": "fp32", "output": "input"},

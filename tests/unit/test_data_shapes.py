@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from zerodrift.train.data.prepare import PreparedData, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
+arrow = pytest.importorskip("pyarrow")
 BLOCK = 512
 
 Turns = list[dict[str, Any]]
@@ -32,7 +32,11 @@ def said(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-HI, YO = said("user", "Hi"), said("assistant", "Yo")
+def asked(question: str, answer: str) -> Turns:
+    return [said("user", question), said("assistant", answer)]
+
+
+HI, YO = asked("Hi", "Yo")
 TALK = [said("system", "Be brief"), HI, YO, said("user", "Größe?"), said("assistant", "2 m\n")]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "days": 2}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -67,12 +71,10 @@ def shape(meant: Turns, with_tools: Any = None, /, learned: str | None = None, *
 
 
 def twice() -> bytes:
-    arrow = pytest.importorskip("pyarrow")
     return parquet(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["text"] * 2))
 
 
 def zstd(content: bytes) -> bytes:
-    arrow = pytest.importorskip("pyarrow")
     return bytes(arrow.compress(content, "zstd", asbytes=True))
 
 
@@ -80,95 +82,84 @@ def row(**written: Any) -> File:
     return File("a.jsonl", lines(written))
 
 
-SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+def sharegpt(**said: str) -> Turns:
+    return [{"from": role, "value": text} for role, text in said.items()]
+
+
+SHAREGPT = sharegpt(human="Hi", gpt="Yo")
+SYSTEM, THOUGHT = said("system", "S"), {**YO, "reasoning_content": "Hm"}
+PART = {"type": "text", "text": "Hi", "image_url": None}
+YO_YOU = [{"type": "text", "text": "Yo, "}, {"text": "you"}]
 ROW = lines({"messages": TALK})
-FILES: dict[str, Callable[[], File]] = {
-    "messages": lambda: shape(TALK, messages=TALK),
-    "contents in parts": lambda: shape(
-        [HI, said("assistant", "Yo, you")],
+FILES: dict[str, File] = {
+    "messages": shape(TALK, messages=TALK),
+    "contents in parts": shape(
+        asked("Hi", "Yo, you"),
         messages=[
-            said("user", [{"type": "text", "text": "Hi", "image_url": None}]),
+            said("user", [PART]),
             said("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
         ],
     ),
-    "what is null is not there": lambda: shape(
+    "what is null is not there": shape(
         [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
     ),
-    "reasoning": lambda: shape(
-        [HI, {**YO, "reasoning_content": "Hm"}], messages=[HI, {**YO, "reasoning_content": "Hm"}]
-    ),
-    "weights of turns": lambda: shape(
+    "reasoning": shape([HI, THOUGHT], messages=[HI, THOUGHT]),
+    "weights of turns": shape(
         TALK, learned="2 m\n;", messages=[*TALK[:2], {**YO, "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
     ),
-    "ShareGPT": lambda: shape([HI, YO], conversations=SHAREGPT),
-    "ShareGPT with a system": lambda: shape(
-        [said("system", "S"), HI, YO], system="S", conversations=SHAREGPT, tools=""
-    ),
-    "ShareGPT with calls": lambda: shape(
-        CALLED[:1] + CALLED[1:2] + [said("tool", "12")] + CALLED[3:],
-        TOOLS,
-        conversations=[
-            {"from": "human", "value": "Hi"},
-            {"from": "function_call", "value": json.dumps(CALL["function"])},
-            {"from": "observation", "value": "12"},
-            {"from": "gpt", "value": "Cold"},
-        ],
+    "ShareGPT": shape([HI, YO], conversations=SHAREGPT),
+    "ShareGPT with a system": shape([SYSTEM, HI, YO], system="S", conversations=SHAREGPT, tools=""),
+    "ShareGPT with calls": shape(
+        *([*CALLED[:2], said("tool", "12"), *CALLED[3:]], TOOLS),
+        conversations=sharegpt(
+            human="Hi", function_call=json.dumps(CALL["function"]), observation="12", gpt="Cold"
+        ),
         tools=json.dumps(TOOLS),
     ),
-    "conversations of roles": lambda: shape(TALK, conversations=TALK),
-    "prompt and completion": lambda: shape([HI, YO], prompt="Hi", completion="Yo"),
-    "turns of a prompt": lambda: shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
-    "a prompt and turns": lambda: shape([HI, YO], prompt="Hi", completion=[YO]),
-    "calls": lambda: shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
-    "calls as texts": lambda: shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
-    "Alpaca": lambda: shape([HI, YO], instruction="Hi", input="", output="Yo"),
-    "Alpaca with an input": lambda: shape(
-        [said("user", "Add\n\n1 and 2"), said("assistant", "3")],
-        instruction="Add",
-        input="1 and 2",
-        output="3",
-    ),
-    "Alpaca with a history": lambda: shape(
+    "conversations of roles": shape(TALK, conversations=TALK),
+    "prompt and completion": shape([HI, YO], prompt="Hi", completion="Yo"),
+    "turns of a prompt": shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
+    "a prompt and turns": shape([HI, YO], prompt="Hi", completion=[YO]),
+    "calls": shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
+    "calls as texts": shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
+    "Alpaca": shape([HI, YO], instruction="Hi", input="", output="Yo"),
+    "Alpaca with an input": shape(asked("Add\n\n1", "3"), instruction="Add", input="1", output="3"),
+    "Alpaca with a history": shape(
         TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
     ),
-    "Dolly": lambda: shape(
-        [said("user", "Who?\n\nIt was Ann."), said("assistant", "Ann")],
-        instruction="Who?",
-        context="It was Ann.",
-        response="Ann",
-        category="qa",
+    "Dolly": shape(
+        asked("Who?\n\nIt was Ann.", "Ann"),
+        **dict(instruction="Who?", context="It was Ann.", response="Ann", category="qa"),
     ),
-    "a tool's name": lambda: shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
-    "an answer of nothing": lambda: shape(
+    "a tool's name": shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
+    "an answer of nothing": shape(
         [HI, said("assistant", ""), HI, YO], learned="Yo;", messages=[HI, said("assistant", ""), HI, YO]
     ),
-    "questions": lambda: shape([HI, YO], id=7, question="Hi", answer="Yo"),
-    "OpenOrca": lambda: shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
-    "a JSON array": lambda: File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
-    "JSON lines called JSON": lambda: File("a.json", ROW, TALK),
-    "an array called JSON lines": lambda: File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
-    "one object": lambda: File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
-    "JSON lines of no name": lambda: File("rows", ROW, TALK),
-    "CSV": lambda: File(
+    "questions": shape([HI, YO], id=7, question="Hi", answer="Yo"),
+    "OpenOrca": shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
+    "a JSON array": File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
+    "JSON lines called JSON": File("a.json", ROW, TALK),
+    "an array called JSON lines": File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
+    "one object": File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
+    "JSON lines of no name": File("rows", ROW, TALK),
+    "CSV": File(
         "a.csv",
         b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n',
-        [said("user", 'Hi, "Bo"\n007'), said("assistant", "NA")],
+        asked('Hi, "Bo"\n007', "NA"),
     ),
-    "CSV of a Windows program": lambda: File(
-        "a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]
-    ),
-    "TSV": lambda: File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
-    "turns in a CSV": lambda: File(
+    "CSV of a Windows program": File("a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]),
+    "TSV": File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
+    "turns in a CSV": File(
         "a.csv", ('messages\n"' + json.dumps([HI, YO]).replace('"', '""') + '"\n').encode(), [HI, YO]
     ),
-    "gzip": lambda: File("a.jsonl.gz", gzip.compress(ROW), TALK),
-    "gzip of no name": lambda: File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
-    "zstd": lambda: File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
-    "parquet": lambda: File(
+    "gzip": File("a.jsonl.gz", gzip.compress(ROW), TALK),
+    "gzip of no name": File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
+    "zstd": File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
+    "parquet": File(
         "a.parquet", parquet([{"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}]), CALLED, TOOLS
     ),
-    "parquet of pairs": lambda: File("a.parquet", parquet([{"question": "Hi", "answer": "Yo"}]), [HI, YO]),
-    "Arrow": lambda: File("a.arrow", arrow_stream([{"messages": TALK}]), TALK),
+    "parquet of pairs": File("a.parquet", parquet([{"question": "Hi", "answer": "Yo"}]), [HI, YO]),
+    "Arrow": File("a.arrow", arrow_stream([{"messages": TALK}]), TALK),
 }
 
 
@@ -205,7 +196,7 @@ def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) 
 def test_a_file_is_the_conversation_that_is_meant(
     name: str, tmp_path: Path, letters: TransformersTokenizer, unmarked: TransformersTokenizer
 ) -> None:
-    file = FILES[name]()
+    file = FILES[name]
     tokens, learned = expected(letters.inner, file)
     assert len(tokens) < BLOCK
     for tokenizer in (letters, unmarked):

@@ -28,14 +28,10 @@ def process(rank: int, *models: ModelRecord, micro_batches: int = 1) -> ProcessR
 
 def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[str]:
     """Kinds, of two ranks that were given this."""
-    processes = [
-        process(
-            rank,
-            ModelRecord("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,)),
-            micro_batches=micro_batches,
-        )
-        for rank in range(2)
-    ]
+    processes = []
+    for rank in range(2):
+        model = ModelRecord("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,))
+        processes.append(process(rank, model, micro_batches=micro_batches))
     return [finding.kind for finding in run_findings(processes)]
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.data_files import layout
-from zerodrift.train.data.batches import Feed, validation_batches
-from zerodrift.train.data.blocks import Blocks, Rows
+from tests.unit.data_files import data, layout, made
+from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.sampling import BlockSampler, blocks_of, permute
 
 
@@ -43,52 +42,9 @@ def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: in
     assert sorted(np.concatenate(found)) == sorted(chosen)
 
 
-def blocks(folder: Path, count: int, length: int = 8, partly: bool = True) -> Blocks:
-    tokens = np.arange(count * length, dtype=np.uint16)
-    tokens.tofile(folder / "tokens")
-    maps = (Rows.of(folder / "tokens", tokens.dtype, length),)
-    if not partly:
-        return Blocks(maps, None, None, length, tokens.size)
-    learned = np.zeros((count, length), dtype=np.uint8)
-    for row in range(count):
-        learned[row, : 2 + row % (length - 2)] = 1
-    learned.tofile(folder / "learned")
-    marks = Rows.of(folder / "learned", learned.dtype, length)
-    return Blocks(maps, marks, learned[:, 1:].sum(1).astype(np.int32), length, tokens.size)
-
-
-@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (1, 2, 3), (3, 1, 2)])
-def test_weights_make_the_mean_over_all_labels_of_the_step(
-    ranks: int, micro: int, accumulation: int, tmp_path: Path
-) -> None:
-    """The average over ranks and micro-batches of weight x mean is the mean over the step's labels."""
-    data = blocks(tmp_path, 20)
-    values = np.random.default_rng(0).normal(size=20)
-    chosen = BlockSampler(20, 0).step(2, 6)
-    counts = data.labels(chosen)
-    expected = (values[chosen] * counts).sum() / counts.sum()
-    found = []
-    for rank in range(ranks):
-        for batch in Feed(data, 0, layout(micro, rank, ranks, accumulation)).step(2):
-            mine = data.labels(batch.blocks)
-            mean = (values[batch.blocks] * mine).sum() / mine.sum()
-            found.append(batch.weight * mean)
-            assert ((batch.labels != -100)[:, 1:].sum(1).numpy() == mine).all()
-    assert np.isclose(np.mean(found), expected, rtol=1e-12)
-
-
 def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
-    for batch in Feed(blocks(tmp_path, 20, partly=False), 0, layout(2, 0, 2, 3)).step(0):
+    file = tmp_path / "a.bin"
+    np.arange(160, dtype=np.uint16).tofile(file)
+    for batch in Feed(made(tmp_path, data(file, block=8)).train, 0, layout(2, 0, 2, 3)).step(0):
         assert batch.weight == 1.0
         assert batch.labels is batch.tokens
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_held_out_block_counts_once_and_ranks_do_as_many_forwards(ranks: int, tmp_path: Path) -> None:
-    data = blocks(tmp_path, 7)
-    found = [list(validation_batches(data, layout(2, rank, ranks), most=10)) for rank in range(ranks)]
-    assert len({len(each) for each in found}) == 1
-    counted = [batch.blocks for each in found for batch, labels in each if labels]
-    assert sorted(np.concatenate(counted)) == list(range(7))
-    assert sum(labels for each in found for _, labels in each) == data.labels(np.arange(7)).sum()
-    assert len(list(validation_batches(data, layout(2), most=2))) == 1
