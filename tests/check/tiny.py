@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,24 @@ def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tens
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def llama_config(**rest: Any) -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = dict(hidden_size=WIDTH, intermediate_size=32, num_attention_heads=2)
+    return transformers.LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes, **rest)
+
+
+def train_by_transformers(model: nn.Module, **rest: Any) -> None:
+    import transformers
+
+    examples = [{"input_ids": tokens, "labels": tokens} for tokens in batch(0, 0, size=64)[0]]
+    quiet: dict[str, Any] = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=4, per_device_train_batch_size=4, **quiet, **rest
+    )
+    transformers.Trainer(model=model, args=arguments, train_dataset=examples).train()
 
 
 def start() -> None:

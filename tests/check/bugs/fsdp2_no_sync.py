@@ -1,4 +1,4 @@
-"""FSDP2 accumulates in bf16 when it does not reduce and `reduce_dtype` is left at None.
+"""pytorch #170648: FSDP2 accumulates in bf16 when it does not reduce and `reduce_dtype` is left at None.
 
 Asked for: fp32 weights, bf16 compute, the gradient of eight micro-batches. What happens: with
 `set_requires_gradient_sync(False)` micro-batches are added in `.grad` of the unsharded bf16 parameter. Only

@@ -8,19 +8,14 @@ Asked for: `tie_word_embeddings=True`. What happens: lm_head.weight and model.em
 apart, and an export that saves only one of them loses the other.
 """
 
-from typing import Any
-
 import torch
 import transformers
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import VOCABULARY, WIDTH, batch, rank, start
+from tiny import batch, llama_config, rank, start
 
 start()
-sizes: dict[str, Any] = dict(
-    hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-)
-config = transformers.LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes)
+config = llama_config(tie_word_embeddings=True)
 values = transformers.LlamaForCausalLM(config).state_dict()
 with torch.device("meta"):
     model = transformers.LlamaForCausalLM(config)
