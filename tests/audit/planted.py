@@ -318,20 +318,14 @@ BIAS = "model.layers.1.mlp.experts.down_proj_bias"
 SHAKEN = valued(BIAS, lambda b: torch.randn(b.shape, generator=torch.Generator().manual_seed(2)) * 0.02)
 
 PLANTED: tuple[Planted, ...] = (
-    Planted(
-        "router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
-        fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16"),
-    ),
+    Planted("router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
+        fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16")),
     by_code("router-in-code", "qwen3-moe", "fp32", GATE, given_in(torch.bfloat16)),
     by_code("router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", GATE, given_in(torch.bfloat16)),
-    Planted(
-        "router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
-        fault={"unpinned": True},
-    ),
-    Planted(
-        "router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
-        valued(f"{GATE}.weight", lambda values: values.bfloat16()),
-    ),
+    Planted("router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
+        fault={"unpinned": True}),
+    Planted("router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
+        valued(f"{GATE}.weight", lambda values: values.bfloat16())),
     by_rule("gathered-in-bf16", "qwen3-moe", "lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
     by_code("norm-in-code", "deepseek-v3", "fp32", "model.layers.0.input_layernorm", _variance_in_bf16),
@@ -339,47 +333,29 @@ PLANTED: tuple[Planted, ...] = (
     by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),
     by_code("head-in-code", "gpt-oss", "fp32", "lm_head", _weight_in_bf16),
-    by_code(
-        "head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
-        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]},
-    ),
-    Planted(
-        "accumulate", "llama", "bf16", ("accumulate",), "*",
-        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"},
-    ),
-    Planted(
-        "accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
-        fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")},
-    ),
-    Planted(
-        "wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
-        fault={"reduce": "bf16"}, batches=_cancelling,
-    ),
-    Planted(
-        "underflow-without-a-loss-scale", "decoder", "fp16", ("gradient",), "*",
-        fault={"fp16": {"enabled": True, "loss_scale": 1e-4}},
-    ),
-    Planted(
-        "stuck-momentum", "decoder", "bf16", ("stuck state",), "*",
-        fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
-    ),
-    Planted(
-        "no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
-        common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
-    ),
+    by_code("head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
+        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]}),
+    Planted("accumulate", "llama", "bf16", ("accumulate",), "*",
+        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"}),
+    Planted("accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
+        fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")}),
+    Planted("wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
+        fault={"reduce": "bf16"}, batches=_cancelling),
+    Planted("underflow-without-a-loss-scale", "decoder", "fp16", ("gradient",), "*",
+        fault={"fp16": {"enabled": True, "loss_scale": 1e-4}}),
+    Planted("stuck-momentum", "decoder", "bf16", ("stuck state",), "*",
+        fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+    Planted("no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
+        common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}),
     by_code("loss-in-bf16", "decoder", "fp32", "judge", _loss_in_bf16),
     by_code("loss-in-bf16-under-autocast", "decoder", "autocast-bf16", "judge", _loss_in_bf16),
-    Planted(
-        "softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
+    Planted("softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
         both(
             valued("blocks.1.attention.mixed.weight", lambda values: values * 6.0),
             around("blocks.1.attention.shares", _shares_in_fp16),
-        ),
-    ),
+        )),
     Planted("untied", "llama", "bf16", ("untied",), "lm_head.weight", _untied),
-    Planted(
-        "table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table"),
-    ),
+    Planted("table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table")),
     Planted(
         "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",), f"{ATTENTION}.rotations.frequencies",
         _buffer_in_bf16(f"{ATTENTION}.rotations", "frequencies"),
@@ -389,20 +365,14 @@ PLANTED: tuple[Planted, ...] = (
     ),
     by_code("angles-in-bf16", "decoder", "fp32", f"{ATTENTION}.rotations", _angles_in_bf16),
     by_code("angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", f"{ATTENTION}.rotations", _angles_in_bf16),
-    Planted(
-        "clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm"),
-    ),
+    Planted("clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm")),
     by_code("long-sum", "pictures", "fp32", "centred", _mean_in_bf16),
     by_code("running-sum", "pictures", "fp32", "centred", _running_sum_in_bf16),
     by_rule("expert-bias", "gpt-oss", BIAS, SHAKEN, storage="bf16", compute="fp32"),
-    Planted(
-        "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
-        around(f"{ATTENTION}.out", _stale),
-    ),
-    Planted(
-        "stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
-        around("blocks.1.up", _stale_in_fp32),
-    ),
+    Planted("stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
+        around(f"{ATTENTION}.out", _stale)),
+    Planted("stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
+        around("blocks.1.up", _stale_in_fp32)),
     by_code("stream-in-fp16", "decoder", "fp32", "blocks.1.stream", _stream_in_fp16),
     by_code("scores-scaled-late", "decoder", "fp32", f"{ATTENTION}.scores", _scores_rounded_first),
     by_code(

@@ -115,50 +115,36 @@ BUGS: tuple[Script, ...] = (
     _bug("deepspeed-7718", "not-accumulated * accumulate", needs="deepspeed"),
     _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON),
     _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True),
-    _deepspeed(
-        "communication_data_type_autocast",
+    _deepspeed("communication_data_type_autocast",
         *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
-        expected=True,
-    ),
+        expected=True),
     _deepspeed("stage_1_average", "not-averaged * reduce", mended=SOON),
     _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS, mended=SOON),
-    _bug(
-        "bf16-adamw",
+    _bug("bf16-adamw",
         *("no-master * master", "state-too-narrow * state"),
-        more="norm-in-16-bits router-in-16-bits",
-    ),
-    _bug(
-        "norm-gains",
+        more="norm-in-16-bits router-in-16-bits"),
+    _bug("norm-gains",
         *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
-        more="state-too-narrow never-updated",
-    ),
-    _bug(
-        "prime-rl-3557",
+        more="state-too-narrow never-updated"),
+    _bug("prime-rl-3557",
         *("no-master layers.0.A_log master", "never-updated layers.1.D storage"),
         "upcast-without-effect layers.0.A_log compute",
-        more="state-too-narrow",
-    ),
+        more="state-too-narrow"),
     _bug("fsdp1-no-sync", f"rounded-before-accumulation {EXPERT} accumulate", more=NO_SYNC),
-    _bug(
-        "fsdp1-no-sync-flat",
+    _bug("fsdp1-no-sync-flat",
         f"rounded-before-accumulation {EXPERT} accumulate",
         path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
-        more=NO_SYNC,
-    ),
+        more=NO_SYNC),
     _bug("fsdp2-no-sync", SUMS, more="router-in-16-bits", mended=("torch", "2.15")),
-    _bug(
-        "lightning-bf16-true",
+    _bug("lightning-bf16-true",
         *("no-master model.experts.0.weight master", "state-too-narrow * state"),
         more="no-master norm-in-16-bits router-in-16-bits",
-        needs="lightning",
-    ),
-    _bug(
-        "hf-trainer-bf16",
+        needs="lightning"),
+    _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
         more="no-master norm-in-16-bits",
-        needs=" ".join(TRAINER),
-    ),
+        needs=" ".join(TRAINER)),
     _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad"),
     _bug("clip-before-unscale", "norm-of-scaled-gradients - grad"),
     _bug("untied", "untied lm_head.weight storage", needs="transformers"),
@@ -166,7 +152,7 @@ BUGS: tuple[Script, ...] = (
     _bug("narrow-export", "narrow-export * export"),
     _bug("ranks-differ", "ranks-differ * storage"),
     _bug("not-averaged", "not-averaged * reduce"),
-)
+)  # fmt: skip
 
 
 def _plain(kind: str, launcher: str = "torchrun") -> Script:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import ROOT, job
+from tests.e2e.small_models import llama
 from zerodrift.cli import app
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import train
@@ -36,10 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def base(folder: Path, tied: bool = False) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"vocab_size": 257, "max_position_embeddings": 64, "tie_word_embeddings": tied}
-    config = transformers.LlamaConfig(**sizes, **more)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    llama(tie_word_embeddings=tied).bfloat16().save_pretrained(folder)
 
 
 def adapted(folder: Path, **lora: object) -> str:

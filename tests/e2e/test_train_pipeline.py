@@ -98,7 +98,7 @@ def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp
     for name, turns in (("a", [6]), ("b", [2, 6])):
         folder = tmp_path / name
         for steps in turns:
-            file = staged(folder, "slow", steps, run={"checkpoint_every": 2})
+            file = staged(folder, "dropping", steps, run={"checkpoint_every": 2})
             assert run_ranks(run, 2, str(file)) == ["", ""]
         found.append(losses(folder))
     assert list(found[0]) == list(range(1, 7))

@@ -12,12 +12,15 @@ from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
+from zerodrift.backends.fsdp_collectives import ReduceScatter
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.check.compare import Finding
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
+from zerodrift.policy.nouns import Reduction
 
 
 def advance(engine: Engine) -> None:
@@ -57,16 +60,45 @@ CASES = [
 ]  # fmt: skip
 
 
+ON_FSDP2 = [
+    (0, "bf16", {}, "gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=float32",
+     {"gather"}),
+    (1, "bf16", {"precision": {"accumulate": "bf16", "allow_narrow": True, "reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=bfloat16 reduce=bfloat16>float32",
+     set()),
+    (2, "fp16", {}, "gather=float16 compute=float16 logits=- grad=float16 accumulate=float32 reduce=float32",
+     set()),
+    (3, "bf16", {"precision": {"reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=bfloat16>float32",
+     set()),
+    (3, "fp32", {}, "gather=float32 compute=float32 logits=- grad=float32 accumulate=float32 reduce=float32",
+     set()),
+    (3, "autocast-bf16", {}, "gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
+     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32", set()),
+]  # fmt: skip
+"""Without storage, master and state, which are float32."""
+
+
 @pytest.mark.parametrize(
-    ("stage", "mode", "rest", "line", "unseen"), CASES, ids=lambda v: v if isinstance(v, str) else None
+    ("backend", "case"),
+    [("native", case) for case in CASES] + [("fsdp2", case) for case in ON_FSDP2],
+    ids=lambda v: v if isinstance(v, str) else f"{v[0]}-{v[1]}",
 )
-def test_every_column_is_seen_and_is_as_declared(
-    stage: int, mode: str, rest: dict[str, Any], line: str, unseen: set[str]
-) -> None:
-    for told, found, missing in run_ranks(watched, 2, stage, mode, rest):
+def test_every_column_is_seen_and_is_as_declared(backend: str, case: tuple[Any, ...]) -> None:
+    stage, mode, rest, line, unseen = case
+    if backend == "fsdp2":
+        line = f"storage=float32 {line} master=same state=float32"
+    for told, found, missing in run_ranks(watched, 2, stage, mode, {"backend": backend, **rest}):
         assert found == []
-        assert told == f"precision: backend=native {line}"
+        assert told == f"precision: backend={backend} {line}"
         assert missing == unseen
+
+
+def test_copies_of_a_sharded_model_are_seen_on_both_axes() -> None:
+    rest = {"backend": "fsdp2", "sharding": {"replicate": 2}, "precision": {"reduce": "bf16"}}
+    for told, found, missing in run_ranks(watched, 4, 3, "bf16", rest):
+        assert found == [] and missing == set()
+        assert "reduce=bfloat16>float32" in told
 
 
 def pinned(backend: str) -> list[list[str]]:
@@ -92,6 +124,10 @@ def test_a_pin_is_seen_in_every_column(backend: str) -> None:
         assert found == [["float32"]] * 6 + [["same"], ["float32"]]
 
 
+def flags(backend: str) -> list[Any]:
+    return [flag(backend, enabled) for enabled in (True, False)]
+
+
 def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
     """DeepSpeed's `bf16.enabled`, at the default storage of each backend."""
     written = {**config(3, "auto", 2, backend=backend), "bf16": {"enabled": enabled}}
@@ -108,12 +144,13 @@ def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
 
 @BACKENDS
 def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
-    for told, found, inexact in run_ranks(flag, 2, backend, True):
+    for on, off in run_ranks(flags, 2, backend):
+        told, found, inexact = on
         assert found == [] and inexact == []
         assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
         assert told.endswith(f"master={'same' if backend == 'fsdp2' else 'split'} state=float32")
         assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
-    for told, found, inexact in run_ranks(flag, 2, backend, False):
+        told, found, inexact = off
         assert found == [] and inexact == []
         columns = dict(word.split("=") for word in told.split()[2:])
         assert {columns.pop("master"), columns.pop("logits")} == {"same", "-"}
@@ -223,23 +260,48 @@ def planted(what: str) -> tuple[list[tuple[str, str]], str]:
     return judged(engine, step(engine))
 
 
-NATIVE = ["compute", "compute of a copy", "state", "wider compute", "wider grad"]
+def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str]], str]:
+    pins = PIN if what in ("compute", "grad") else {}
+    engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
+    member = engine.executor.members[f"{UP}.weight"]
+    group = next(unit for unit in engine.executor.units if member in unit.members)
+    plant(engine, what)
+    if what == "accumulate":
+
+        def name_narrow() -> None:
+            for member in group.trained:
+                member.full.grad_dtype = torch.bfloat16
+
+        group.set_gradient_dtypes = name_narrow
+    elif what == "reduce":
+        narrow = Reduction(DType.BF16, DType.BF16, "every")
+        group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.collectives, narrow, 1.0))
+    with observe(engine) as seen:
+        engine.backward(engine(batch(0, engine.mesh.rank("data"))))
+        engine.step()
+        if what == "state":
+            moments = engine.optimizer.state[member.sharded]
+            moments["exp_avg"] = moments["exp_avg"].bfloat16()
+    return judged(engine, seen)
 
 
-@pytest.mark.parametrize("what", NATIVE)
-def test_what_is_not_as_declared_is_found_unless_it_is_wider(what: str) -> None:
-    for found, told in run_ranks(planted, 2, what):
-        is_found(what, found, told)
+NATIVE = ("compute", "compute of a copy", "state", "wider compute", "wider grad")
+FSDP2 = ("compute", "grad", "accumulate", "reduce", "state", "wider compute", "wider grad")
+PLANTED = [(planted, what) for what in NATIVE] + [(planted_on_fsdp2, what) for what in FSDP2]
 
 
-def is_found(what: str, found: list[tuple[str, str]], told: str) -> None:
-    if what.startswith("wider"):
-        assert found == [] and told == ""
-        return
+@pytest.mark.parametrize(("plants", "what"), PLANTED)
+def test_what_is_not_as_declared_is_found_unless_it_is_wider(plants: Any, what: str) -> None:
     planned = what.partition(" ")[0]
-    assert (f"{UP}.weight", planned) in found
-    assert {column for _, column in found} == {planned}, found
-    assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
+    for found, told in run_ranks(plants, 2, what):
+        if planned == "wider":
+            assert found == [] and told == ""
+            continue
+        assert (f"{UP}.weight", planned) in found
+        assert {column for _, column in found} == {planned}, found
+        assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
+        if plants is planted_on_fsdp2:
+            assert {name.rpartition(".mlp.")[0] for name, _ in found if ".mlp." in name} == {"layers.0"}
 
 
 class WideNorm(torch.nn.LayerNorm):

@@ -111,7 +111,7 @@ READ: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     ),
     "splits of texts": (
         {f"wiki.{name}.txt": TEXT for name in ("train", "test", "valid")},
-        *(1, ("1 file of the split `test`", "1 file of the split `valid`")),
+        *(1, ("1 file of the split `test`", "1 file of the split `validation`")),
     ),
     "programs are no splits": (
         {"train.py": TEXT, "test.py": TEXT, "README.md": TEXT, "package.json": '{"name": "code"}'},

@@ -207,6 +207,11 @@ def test_a_file_is_the_conversation_that_is_meant(
         assert (labels[0, len(tokens) :] == IGNORED).all()
 
 
+def calling(**call: Any) -> File:
+    return row(messages=[HI, said("assistant", "", tool_calls=[call])])
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ARRAY = b'[{"prompt": "a", "completion": "b"}'
 REFUSED: dict[str, tuple[File, str]] = {
     "a part that is an image": (
@@ -224,16 +229,10 @@ REFUSED: dict[str, tuple[File, str]] = {
     "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
     "a history of one": (row(instruction="a", output="b", history=[["c"]]), r"history\[0\].*must be pairs"),
     "arguments of no keys": (
-        shape(
-            [],
-            messages=[HI, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "x"}}])],
-        ),
+        calling(function={"name": "f", "arguments": "x"}),
         "must have `arguments` of JSON keys; got 'x'",
     ),
-    "a call of no name": (
-        row(messages=[HI, said("assistant", "", tool_calls=[{"id": "1"}])]),
-        "must be a call with `name` and `arguments`",
-    ),
+    "a call of no name": (calling(id="1"), "must be a call with `name` and `arguments`"),
     "preferences": (row(prompt="a", chosen="b", rejected="c"), "must have a text in"),
     "turns that are none": (row(messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
     "a say in the template": (
@@ -241,10 +240,7 @@ REFUSED: dict[str, tuple[File, str]] = {
         "must be a conversation of text; got `chat_template_kwargs`",
     ),
     "a page": (File("a.jsonl", b"<!doctype html><html>404</html>"), "a page of HTML"),
-    "a pointer": (
-        File("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
-        "a pointer of Git LFS",
-    ),
+    "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
     "a PDF": (File("a.txt", b"%PDF-1.7\n"), "got a PDF"),
     "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n"), r"a\.csv:3.*must have 2 cells"),
     "columns of parquet twice": (File("a.parquet", twice()), r"each column once; got `text` twice"),
@@ -256,8 +252,8 @@ REFUSED: dict[str, tuple[File, str]] = {
     "xz": (File("a.jsonl.xz", lzma.compress(ROW)), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
     "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}'), r"after the end. Run `jq -c \."),
     "a second part that is none": (
-        File("a.jsonl.gz", gzip.compress(ROW) + b"\x1f\x8bx"),
-        "gzip file that ends early|a damaged gzip file",
+        File("a.gz", gzip.compress(ROW) + b"\x1f\x8bx"),
+        "ends early|damaged gzip",
     ),
 }
 

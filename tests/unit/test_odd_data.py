@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -53,11 +54,7 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
     "output number": ("a.jsonl", row(instruction="Hi", output=7), "output.*must be a text; got a number"),
     "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
     "ORC": ("a.txt", b"ORC\x03", "got an ORC file"),
-    "marks of good and bad": (
-        "a.jsonl",
-        row(prompt="Hi", completion="Yo", label=False),
-        "preferences: `completion` with a `label`",
-    ),
+    "marks of good and bad": ("a.jsonl", row(prompt="Hi", completion="Yo", label=False), "with a `label`"),
     "a text beside a question": (
         *("a.jsonl", row(instruction="Hi", output="Yo", text="Hi Yo")),
         r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
@@ -69,11 +66,7 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
         r"messages\[1\]: content.*got null beside `refusal`",
     ),
     "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
-    "turns under another name": (
-        "a.jsonl",
-        row(dialog=[{"role": "user", "content": "Hi"}]),
-        "one of turns in `data.messages`",
-    ),
+    "turns under another name": ("a.jsonl", row(dialog=TALK), "one of turns in `data.messages`"),
     "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
 }
 
@@ -202,7 +195,12 @@ def numbers(file: Path, values: np.ndarray) -> Path:
     return file
 
 
+def flipped(content: bytes, at: int, bit: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
 FEW = np.arange(640) % 250
+TOKENS = FEW.astype(np.uint16)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +221,15 @@ def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tm
 
 def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     """Another length is an error; with another bit it is one, or has the numbers that were written."""
-    file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
+    file = numbers(tmp_path / "a.npy", TOKENS)
     before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
     for content in (before[:6], before[:60], before[:200], before[:-7], before + b"12345", b""):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"a\.npy"):
             made(tmp_path, data(file))
     caught = 0
-    for at, bit in [(at, 1 << bit) for at in range(0, 128, 2) for bit in range(0, 8, 2)]:
-        file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
+    for at, bit in itertools.product(range(0, 128, 2), range(0, 8, 2)):
+        file.write_bytes(flipped(before, at, bit))
         try:
             found = stream(made(tmp_path, data(file)).train)
         except ConfigError as error:
@@ -253,13 +251,9 @@ def test_a_token_that_the_model_does_not_know_is_named_where_it_is_read(bad: int
 
 
 def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
-    file = numbers(tmp_path / "a.bin", FEW.astype(np.uint16))
-    for change in (
-        lambda: os.truncate(file, 16),
-        lambda: numbers(file, FEW.astype(np.uint16)[::-1]),
-        file.unlink,
-    ):
-        numbers(file, FEW.astype(np.uint16))
+    file = numbers(tmp_path / "a.bin", TOKENS)
+    for change in (lambda: os.truncate(file, 16), lambda: numbers(file, TOKENS[::-1]), file.unlink):
+        numbers(file, TOKENS)
         os.utime(file, (1e9, 1e9))
         blocks = made(tmp_path, data(file)).train
         assert blocks.read(np.array([39])).tokens.tolist() == [FEW[-16:].tolist()]
@@ -269,10 +263,11 @@ def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Path) -> None:
-    first = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW.astype(np.uint16))))
-    moved = made(tmp_path, data(numbers(tmp_path / "b.bin", FEW.astype(np.uint16))))
-    other = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW[::-1].astype(np.uint16))))
-    assert first.key == moved.key != other.key
+    first, moved, other = (
+        made(tmp_path, data(numbers(tmp_path / name, values))).key
+        for name, values in (("a.bin", TOKENS), ("b.bin", TOKENS), ("a.bin", TOKENS[::-1]))
+    )
+    assert first == moved != other
 
 
 # --- the cache ----------------------------------------------------------------------------------------
@@ -288,23 +283,17 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     written = data(jsonl(tmp_path / "a.jsonl", [{"messages": TALK}] * 6), block=64)
     whole = read_all(made(tmp_path, written))
     folder = tmp_path / "cache" / made(tmp_path, written).key
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "blocks.json",
-        *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums")),
-        report.DIGESTS,
-    }
-    names.remove(report.DIGESTS)  # which says nothing of blocks
+    names = {INDEX, *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums"))}
+    assert {path.name for path in folder.iterdir()} == {*names, report.DIGESTS}  # which has no blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):
         file = folder / name
         before = file.read_bytes()
-        flips = [(int(at), 1 << int(draw.integers(8))) for at in draw.integers(len(before), size=60)]
-        for at, bit in flips:
-            file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
-            caught += _is_caught(tmp_path, written, whole)
-        for content in (b"", before[: len(before) // 2], before + b"\0" * 64):
+        flips = [
+            flipped(before, int(at), int(draw.integers(8))) for at in draw.integers(len(before), size=60)
+        ]
+        for content in (*flips, b"", before[: len(before) // 2], before + b"\0" * 64):
             file.write_bytes(content)
             caught += _is_caught(tmp_path, written, whole)
         file.unlink()
@@ -320,8 +309,7 @@ def _is_caught(folder: Path, written: Any, whole: list[np.ndarray]) -> bool:
     except ConfigError as error:
         assert "must hold the blocks that were written" in str(error), error
         return True
-    for here, there in zip(found, whole, strict=True):
-        assert np.array_equal(here, there)
+    assert all(np.array_equal(here, there) for here, there in zip(found, whole, strict=True))
     return False
 
 

@@ -38,10 +38,13 @@ def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, *
 # --- what torch refuses -------------------------------------------------------------------------------
 
 
+Call = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
 class Calls(nn.Module):
     """One call of a function, on 4 x 4 in the mode's dtype and 4 x 4 in fp32."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.call = call
@@ -54,7 +57,7 @@ def _first() -> torch.Tensor:
     return torch.arange(4)
 
 
-REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+REFUSED: dict[str, Call] = {
     "mm": lambda x, y: F.linear(x, y),
     "bmm": lambda x, y: torch.einsum("bij,bjk->bik", x[None], y[None]),
     "addmm": lambda x, y: F.linear(x, x, y[0]),
@@ -98,7 +101,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "native_group_norm": lambda x, y: F.group_norm(y, 2, x[0], x[0]),
     "native_batch_norm": lambda x, y: F.batch_norm(y, None, None, x[0], x[0], training=True),
 }
-BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+BEFORE: dict[str, Call] = {
     "prelu": lambda x, y: F.prelu(x, y[0]),
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
     "bilinear": lambda x, y: F.bilinear(x, x, y[None]),
@@ -106,7 +109,7 @@ BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "convolution": lambda x, y: F.conv1d(x[None], x[..., None], y[0]),
 }
 """What torch's forms without values refuse, too, or a function before it runs an operation."""
-ACCEPTED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+ACCEPTED: dict[str, Call] = {
     "add": lambda x, y: x + y,
     "where": lambda x, y: torch.where(x > 0, x, y),
     "cat": lambda x, y: torch.cat([x, y]),
@@ -126,9 +129,7 @@ ACCEPTED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", [*REFUSED.values(), *BEFORE.values()], ids=[*REFUSED, *BEFORE])
-def test_what_torch_refuses_is_refused_without_values(
-    call: Callable[[torch.Tensor, torch.Tensor], Any],
-) -> None:
+def test_what_torch_refuses_is_refused_without_values(call: Call) -> None:
     x = torch.eye(4)
     with pytest.raises((RuntimeError, NotImplementedError)):
         call(x.bfloat16(), x)
