@@ -153,7 +153,7 @@ def ruled(name: str, **columns: str) -> dict[str, Any]:
 
 
 def valued(path: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    """A parameter has other values than those that it begins with, as a trained one may."""
+    """Give a parameter other values than those that it begins with, as a trained one may have."""
 
     def plant(model: nn.Module) -> None:
         with torch.no_grad():

@@ -181,7 +181,7 @@ HEALTHY: tuple[Script, ...] = (
 
 BAD: tuple[Bad, ...] = (
     Bad("workers", Script("workers", "python", "bad/workers.py"), 0, ("embed.weight",)),
-    Bad("a rank", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("data of step 1", "crashed")),
+    Bad("crashes", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("data of step 1", "crashed")),
     Bad("models", Script("models", "python", "bad/several_models.py"), 0, ("embed.weight", "no-master")),
 )
 """The value model of `models` is bf16, without a master: that is found, the others are shown."""

@@ -4,10 +4,10 @@ rank."""
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -103,17 +103,20 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     micro_batches: int = 1,
     autocast: bool = False,
+    unsynchronized: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before: Callable[[], Any] = lambda: None,
     after: Callable[[int], Any] = lambda step: None,
 ) -> nn.Module:
-    """Train for four steps, by AdamW at 1e-3 unless given; call `before` and `after` around each update."""
+    """Train for four steps, by AdamW at 1e-3 unless given; call `before` and `after` around each update.
+    Every micro-batch but the last of a step is within `unsynchronized`."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
         for micro in range(micro_batches):
             tokens, targets = batch(rank(), 10 * step + micro)
-            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-                logits = model(tokens)
-            (loss_of(logits, targets) / micro_batches).backward()
+            with unsynchronized() if micro < micro_batches - 1 else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                    logits = model(tokens)
+                (loss_of(logits, targets) / micro_batches).backward()
         before()
         optimizer.step()
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def job(
 
 
 def trained(
-    folder: Path, source: str = "plain", steps: int = 6, overrides: Sequence[str] = (), **blocks: Any
+    folder: Path, source: str = "plain", steps: int = 6, *, overrides: Sequence[str] = (), **blocks: Any
 ) -> int:
     """Train a job in this process; the exit code."""
     return train(str(job(folder, source, steps, **blocks)), overrides)

@@ -17,7 +17,7 @@ POISON = 7
 """A byte that no text has unless a test puts it there."""
 
 Fault = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a model, its tokens and its loss, what it returns as its loss."""
+"""Return the loss of a model with a fault, from the model, its tokens and its loss without."""
 
 
 class Block(nn.Module):

@@ -11,8 +11,6 @@ from tests.e2e.jobs import job, kinds
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import evaluate, train
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
 
 def written(folder: Path) -> str:
     run = {"evaluate_every": 2, "checkpoint_every": 2, "keep": 3, "samples": ["It is"]}

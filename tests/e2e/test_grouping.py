@@ -16,8 +16,6 @@ from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
 from zerodrift.train.loop.start import train
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
 
 @pytest.mark.parametrize(("count", "samples"), [(1000, 4), (1003, 7), (97, 8), (5, 8), (64, 64), (9000, 3)])
 def test_an_epoch_has_every_block_once(count: int, samples: int) -> None:

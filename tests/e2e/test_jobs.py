@@ -27,9 +27,6 @@ RANKS = {"pipeline": 2, "two-hosts": 2}
 SMALL = ["run.steps=2", "run.evaluate_every=0", "run.checkpoint_every=0", "data.block=48"]
 
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
-
 EVERY_JOB = pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 
 

@@ -168,10 +168,7 @@ def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> N
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-def test_a_run_does_not_go_on_with_another_base(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_run_does_not_go_on_with_another_base(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(trained, folder)
     changed(folder)

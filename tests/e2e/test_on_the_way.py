@@ -1,20 +1,22 @@
-"""What a run does between its first step and its last: exports, the best of them, an end before the last."""
+"""What a run does between its first step and its last: exports, traces, an end before the last."""
 
 from __future__ import annotations
 
-import re
+import gzip
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import kinds, losses, trained
-from zerodrift.errors import ZerodriftError
+from tests.e2e.jobs import job, kinds, losses, on_a_rank, trained
+from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.evaluation import BestEvaluation
+from zerodrift.train.loop.run_folder import RunFolder
+from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
@@ -76,18 +78,43 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     assert exports == ["step-00000001", "step-00000002", "step-00000003"]  # the last is `export`
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["model.freeze=['token.*']"], "must match parameters of the model; got 'token.*'"),
-        (["model.freeze=['*']"], "must leave parameters to train"),
-        (["model.freeze=['*']", "model.lora={}"], "must be empty with `model.lora`"),
-        (["run.patience=2", "run.evaluate_every=1"], "must go with data to validate on"),
-        (["run.patience=2", "data.validation=0.2"], "must go with evaluations on the way"),
-        (["run.export_best=true"], "must go with data to validate on"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, overrides: list[str], words: str) -> None:
-    with pytest.raises(ZerodriftError, match=re.escape(words)):
-        trained(tmp_path, overrides=overrides)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+# --- traces -----------------------------------------------------------------------------------------------
+
+
+def traced(folder: Path) -> dict[str, list[str]]:
+    """File -> the steps in it, by their names."""
+    found = {}
+    for file in sorted((folder / "run" / "traces").iterdir()):
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        found[file.name] = sorted({e["name"] for e in events if e.get("name", "").startswith("step ")})
+    return found
+
+
+def test_each_rank_has_a_trace_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    found = []
+    for number, more in enumerate(([], ["run.profile={from: 2, steps: 2}"])):
+        folder = tmp_path / str(number)
+        config = {"scheduler": {"type": "linear", "params": {"num_training_steps": "auto"}}}
+        run_ranks(on_a_rank, 2, str(job(folder, steps=4, config=config)), more)
+        found.append([(line["loss"], line["lr"]) for line in kinds(folder, "step")])
+    assert found[0] == found[1] and len({loss for loss, _ in found[0]}) == 4
+    assert [rate for _, rate in found[0]] == [1e-2 * left for left in (1.0, 0.75, 0.5, 0.25)]
+    names = [f"steps-00000002-00000003-rank-{rank}.json.gz" for rank in range(2)]
+    assert traced(folder) == {name: ["step 2", "step 3"] for name in names}
+    page = (folder / "run" / "report.html").read_text()
+    assert "steps 2 to 3" in page and str(folder / "run" / "traces") in page
+    assert RunFolder(folder / "run").load_job().run.profile is not None
+
+
+def test_a_span_across_a_resume_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(job(tmp_path, steps=2))
+    train(path, ["run.profile={from: 2, steps: 1}"])
+    assert "trace of step 2, a file for each rank: " in capsys.readouterr().out
+    train(path, ["run.steps=4", "run.profile={from: 2, steps: 2}"])
+    out = capsys.readouterr().out
+    assert "run.profile.steps: was 1, is 2" in out
+    assert traced(tmp_path)["steps-00000003-00000003-rank-0.json.gz"] == ["step 3"]
+    shutil.rmtree(tmp_path / "run" / "traces")
+    train(path, ["run.steps=5", "run.profile={from: 2, steps: 2}"])
+    assert "steps 2 to 3 are over and are not recorded (`run.profile`)" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 5

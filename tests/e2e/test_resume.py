@@ -13,15 +13,13 @@ from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
 
 def rates(folder: Path) -> dict[int, float]:
     return {line["step"]: line["lr"] for line in kinds(folder, "step")}
 
 
 def told(capsys: pytest.CaptureFixture[str], folder: Path, **blocks: Any) -> str:
-    """What training a job prints."""
+    """Train a job and return what it prints."""
     capsys.readouterr()
     assert trained(folder, **blocks) == 0
     return capsys.readouterr().out

@@ -12,15 +12,10 @@ import torch
 from tests.e2e.jobs import job, kinds, losses, on_a_rank
 from tests.e2e.small_models import llama
 from tests.ranks.harness import run_ranks
-from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.model import smoothed_loss
-from zerodrift.train.loop.start import train
 
 transformers = pytest.importorskip("transformers")
 SHARE, STEPS, LR = 0.15, 3, 0.5
-
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def theirs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -93,11 +88,6 @@ def test_a_step_has_the_mean_over_all_its_learned_tokens(tmp_path: Path, ranks: 
     assert list(losses(tmp_path).values()) == pytest.approx(expected, rel=2e-6)
     # Evaluations are of the labels as they are.
     assert kinds(tmp_path, "evaluation")[-1]["validation_loss"] == pytest.approx(last, rel=2e-6)
-
-
-def test_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ZerodriftError, match=r"`data\.label_smoothing`: must be 0 for a model whose loss"):
-        train(masked(tmp_path, False, "plain"))
 
 
 def test_a_pipeline_smooths_too(tmp_path: Path) -> None:

@@ -82,20 +82,17 @@ def test_a_job_is_done_in_odd_surroundings(surroundings: dict[str, str | None], 
     assert (tmp_path / "run" / "export").is_dir()
 
 
-def test_a_run_whose_reader_goes_says_so_and_can_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_reader_goes_says_so_and_can_go_on(tmp_path: Path) -> None:
     file = job(tmp_path, "slow", steps=4, run={"checkpoint_every": 1})
     done = shell(f"{COMMAND} train {file} {' '.join(QUICKLY)} | head -n 1; exit ${{PIPESTATUS[0]}}")
     plain(done)
     assert done.returncode == 2 and "`stdout`: must stay open" in done.stderr
-    monkeypatch.chdir(ROOT)
     assert train(str(file), QUICKLY[1:]) == 0
 
 
 @pytest.mark.parametrize("place", ["cache", "run", "run/metrics.jsonl", "run/report.html", "run/export"])
 def test_a_place_that_is_taken_is_named(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A file where a folder is to be, or a folder where a file is."""
     file = job(tmp_path, steps=1)
@@ -105,7 +102,6 @@ def test_a_place_that_is_taken_is_named(
         taken.mkdir()
     else:
         taken.write_text("somebody's")
-    monkeypatch.chdir(ROOT)
     assert app(["train", str(file)], standalone_mode=False) == 2  # as whoever starts it would see
     said = capfd.readouterr().err
     assert f"{taken.name}" in said and "Traceback" not in said

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
 from zerodrift.train.loop import model as models
 from zerodrift.train.loop.start import dry_run, train
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,28 +159,40 @@ def test_what_is_asked_for_on_the_way_lies_on_it(
     assert "`run.epochs` 2 is not used, as `run.steps` is given" in said
 
 
-NO_PACKAGES = {"tensorboard": True, "wandb": "project"}
+REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
+    tuple(f"config.{key}=null" for key in ("optimizer", "train_batch_size", "scheduler")): (
+        *("`config.optimizer`: must be given", "`config.train_micro_batch_size_per_gpu`: must be given"),
+    ),
+    ("run.nproc=2000",): ("`run.nproc`: must be at most 1,024 processes",),
+    ("run.tensorboard=true", "run.wandb=project"): ("pip install tensorboard", "pip install wandb"),
+    ("model.freeze=['token.*']",): ("must match parameters of the model; got 'token.*'",),
+    ("model.freeze=['*']",): ("must leave parameters to train",),
+    ("model.freeze=['*']", "model.lora={}"): ("must be empty with `model.lora`",),
+    ("run.patience=2", "run.evaluate_every=1"): ("must go with data to validate on",),
+    ("run.patience=2", "data.validation=0.2"): ("must go with evaluations on the way",),
+    ("run.export_best=true",): ("must go with data to validate on",),
+    ("run.profile={from: 5, steps: 3}",): ("`run.profile`: must lie within the 6 steps", "got steps 5 to 7"),
+    ("run.profile={from: 0}",): ("`run.profile.from`: must be a whole number above 0",),
+    ("run.profile={steps: 2}",): ("`run.profile.from`: must be given",),
+    ("run.profile={from: 1, steps: -1}",): ("`run.profile.steps`: must be a whole number above 0",),
+    ("run.profile={form: 1}",): ("`run.profile.form`",),
+    ("data.label_smoothing=0.1",): ("`data.label_smoothing`: must be 0 for a model whose loss",),
+}
 
 
-@pytest.mark.parametrize(
-    ("blocks", "words"),
-    [
-        (
-            {"config": dict.fromkeys(("optimizer", "train_batch_size", "scheduler"))},
-            [f"`config.{key}`: must be given" for key in ("optimizer", "train_micro_batch_size_per_gpu")],
-        ),
-        ({"run": {"nproc": 2000}}, ["`run.nproc`: must be at most 1,024 processes"]),
-        ({"run": NO_PACKAGES}, [f"pip install {name}" for name in NO_PACKAGES]),
-    ],
-    ids=["what nobody decided", "more processes than any machine has", "boards that are not installed"],
-)
-def test_what_cannot_be_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: dict[str, Any], words: list[str]
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_what_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ConfigError) as caught:
-        trained(tmp_path, **blocks)
-    assert all(word in str(caught.value) for word in words)
+    if "run.wandb=project" in overrides:  # as where it is not installed
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ZerodriftError) as caught:
+        trained(tmp_path, overrides=overrides)
+    assert all(word in str(caught.value) for word in REFUSED[overrides])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--nproc`: must be at most 1,024 processes"):
         train(str(job(tmp_path)), nproc=10**6)
 

@@ -21,9 +21,6 @@ STEPS = 20
 Process = Command | subprocess.Popen[str]
 
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
-
 def train(file: Path) -> Command:
     """On two ranks."""
     return Command("train", file, "--nproc", "2", *QUICKLY)

@@ -28,9 +28,6 @@ WHOLE = {
 """One process with as many micro-batches."""
 
 
-pytestmark = pytest.mark.usefixtures("at_the_root")
-
-
 def staged(
     folder: Path,
     model: str = "plain",

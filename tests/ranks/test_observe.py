@@ -76,7 +76,7 @@ ON_FSDP2 = [
     (3, "autocast-bf16", {}, "gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
      "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32", set()),
 ]  # fmt: skip
-"""Without storage, master and state, which are float32."""
+"""Lines without storage, master and state, which are float32."""
 
 
 @pytest.mark.parametrize(

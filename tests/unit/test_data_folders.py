@@ -24,7 +24,7 @@ def published(folder: Path, card: str = "license: mit") -> Path:
 
 
 def counts(folder: Path, path: Path, **rest: Any) -> Any:
-    """What was read of the one set of a path."""
+    """Return what was read of the one set of a path."""
     (found,) = made(folder, data(path, **rest)).sets
     return found.counts
 

@@ -245,7 +245,7 @@ SHAPES: dict[str, Callable[[], Tokens]] = {
 
 
 class Does(nn.Module):
-    """What cannot be followed."""
+    """A part that cannot be followed."""
 
     def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

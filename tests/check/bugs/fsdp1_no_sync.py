@@ -7,13 +7,12 @@ the sum over ranks is rounded too.
 """
 
 import argparse
-import contextlib
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tiny import Expert, Tiny, batch, loss_of, rank, start
+from tiny import Expert, Tiny, fit, start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--reduce", default="fp32")
@@ -29,10 +28,4 @@ model = FullyShardedDataParallel(
     device_id=torch.device("cpu"),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(4):
-    for micro in range(4):
-        tokens, targets = batch(rank(), 10 * step + micro)
-        with model.no_sync() if micro < 3 else contextlib.nullcontext():
-            (loss_of(model(tokens), targets) / 4).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+fit(model, optimizer, micro_batches=4, unsynchronized=model.no_sync)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import sys
@@ -55,15 +54,7 @@ def ddp_fp16() -> nn.Module:
 
 def ddp_no_sync() -> nn.Module:
     model = DistributedDataParallel(Tiny())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(4):
-        for micro in range(4):
-            tokens, targets = batch(rank(), 10 * step + micro)
-            with model.no_sync() if micro < 3 else contextlib.nullcontext():
-                (loss_of(model(tokens), targets) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return fit(model, micro_batches=4, unsynchronized=model.no_sync)
 
 
 def fsdp2() -> nn.Module:
