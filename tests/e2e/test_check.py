@@ -172,11 +172,9 @@ BAD = {
     "failed by itself": ("import no_such_module\n", 2, "If it failed by itself, its own message is above."),
     "takes too long": ("import time, torch\ntime.sleep(1000)\n", 2, "is given; got fewer in 5 seconds"),
     "ignores its environment": (STEPS, 2, "PYTHONPATH"),
-    "loses a rank": (
-        *(DDP.format(then="if step and dist.get_rank(): os.kill(os.getpid(), 9)"), 2),
-        "The command ended with exit code 1|could say what was seen",
-    ),
-}
+    "loses a rank": (*(DDP.format(then="if step and dist.get_rank(): os.kill(os.getpid(), 9)"), 2),
+        "The command ended with exit code 1|could say what was seen"),
+}  # fmt: skip
 """A script, the exit code, and what is said, one or another."""
 
 STARTED: dict[str, dict[str, Any]] = {

@@ -37,10 +37,10 @@ def plain(done: subprocess.CompletedProcess[str]) -> None:
 
 
 REDIRECTED = {
-    **{f"{{}} {verb} > /dev/full": (2, "`stdout`: must take what is printed") for verb in PRINTERS},
-    **{f"{{}} {verb} | head -c 1; exit ${{{{PIPESTATUS[0]}}}}": (0, "") for verb in PRINTERS},
-    "{} support >&-": (2, "`stdout`: must be open"),
-    "{} support 2>&- <&-": (0, ""),
+    **{f"{verb} > /dev/full": (2, "`stdout`: must take what is printed") for verb in PRINTERS},
+    **{f"{verb} | head -c 1; exit ${{PIPESTATUS[0]}}": (0, "") for verb in PRINTERS},
+    "support >&-": (2, "`stdout`: must be open"),
+    "support 2>&- <&-": (0, ""),
 }
 """A line, and how it ends; a reader who has gone is no error."""
 
@@ -48,7 +48,7 @@ REDIRECTED = {
 @pytest.mark.parametrize("line", REDIRECTED)
 def test_streams_that_are_full_gone_or_closed_are_said_or_do_no_harm(line: str) -> None:
     code, said = REDIRECTED[line]
-    done = shell(line.format(COMMAND))
+    done = shell(f"{COMMAND} {line}")
     plain(done)
     assert done.returncode in ((code, 141) if "head" in line else (code,))
     assert said in done.stderr if said else not done.stderr

@@ -170,6 +170,8 @@ REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("model.freeze=['*']", "model.lora={}"): ("must be empty with `model.lora`",),
     ("run.patience=2", "run.evaluate_every=1"): ("must go with data to validate on",),
     ("run.patience=2", "data.validation=0.2"): ("must go with evaluations on the way",),
+    ("run.evaluate_every=5",): ("run.evaluate_every`: must go with data to validate on; got 5",),
+    ("run.evaluate_blocks=5",): ("run.evaluate_blocks`: must go with data to validate on; got 5",),
     ("run.export_best=true",): ("must go with data to validate on",),
     ("run.profile={from: 5, steps: 3}",): ("`run.profile`: must lie within the 6 steps", "got steps 5 to 7"),
     ("run.profile={from: 0}",): ("`run.profile.from`: must be a whole number above 0",),

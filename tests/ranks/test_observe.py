@@ -326,7 +326,7 @@ def looked_away(backend: str) -> bool:
     runs = []
     for watch in (False, True):
         engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))
-        step(engine) if watch else advance(engine)
+        (step if watch else advance)(engine)
         assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
         runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()

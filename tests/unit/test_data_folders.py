@@ -51,20 +51,14 @@ def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rows and texts": (
-        {"notes.txt": TEXT, "rows.jsonl": ROW},
-        r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt",
-    ),
-    "rows and programs": (
-        {"train.py": TEXT, "alpaca.json": '[{"instruction": "a", "output": "b"}]'},
-        r"not of both; got .* with alpaca\.json and ",
-    ),
-    "other splits": (
-        {"dev.jsonl": ROW, "test.jsonl": ROW},
-        "must name files, or a folder with a split `train`",
-    ),
+    "rows and texts": ({"notes.txt": TEXT, "rows.jsonl": ROW},
+        r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt"),
+    "rows and programs": ({"train.py": TEXT, "alpaca.json": '[{"instruction": "a", "output": "b"}]'},
+        r"not of both; got .* with alpaca\.json and "),
+    "other splits": ({"dev.jsonl": ROW, "test.jsonl": ROW},
+        "must name files, or a folder with a split `train`"),
     "no data": ({"a.zip": b"PK\x03\x04"}, r"files of a known kind; got '.*', with a\.zip"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -105,19 +99,15 @@ WROTE = (
     "cache/0/blocks.json",
 )
 READ: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
-    "what training wrote is no data": (
-        {"a.txt": TEXT, **dict.fromkeys(WROTE, "{}")},
-        *(1, ("cache, which training wrote", "runs/a, which training wrote")),
-    ),
-    "splits of texts": (
-        {f"wiki.{name}.txt": TEXT for name in ("train", "test", "valid")},
-        *(1, ("1 file of the split `test`", "1 file of the split `validation`")),
-    ),
+    "what training wrote is no data": ({"a.txt": TEXT, **dict.fromkeys(WROTE, "{}")},
+        *(1, ("cache, which training wrote", "runs/a, which training wrote"))),
+    "splits of texts": ({f"wiki.{name}.txt": TEXT for name in ("train", "test", "valid")},
+        *(1, ("1 file of the split `test`", "1 file of the split `validation`"))),
     "programs are no splits": (
         {"train.py": TEXT, "test.py": TEXT, "README.md": TEXT, "package.json": '{"name": "code"}'},
         *(3, ("package.json",)),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", READ)

@@ -93,13 +93,11 @@ YO_YOU = [{"type": "text", "text": "Yo, "}, {"text": "you"}]
 ROW = lines({"messages": TALK})
 FILES: dict[str, File] = {
     "messages": shape(TALK, messages=TALK),
-    "contents in parts": shape(
-        asked("Hi", "Yo, you"),
+    "contents in parts": shape(asked("Hi", "Yo, you"),
         messages=[
             said("user", [PART]),
             said("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
-        ],
-    ),
+        ]),
     "what is null is not there": shape(
         [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
     ),
@@ -109,13 +107,11 @@ FILES: dict[str, File] = {
     ),
     "ShareGPT": shape([HI, YO], conversations=SHAREGPT),
     "ShareGPT with a system": shape([SYSTEM, HI, YO], system="S", conversations=SHAREGPT, tools=""),
-    "ShareGPT with calls": shape(
-        *([*CALLED[:2], said("tool", "12"), *CALLED[3:]], TOOLS),
+    "ShareGPT with calls": shape(*([*CALLED[:2], said("tool", "12"), *CALLED[3:]], TOOLS),
         conversations=sharegpt(
             human="Hi", function_call=json.dumps(CALL["function"]), observation="12", gpt="Cold"
         ),
-        tools=json.dumps(TOOLS),
-    ),
+        tools=json.dumps(TOOLS)),
     "conversations of roles": shape(TALK, conversations=TALK),
     "prompt and completion": shape([HI, YO], prompt="Hi", completion="Yo"),
     "turns of a prompt": shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
@@ -127,10 +123,8 @@ FILES: dict[str, File] = {
     "Alpaca with a history": shape(
         TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
     ),
-    "Dolly": shape(
-        asked("Who?\n\nIt was Ann.", "Ann"),
-        **dict(instruction="Who?", context="It was Ann.", response="Ann", category="qa"),
-    ),
+    "Dolly": shape(asked("Who?\n\nIt was Ann.", "Ann"),
+        **dict(instruction="Who?", context="It was Ann.", response="Ann", category="qa")),
     "a tool's name": shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
     "an answer of nothing": shape(
         [HI, said("assistant", ""), HI, YO], learned="Yo;", messages=[HI, said("assistant", ""), HI, YO]
@@ -142,11 +136,7 @@ FILES: dict[str, File] = {
     "an array called JSON lines": File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
     "one object": File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
     "JSON lines of no name": File("rows", ROW, TALK),
-    "CSV": File(
-        "a.csv",
-        b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n',
-        asked('Hi, "Bo"\n007', "NA"),
-    ),
+    "CSV": File("a.csv", b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n', asked('Hi, "Bo"\n007', "NA")),
     "CSV of a Windows program": File("a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]),
     "TSV": File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
     "turns in a CSV": File(
@@ -160,7 +150,7 @@ FILES: dict[str, File] = {
     ),
     "parquet of pairs": File("a.parquet", parquet([{"question": "Hi", "answer": "Yo"}]), [HI, YO]),
     "Arrow": File("a.arrow", arrow_stream([{"messages": TALK}]), TALK),
-}
+}  # fmt: skip
 
 
 def expected(inner: Any, file: File) -> tuple[list[int], list[bool]]:
@@ -222,23 +212,17 @@ REFUSED: dict[str, tuple[File, str]] = {
     "null": (row(messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
     "nothing to say": (row(messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
     "an unknown role": (row(messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
-    "a key that no template writes": (
-        row(messages=[HI, {**YO, "mood": "glad"}]),
-        r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out",
-    ),
+    "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
+        r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
     "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
     "a history of one": (row(instruction="a", output="b", history=[["c"]]), r"history\[0\].*must be pairs"),
-    "arguments of no keys": (
-        calling(function={"name": "f", "arguments": "x"}),
-        "must have `arguments` of JSON keys; got 'x'",
-    ),
+    "arguments of no keys": (calling(function={"name": "f", "arguments": "x"}),
+        "must have `arguments` of JSON keys; got 'x'"),
     "a call of no name": (calling(id="1"), "must be a call with `name` and `arguments`"),
     "preferences": (row(prompt="a", chosen="b", rejected="c"), "must have a text in"),
     "turns that are none": (row(messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
-    "a say in the template": (
-        row(messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
-        "must be a conversation of text; got `chat_template_kwargs`",
-    ),
+    "a say in the template": (row(messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
+        "must be a conversation of text; got `chat_template_kwargs`"),
     "a page": (File("a.jsonl", b"<!doctype html><html>404</html>"), "a page of HTML"),
     "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
     "a PDF": (File("a.txt", b"%PDF-1.7\n"), "got a PDF"),
@@ -251,11 +235,9 @@ REFUSED: dict[str, tuple[File, str]] = {
     "an array of texts": (File("a.json", b'["a"]'), "row 1.*must be a JSON object; got a text"),
     "xz": (File("a.jsonl.xz", lzma.compress(ROW)), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
     "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}'), r"after the end. Run `jq -c \."),
-    "a second part that is none": (
-        File("a.gz", gzip.compress(ROW) + b"\x1f\x8bx"),
-        "ends early|damaged gzip",
-    ),
-}
+    "a second part that is none": (File("a.gz", gzip.compress(ROW) + b"\x1f\x8bx"),
+        "ends early|damaged gzip"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,18 +11,17 @@ import pytest
 
 from tests import commands
 from tests.unit.test_checkpoint_folder import save
+from zerodrift.checkpoint import inspect as inspection
 from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.inspect import FolderInspection, Inspection, inspect
-from zerodrift.checkpoint.inspect import inspection_json as as_json
-from zerodrift.checkpoint.inspect import inspection_text as as_text
+from zerodrift.checkpoint.inspect import inspect
 from zerodrift.errors import CheckpointError
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
     path = save(CheckpointFolder(tmp_path), 7)
     found = inspect(path)
-    assert isinstance(found, Inspection) and found.complete
-    text = as_text(found, color=False)
+    assert isinstance(found, inspection.Inspection) and found.complete
+    text = inspection.inspection_text(found, color=False)
     assert max(map(len, text.splitlines())) <= 100
     for line in (
         "step       7, 1 skipped",
@@ -36,7 +35,7 @@ def test_one_checkpoint(tmp_path: Path) -> None:
         "embed.weight            61 x 32  fp32   exp_avg, exp_avg_sq  (tied to head.weight)",
     ):
         assert line in text, text
-    assert "yes, every bit" in as_text(inspect(path, verify=True), color=False)
+    assert "yes, every bit" in inspection.inspection_text(inspect(path, verify=True), color=False)
 
 
 def test_a_folder_of_them(tmp_path: Path) -> None:
@@ -45,8 +44,8 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     save(folder, 2)
     folder.begin("step-00000003").lock.release()
     found = inspect(tmp_path)
-    assert isinstance(found, FolderInspection) and found.complete and len(found.unfinished) == 1
-    text = as_text(found, color=False)
+    assert isinstance(found, inspection.FolderInspection) and found.complete and len(found.unfinished) == 1
+    text = inspection.inspection_text(found, color=False)
     assert "step-00000002 (latest)" in text and "no: under way" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -72,7 +71,7 @@ def test_damage_is_an_exit_code(tmp_path: Path) -> None:
 
 def test_json_has_what_the_text_has(tmp_path: Path) -> None:
     save(CheckpointFolder(tmp_path), 1)
-    document = json.loads(as_json(inspect(tmp_path)))
+    document = json.loads(inspection.inspection_json(inspect(tmp_path)))
     (one,) = document["inspections"]
     assert document["complete"] and document["latest"] == "step-00000001"
     assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048

@@ -55,20 +55,16 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
     "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
     "ORC": ("a.txt", b"ORC\x03", "got an ORC file"),
     "marks of good and bad": ("a.jsonl", row(prompt="Hi", completion="Yo", label=False), "with a `label`"),
-    "a text beside a question": (
-        *("a.jsonl", row(instruction="Hi", output="Yo", text="Hi Yo")),
-        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
-    ),
+    "a text beside a question": (*("a.jsonl", row(instruction="Hi", output="Yo", text="Hi Yo")),
+        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`"),
     "two objects in a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "more behind the first value"),
     "an open text": ("a.jsonl", '{"text": "a', "Unterminated string starting at column 10"),
-    "what is said in another key": (
-        *("a.jsonl", talk(content=None, refusal="No")),
-        r"messages\[1\]: content.*got null beside `refusal`",
-    ),
+    "what is said in another key": (*("a.jsonl", talk(content=None, refusal="No")),
+        r"messages\[1\]: content.*got null beside `refusal`"),
     "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
     "turns under another name": ("a.jsonl", row(dialog=TALK), "one of turns in `data.messages`"),
     "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -64,14 +64,12 @@ CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
     "models of one name": (of_one_name(), []),
     "nothing is updated": ([process(0, LEFT_OUT)], ["never-updated"]),
     "another is updated": ([process(0, LEFT_OUT, ModelRecord("N", [parameter()]))], []),
-    "a cast of what updates round": (
-        columns("bfloat16", "float32", "same"),
-        ["no-master", "upcast-without-effect"],
-    ),
+    "a cast of what updates round": (columns("bfloat16", "float32", "same"),
+        ["no-master", "upcast-without-effect"]),
     "bf16 without a master": (columns("bfloat16", "bfloat16", "same"), ["no-master"]),
     "bf16 with a master": (columns("bfloat16", "float32", "float32"), []),
     "fp32": (columns("float32", "float32", "same"), []),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -120,42 +120,42 @@ def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
 # --- pins and columns ---------------------------------------------------------------------------------
 
 
-def test_a_cast_of_a_pinned_parameter_is_found_and_so_is_what_it_computes_in() -> None:
-    rounded = cast("0 fp32", "7 bf16", module="router")
-    first, second = found([rounded, op("mm", "3 bf16, 7 bf16", "8 bf16", "router")])
-    assert first == ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
-    assert second == ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
-    copied = [op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")]
-    assert ("pin cast", "router.weight") in [each[:2] for each in found(copied)]
+CAST = ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
+NARROW = ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
+KEPT = "what it returns unrounded, as the plan says, is cast from fp32 to bf16 by autocast"
+WIDE = ("compute", "layers.0.weight", "used in fp32 by `add`, for bf16 in the plan")
+MULTIPLIED = op("mm", "7 bf16", "8 bf16")
+CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12))]
+"""Of autocast, which computes all in fp32."""
+COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
+    "a cast of a pinned parameter, and what it computes in": (
+        [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),
+    "a cast of its copy": ([*used(), op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")], {}, [CAST]),
+    "what a pinned module keeps": (
+        [*used(), cast("211 fp32", "7 bf16", "autocast")], {"kept": {211: "router"}},
+        [("pin cast", "router", KEPT)]),
+    "what it keeps, cast after its use": (
+        [*used(), op("softmax", "211 fp32", "7 fp32"), cast("7 fp32", "8 bf16")],
+        {"kept": {211: "router"}}, []),
+    "a parameter that is used wider": (
+        [*used(), cast("100 bf16", "7 fp32"), op("add", "7 fp32", "8 fp32")], {}, [WIDE]),
+    "autocast chooses between its dtypes": (
+        [*CHOSEN, cast("100 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"}, []),
+    "and a pin does not": (
+        [*CHOSEN, cast("0 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"},
+        [(*CAST[:2], "cast from fp32 to bf16 by autocast"), NARROW]),
+    "a parameter that nothing is computed with": (
+        used()[:-1], {}, [("unused", "layers.11.weight", "enters no operation of the forward")]),
+}  # fmt: skip
 
 
-def test_what_a_pinned_module_keeps_is_found_where_it_is_cast_before_use() -> None:
-    ((kind, name, what),) = found([cast("211 fp32", "7 bf16", "autocast")], kept={211: "router"})
-    assert (kind, name) == ("pin cast", "router") and what.endswith("is cast from fp32 to bf16 by autocast")
-    used_first = [op("softmax", "211 fp32", "7 fp32"), cast("7 fp32", "8 bf16")]
-    assert found(used_first, kept={211: "router"}) == []
-
-
-def test_a_parameter_that_is_used_wider_loses_nothing_and_is_told() -> None:
-    wide = [cast("100 bf16", "7 fp32"), op("add", "7 fp32", "8 fp32")]
-    (told,) = hidden(plan(), traced([*used(), *wide]))
-    assert (told.kind, told.name) == ("compute", "layers.0.weight")
-    assert told.do.endswith("nothing is lost.")
-
-
-def test_autocast_chooses_between_its_two_dtypes_and_a_pin_does_not() -> None:
-    narrow = [cast("100 fp32", "7 bf16", "autocast"), op("mm", "7 bf16", "8 bf16")]
-    wide = [op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12)]
-    router = op("mm", "0 fp32", "211 fp32")
-    assert hidden(plan("autocast-bf16"), traced([router, *wide, *narrow])) == []
-    rounded = [cast("0 fp32", "7 bf16", "autocast"), op("mm", "7 bf16", "8 bf16")]
-    kinds = [each.kind for each in hidden(plan("autocast-bf16"), traced([router, *wide, *rounded]))]
-    assert kinds == ["pin cast", "compute"]
-
-
-def test_a_parameter_that_nothing_is_computed_with_is_told() -> None:
-    told = hidden(plan(), traced(used()[:-1]))
-    assert [(each.kind, each.name) for each in told] == [("unused", "layers.11.weight")]
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_column_that_is_not_as_planned_is_found(case: str) -> None:
+    operations, how, told = COLUMNS[case]
+    seen = hidden(plan(how.get("mode", "bf16")), traced(operations, kept=how.get("kept", {})))
+    assert [(each.kind, each.name, each.what) for each in seen] == told
+    if told == [WIDE]:
+        assert seen[0].do.endswith("nothing is lost.")
 
 
 def test_computes_leaves_out_what_is_overwritten() -> None:

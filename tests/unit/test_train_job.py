@@ -176,19 +176,6 @@ def test_a_folder_that_cannot_be_written_is_refused_by_its_key(key: str, place: 
 # --- what is refused before anything is read --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["evaluate_every", "evaluate_blocks"])
-def test_an_evaluation_wants_data(key: str) -> None:
-    from zerodrift.train.data.prepare import require_validation
-
-    for data, fine in (({}, False), ({"validation": 0.1}, True), ({"validation": "held.txt"}, True)):
-        found, _ = read_job({"model": {"source": "m:f"}, "data": {"train": "a", **data}, "run": {key: 5}})
-        if fine:
-            require_validation(found)
-            continue
-        with pytest.raises(ConfigError, match=rf"run\.{key}`: must go with data to validate on; got 5"):
-            require_validation(found)
-
-
 def test_an_encoder_is_no_language_model() -> None:
     transformers = pytest.importorskip("transformers")
     from zerodrift.api import empty
