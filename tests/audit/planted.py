@@ -22,7 +22,7 @@ from tests.audit.networks import LENGTH, VOCABULARY, Decoder, Pictures
 from zerodrift.inspect.audit.results import AuditFinding
 
 Batches = list[dict[str, torch.Tensor]]
-Plant = Callable[[nn.Module], None]
+Plant = Callable[[nn.Module], Any]
 """Changes a model in place."""
 
 MODES = ("fp32", "bf16", "autocast-bf16", "fp16")
@@ -42,20 +42,13 @@ class Healthy:
         return self.build()
 
     def config(self, mode: str, *more: Mapping[str, Any]) -> dict[str, Any]:
-        precision: dict[str, Any] = {"mode": mode}
-        config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        given: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
         rules = [{"match": self.routers, "pin": "fp32"}] if self.routers else []
         for each in more:
-            for key, value in each.items():
-                if key == "rules":
-                    rules += value
-                elif key in ("optimizer", "fp16"):
-                    config[key] = value
-                elif key == "unpinned":
-                    rules = []
-                else:
-                    precision[key] = value
-        return {**config, "precision": {**precision, **({"rules": rules} if rules else {})}}
+            rules = [] if "unpinned" in each else rules + each.get("rules", [])
+            given |= {key: value for key, value in each.items() if key not in ("rules", "unpinned")}
+        blocks = {key: given.pop(key) for key in ("optimizer", "fp16") if key in given}
+        return {**blocks, "precision": {"mode": mode, **given, **({"rules": rules} if rules else {})}}
 
 
 def _words(vocabulary: int, length: int = LENGTH, count: int = 4) -> Batches:
@@ -65,14 +58,11 @@ def _words(vocabulary: int, length: int = LENGTH, count: int = 4) -> Batches:
 
 
 def _images() -> Batches:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "images": torch.randn(4, 3, 96, 96, generator=generator) + 0.5,
-            "labels": torch.randint(0, 10, (4,), generator=generator),
-        }
-        for _ in range(4)
-    ]
+    generator, made = torch.Generator().manual_seed(1), []
+    for _ in range(4):
+        images = torch.randn(4, 3, 96, 96, generator=generator) + 0.5
+        made.append({"images": images, "labels": torch.randint(0, 10, (4,), generator=generator)})
+    return made
 
 
 def _tiny(name: str) -> nn.Module:
@@ -162,43 +152,30 @@ def ruled(name: str, **columns: str) -> dict[str, Any]:
     return {"rules": [{"match": name, **columns}]}
 
 
-def scaled(path: str, factor: float) -> Plant:
-    """A parameter times a factor: what a trained one may be."""
+def valued(path: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    """Give a parameter other values than those that it begins with, as a trained one may have."""
 
     def plant(model: nn.Module) -> None:
         with torch.no_grad():
-            model.get_parameter(path).mul_(factor)
-
-    return plant
-
-
-def shaken(path: str, spread: float) -> Plant:
-    """A parameter with other values than those that it begins with, such as zeros."""
-
-    def plant(model: nn.Module) -> None:
-        with torch.no_grad():
-            values = model.get_parameter(path)
-            values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)) * spread)
+            held = model.get_parameter(path)
+            held.copy_(values(held))
 
     return plant
 
 
 def both(*plants: Plant) -> Plant:
-    def plant(model: nn.Module) -> None:
-        for each in plants:
-            each(model)
-
-    return plant
+    return lambda model: [plant(model) for plant in plants]
 
 
 # --- what is planted -------------------------------------------------------------------------------------
 
 
-def _input_in_bf16(self: nn.Module, own: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return own(x.bfloat16().to(x.dtype), *args, **kwargs)
+def given_in(dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a forward of what comes in, rounded."""
+    return lambda self, own, x, *args, **kwargs: own(x.to(dtype).to(x.dtype), *args, **kwargs)
 
 
-def _output_in_bf16(self: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+def left_in_bf16(self: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
     out = own(*args, **kwargs)
     return out.to(torch.bfloat16).to(out.dtype)
 
@@ -233,10 +210,6 @@ def _shares_in_fp16(self: nn.Module, own: Any, scores: torch.Tensor) -> torch.Te
 
 def _stream_in_fp16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return (stream.half() + more.half()).to(stream.dtype)
-
-
-def _stream_in_bf16(self: nn.Module, own: Any, stream: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    return (stream + more).bfloat16().to(stream.dtype)
 
 
 def _norm_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -275,10 +248,6 @@ def _stale_in_fp32(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, self.kept.to(x.dtype), self.bias)
 
 
-def _fp8(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
-    return own(x.to(torch.float8_e4m3fn).to(x.dtype))
-
-
 def _autocast(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return own(x).to(x.dtype)
@@ -291,15 +260,6 @@ def _large_inside(self: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _untied(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-
-def _values_in_bf16(path: str) -> Plant:
-    def plant(model: nn.Module) -> None:
-        with torch.no_grad():
-            values = model.get_parameter(path)
-            values.copy_(values.bfloat16())
-
-    return plant
 
 
 def _squares_in_fp16(self: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
@@ -355,70 +315,47 @@ def by_rule(name: str, on: str, where: str, plant: Plant = lambda model: None, *
 
 ATTENTION, GATE = "blocks.0.attention", "model.layers.1.mlp.gate"
 BIAS = "model.layers.1.mlp.experts.down_proj_bias"
+SHAKEN = valued(BIAS, lambda b: torch.randn(b.shape, generator=torch.Generator().manual_seed(2)) * 0.02)
 
 PLANTED: tuple[Planted, ...] = (
-    Planted(
-        "router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
-        fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16"),
-    ),
-    by_code("router-in-code", "qwen3-moe", "fp32", GATE, _input_in_bf16),
-    by_code("router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", GATE, _input_in_bf16),
-    Planted(
-        "router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
-        fault={"unpinned": True},
-    ),
-    Planted(
-        "router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
-        _values_in_bf16(f"{GATE}.weight"),
-    ),
+    Planted("router-by-rule", "gpt-oss", "fp32", ("rounded", "routing"), "model.layers.0.mlp.router.weight",
+        fault=ruled("model.layers.0.mlp.router.*", storage="bf16", gather="bf16", compute="bf16")),
+    by_code("router-in-code", "qwen3-moe", "fp32", GATE, given_in(torch.bfloat16)),
+    by_code("router-in-code-of-a-bf16-plan", "deepseek-v3", "bf16", GATE, given_in(torch.bfloat16)),
+    Planted("router-unpinned", "gpt-oss", "bf16", ("rounded", "routing"), "model.layers.*.mlp.router.weight",
+        fault={"unpinned": True}),
+    Planted("router-values-rounded", "deepseek-v3", "bf16", ("rounded",), f"{GATE}.weight",
+        valued(f"{GATE}.weight", lambda values: values.bfloat16())),
     by_rule("gathered-in-bf16", "qwen3-moe", "lm_head.weight", storage="bf16", gather="bf16", compute="fp32"),
     by_rule("norm-by-rule", "llama", "model.norm.weight", storage="bf16", compute="bf16"),
     by_code("norm-in-code", "deepseek-v3", "fp32", "model.layers.0.input_layernorm", _variance_in_bf16),
     by_rule("embedding-by-rule", "qwen3-moe", "model.embed_tokens.weight", storage="bf16", compute="fp32"),
-    by_code("embedding-in-code", "decoder", "fp32", "words", _output_in_bf16),
+    by_code("embedding-in-code", "decoder", "fp32", "words", left_in_bf16),
     by_rule("head-by-rule", "deepseek-v3", "lm_head.weight", compute="bf16"),
     by_code("head-in-code", "gpt-oss", "fp32", "lm_head", _weight_in_bf16),
-    by_code(
-        "head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
-        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]},
-    ),
-    Planted(
-        "accumulate", "llama", "bf16", ("accumulate",), "*",
-        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"},
-    ),
-    Planted(
-        "accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
-        fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")},
-    ),
-    Planted(
-        "wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
-        fault={"reduce": "bf16"}, batches=_cancelling,
-    ),
-    Planted(
-        "underflow-without-a-loss-scale", "decoder", "fp16", ("gradient",), "*",
-        fault={"fp16": {"enabled": True, "loss_scale": 1e-4}},
-    ),
-    Planted(
-        "stuck-momentum", "decoder", "bf16", ("stuck state",), "*",
-        fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
-    ),
-    Planted(
-        "no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
-        common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
-    ),
+    by_code("head-in-code-of-a-pinned-plan", "qwen3-moe", "bf16", "lm_head", _weight_in_bf16,
+        common={"rules": [{"match": "lm_head.weight", "pin": "fp32"}]}),
+    Planted("accumulate", "llama", "bf16", ("accumulate",), "*",
+        fault={"accumulate": "bf16", "allow_narrow": True, "reduce": "fp32"}),
+    Planted("accumulate-of-one", "decoder", "fp32", ("accumulate",), "head.weight",
+        fault={"allow_narrow": True, **ruled("head.weight", accumulate="bf16", reduce="fp32")}),
+    Planted("wire-of-gradients-that-cancel", "pictures", "fp32", ("reduce",), "*",
+        fault={"reduce": "bf16"}, batches=_cancelling),
+    Planted("underflow-without-a-loss-scale", "decoder", "fp16", ("gradient",), "*",
+        fault={"fp16": {"enabled": True, "loss_scale": 1e-4}}),
+    Planted("stuck-momentum", "decoder", "bf16", ("stuck state",), "*",
+        fault={"state": "bf16"}, common={"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}),
+    Planted("no-master", "llama", "bf16", ("lost updates",), "*", fault={"master": "same"},
+        common={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}),
     by_code("loss-in-bf16", "decoder", "fp32", "judge", _loss_in_bf16),
     by_code("loss-in-bf16-under-autocast", "decoder", "autocast-bf16", "judge", _loss_in_bf16),
-    Planted(
-        "softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
+    Planted("softmax-overflows", "decoder", "fp32", ("overflow",), "blocks.1.attention.shares at *",
         both(
-            scaled("blocks.1.attention.mixed.weight", 6.0),
+            valued("blocks.1.attention.mixed.weight", lambda values: values * 6.0),
             around("blocks.1.attention.shares", _shares_in_fp16),
-        ),
-    ),
+        )),
     Planted("untied", "llama", "bf16", ("untied",), "lm_head.weight", _untied),
-    Planted(
-        "table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table"),
-    ),
+    Planted("table-in-bf16", "decoder", "fp32", ("narrow buffer",), "table", _buffer_in_bf16("", "table")),
     Planted(
         "frequencies-in-bf16", "decoder", "bf16", ("narrow buffer",), f"{ATTENTION}.rotations.frequencies",
         _buffer_in_bf16(f"{ATTENTION}.rotations", "frequencies"),
@@ -428,20 +365,14 @@ PLANTED: tuple[Planted, ...] = (
     ),
     by_code("angles-in-bf16", "decoder", "fp32", f"{ATTENTION}.rotations", _angles_in_bf16),
     by_code("angles-in-bf16-of-a-bf16-plan", "decoder", "bf16", f"{ATTENTION}.rotations", _angles_in_bf16),
-    Planted(
-        "clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm"),
-    ),
+    Planted("clip-of-scaled-gradients", "decoder", "fp16", ("gradient",), "norm.*", _clipped_hook("norm")),
     by_code("long-sum", "pictures", "fp32", "centred", _mean_in_bf16),
     by_code("running-sum", "pictures", "fp32", "centred", _running_sum_in_bf16),
-    by_rule("expert-bias", "gpt-oss", BIAS, shaken(BIAS, 0.02), storage="bf16", compute="fp32"),
-    Planted(
-        "stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
-        around(f"{ATTENTION}.out", _stale),
-    ),
-    Planted(
-        "stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
-        around("blocks.1.up", _stale_in_fp32),
-    ),
+    by_rule("expert-bias", "gpt-oss", BIAS, SHAKEN, storage="bf16", compute="fp32"),
+    Planted("stale-copy", "decoder", "fp32", (*CODE, "no gradient"), f"{ATTENTION}.out*",
+        around(f"{ATTENTION}.out", _stale)),
+    Planted("stale-copy-of-a-bf16-plan", "decoder", "bf16", ("no gradient",), "blocks.1.up.weight",
+        around("blocks.1.up", _stale_in_fp32)),
     by_code("stream-in-fp16", "decoder", "fp32", "blocks.1.stream", _stream_in_fp16),
     by_code("scores-scaled-late", "decoder", "fp32", f"{ATTENTION}.scores", _scores_rounded_first),
     by_code(
@@ -450,10 +381,10 @@ PLANTED: tuple[Planted, ...] = (
     by_code(
         "squares-vanish", "decoder", "fp16", "blocks.1.between", _squares_in_fp16, kinds=("underflow", *CODE),
     ),
-    by_code("one-of-eight-layers", "deep decoder", "fp32", "blocks.5.stream", _stream_in_bf16),
+    by_code("one-of-eight-layers", "deep decoder", "fp32", "blocks.5.stream", left_in_bf16),
     by_rule("conv-by-rule", "pictures", "second.weight", storage="bf16"),
-    by_code("norm-in-code-of-a-convnet", "pictures", "fp32", "norm", _output_in_bf16),
+    by_code("norm-in-code-of-a-convnet", "pictures", "fp32", "norm", left_in_bf16),
     by_code("beyond-fp16", "decoder", "fp16", "blocks.0.down", _large_inside, kinds=("overflow",)),
-    by_code("fp8-in-code", "decoder", "bf16", "blocks.1.up", _fp8),
+    by_code("fp8-in-code", "decoder", "bf16", "blocks.1.up", given_in(torch.float8_e4m3fn)),
     by_code("autocast-inside", "deep decoder", "fp32", "blocks.3.down", _autocast),
 )  # fmt: skip

@@ -45,8 +45,6 @@ class Script:
     """The config that is handed to `--expect`."""
     needs: tuple[str, ...] = ()
     """Packages."""
-    report: str = ""
-    """The public report."""
     mended: tuple[str, str] = ("", "")
     """The package that has mended it, and the first version."""
 
@@ -104,97 +102,57 @@ def _deepspeed(config: str, *findings: str, **rest: Any) -> Script:
 
 EXPERT = "experts.0.weight"
 TRAINER = ("transformers", "accelerate")
-REPORT = "deepspeedai/DeepSpeed#"
 SUMS, NO_EFFECT = "rounded-before-accumulation * accumulate", "key-without-effect * accumulate"
 NO_SYNC = "rounded-before-accumulation router-in-16-bits"
 SOON = ("deepspeed", "0.19.8")
 
 BUGS: tuple[Script, ...] = (
+    _bug("accelerate-3979", "no-master * master", more="state-too-narrow router-in-16-bits norm-in-16-bits"),
     _bug(
-        "accelerate-3979",
-        "no-master * master",
-        more="state-too-narrow router-in-16-bits norm-in-16-bits",
-        report="huggingface/accelerate#3979",
+        "deepspeed-7747", "router-in-16-bits router.weight compute", launcher="deepspeed", needs="deepspeed"
     ),
-    _bug(
-        "deepspeed-7747",
-        "router-in-16-bits router.weight compute",
-        launcher="deepspeed",
-        needs="deepspeed",
-        report=f"{REPORT}7747",
-    ),
-    _bug("deepspeed-5812", "buffer-rounded frequencies -", needs="deepspeed", report=f"{REPORT}5812"),
-    _bug("deepspeed-7718", "not-accumulated * accumulate", needs="deepspeed", report=f"{REPORT}7718"),
-    _deepspeed(
-        "grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, report=f"{REPORT}2768", mended=SOON
-    ),
-    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True, report=f"{REPORT}1835"),
-    _deepspeed(
-        "communication_data_type_autocast",
+    _bug("deepspeed-5812", "buffer-rounded frequencies -", needs="deepspeed"),
+    _bug("deepspeed-7718", "not-accumulated * accumulate", needs="deepspeed"),
+    _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON),
+    _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True),
+    _deepspeed("communication_data_type_autocast",
         *("key-without-effect up.weight reduce", "key-without-effect head.weight reduce"),
-        expected=True,
-        report=f"{REPORT}6993",
-    ),
-    _deepspeed("stage_1_average", "not-averaged * reduce", report=f"{REPORT}4083", mended=SOON),
-    _deepspeed(
-        "stage_1_average_autocast", "not-averaged * reduce", SUMS, report=f"{REPORT}4083", mended=SOON
-    ),
-    _bug(
-        "bf16-adamw",
+        expected=True),
+    _deepspeed("stage_1_average", "not-averaged * reduce", mended=SOON),
+    _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS, mended=SOON),
+    _bug("bf16-adamw",
         *("no-master * master", "state-too-narrow * state"),
-        more="norm-in-16-bits router-in-16-bits",
-        report="axolotl-ai-cloud/axolotl#3154",
-    ),
-    _bug(
-        "norm-gains",
+        more="norm-in-16-bits router-in-16-bits"),
+    _bug("norm-gains",
         *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
-        more="state-too-narrow never-updated",
-        report="vllm-project/speculators#711",
-    ),
-    _bug(
-        "prime-rl-3557",
+        more="state-too-narrow never-updated"),
+    _bug("prime-rl-3557",
         *("no-master layers.0.A_log master", "never-updated layers.1.D storage"),
         "upcast-without-effect layers.0.A_log compute",
-        more="state-too-narrow",
-        report="PrimeIntellect-ai/prime-rl#3557",
-    ),
+        more="state-too-narrow"),
     _bug("fsdp1-no-sync", f"rounded-before-accumulation {EXPERT} accumulate", more=NO_SYNC),
-    _bug(
-        "fsdp1-no-sync-flat",
+    _bug("fsdp1-no-sync-flat",
         f"rounded-before-accumulation {EXPERT} accumulate",
         path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
-        more=NO_SYNC,
-    ),
-    _bug(
-        "fsdp2-no-sync",
-        SUMS,
-        more="router-in-16-bits",
-        report="pytorch/pytorch#170648",
-        mended=("torch", "2.15"),
-    ),
-    _bug(
-        "lightning-bf16-true",
+        more=NO_SYNC),
+    _bug("fsdp2-no-sync", SUMS, more="router-in-16-bits", mended=("torch", "2.15")),
+    _bug("lightning-bf16-true",
         *("no-master model.experts.0.weight master", "state-too-narrow * state"),
         more="no-master norm-in-16-bits router-in-16-bits",
-        needs="lightning",
-        report="Lightning-AI/pytorch-lightning#18717",
-    ),
-    _bug(
-        "hf-trainer-bf16",
+        needs="lightning"),
+    _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
         more="no-master norm-in-16-bits",
-        needs=" ".join(TRAINER),
-        report="verl-project/verl#5308",
-    ),
-    _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad", report=f"{REPORT}6993"),
+        needs=" ".join(TRAINER)),
+    _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad"),
     _bug("clip-before-unscale", "norm-of-scaled-gradients - grad"),
     _bug("untied", "untied lm_head.weight storage", needs="transformers"),
     _bug("never-updated", "never-updated * master"),
     _bug("narrow-export", "narrow-export * export"),
     _bug("ranks-differ", "ranks-differ * storage"),
-    _bug("not-averaged", "not-averaged * reduce", report="NVIDIA-NeMo/Automodel#3830"),
-)
+    _bug("not-averaged", "not-averaged * reduce"),
+)  # fmt: skip
 
 
 def _plain(kind: str, launcher: str = "torchrun") -> Script:
@@ -223,14 +181,7 @@ HEALTHY: tuple[Script, ...] = (
 
 BAD: tuple[Bad, ...] = (
     Bad("workers", Script("workers", "python", "bad/workers.py"), 0, ("embed.weight",)),
-    Bad(
-        "crashes-on-a-rank", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("data of step 1", "crashed")
-    ),
-    Bad(
-        "several-models",
-        Script("several-models", "python", "bad/several_models.py"),
-        0,
-        ("embed.weight", "no-master"),
-    ),
+    Bad("crashes", Script("crashes", "torchrun", "bad/crashes.py"), 2, ("data of step 1", "crashed")),
+    Bad("models", Script("models", "python", "bad/several_models.py"), 0, ("embed.weight", "no-master")),
 )
-"""The value model of `several-models` is bf16, without a master: that is found, the others are shown."""
+"""The value model of `models` is bf16, without a master: that is found, the others are shown."""

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.check.gallery import ANY, BAD, BUGS, ENVIRONMENT, HEALTHY, HERE, Bad, Script
+from tests.e2e.launching import free_port
 
 SECONDS = 280
 SOURCE = HERE.parents[1] / "src"
@@ -37,7 +37,7 @@ def check(script: Script, folder: Path, *more: str) -> tuple[int, str, dict[str,
     if script.expect:
         options.append(f"--expect={HERE / script.expect}")
     done = _run(
-        [sys.executable, "-m", "zerodrift", "check", *options, "--", *script.command(_free_port())], folder
+        [sys.executable, "-m", "zerodrift", "check", *options, "--", *script.command(free_port())], folder
     )
     return done.returncode, done.stdout, json.loads(saved.read_text()) if saved.exists() else {}
 
@@ -53,12 +53,6 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=SECONDS,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return int(it.getsockname()[1])
 
 
 def needs(script: Script) -> None:
@@ -124,7 +118,7 @@ def test_a_run_that_cannot_be_observed_says_why(bad: Bad, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["ddp_autocast", "ddp_fp16", "fsdp2", "fsdp1", "gan"])
 def test_the_numbers_are_those_without_the_observer(kind: str, tmp_path: Path) -> None:
     script = Script(kind, "torchrun", "healthy/plain.py", (kind, "digest"))
-    alone = _run(script.command(_free_port()), tmp_path).stdout
+    alone = _run(script.command(free_port()), tmp_path).stdout
     _, watched, _ = check(script, tmp_path, "--keep-going")
     digests = re.findall(r"rank \d: [0-9a-f]{64}", alone)
     assert len(digests) == 2, alone

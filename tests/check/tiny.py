@@ -3,7 +3,15 @@ rank."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 VOCABULARY, WIDTH = 64, 16
@@ -58,3 +66,59 @@ def batch(rank: int, step: int, size: int = 4) -> tuple[torch.Tensor, torch.Tens
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+def llama_config(**rest: Any) -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = dict(hidden_size=WIDTH, intermediate_size=32, num_attention_heads=2)
+    return transformers.LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes, **rest)
+
+
+def train_by_transformers(model: nn.Module, **rest: Any) -> None:
+    import transformers
+
+    examples = [{"input_ids": tokens, "labels": tokens} for tokens in batch(0, 0, size=64)[0]]
+    quiet: dict[str, Any] = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=4, per_device_train_batch_size=4, **quiet, **rest
+    )
+    transformers.Trainer(model=model, args=arguments, train_dataset=examples).train()
+
+
+def start() -> None:
+    """Seed torch, and join the ranks of a launcher if there is one."""
+    torch.manual_seed(0)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    micro_batches: int = 1,
+    autocast: bool = False,
+    unsynchronized: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before: Callable[[], Any] = lambda: None,
+    after: Callable[[int], Any] = lambda step: None,
+) -> nn.Module:
+    """Train for four steps, by AdamW at 1e-3 unless given; call `before` and `after` around each update.
+    Every micro-batch but the last of a step is within `unsynchronized`."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        for micro in range(micro_batches):
+            tokens, targets = batch(rank(), 10 * step + micro)
+            with unsynchronized() if micro < micro_batches - 1 else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                    logits = model(tokens)
+                (loss_of(logits, targets) / micro_batches).backward()
+        before()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return model

@@ -10,20 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerodrift.train.loop.start import run_here
+from tests.unit.data_files import jsonl
+from zerodrift.train.loop.start import run_here, train
 from zerodrift.train.report.metrics import read
 
 ROOT = Path(__file__).parents[2]
 
+Rows = Sequence[dict[str, Any]]
+
 TEXT = "It is the plan that decides, and the engine that does. What happens is compared with both. " * 40
 
 
-def job(folder: Path, source: str = "plain", steps: int = 6, **blocks: dict[str, Any]) -> Path:
-    """The file of a small job that runs into `folder / "run"`. None for a key takes it away."""
+def job(
+    folder: Path, source: str = "plain", steps: int = 6, rows: Rows | None = None, **blocks: dict[str, Any]
+) -> Path:
+    """The file of a small job that runs into `folder / "run"`, over a text or rows. None for a key takes it
+    away."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
+    if rows is not None:
+        text = jsonl(folder / "rows.jsonl", rows)
     written = {
         "model": {"source": f"tests.e2e.small_models:{source}", **blocks.get("model", {})},
         "data": {"train": str(text), "block": 16, **blocks.get("data", {})},
@@ -44,6 +52,13 @@ def job(folder: Path, source: str = "plain", steps: int = 6, **blocks: dict[str,
     return file
 
 
+def trained(
+    folder: Path, source: str = "plain", steps: int = 6, *, overrides: Sequence[str] = (), **blocks: Any
+) -> int:
+    """Train a job in this process; the exit code."""
+    return train(str(job(folder, source, steps, **blocks)), overrides)
+
+
 QUICKLY = ("--set", "model.activation_checkpointing=false")
 """For a job in a process of its own: torch's recomputation imports its compiler, which takes seconds."""
 
@@ -56,11 +71,16 @@ def on_a_rank(path: str, overrides: Sequence[str] = ()) -> None:
 
 def losses(folder: Path) -> dict[int, float]:
     """Step -> loss, from the metrics of a run."""
-    lines = read(folder / "run" / "metrics.jsonl")
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+    return {line["step"]: line["loss"] for line in kinds(folder, "step")}
+
+
+def exported(folder: Path) -> bytes:
+    """The weights that a run has exported."""
+    return (folder / "run" / "export" / "model.safetensors").read_bytes()
 
 
 def kinds(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of a kind, from the metrics of a run."""
     return [line for line in read(folder / "run" / "metrics.jsonl") if line["kind"] == kind]
 
 

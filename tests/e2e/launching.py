@@ -30,13 +30,13 @@ def torchrun(script: Path, arguments: list[str], folder: Path, seconds: float = 
 
 def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
     """The same with torchrun's variables and without its process; what `script` imports is imported once."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _run([sys.executable, str(TWO_RANKS), str(script), *arguments], folder, seconds, place)
 
 
 def forked(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
     """The same in ranks that have torch imported."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run_ranks(_in_a_rank, 2, script, arguments, folder, place, timeout=seconds)
 
 
@@ -53,7 +53,7 @@ def _in_a_rank(script: Path, arguments: list[str], folder: Path, place: Mapping[
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
     """The same under DeepSpeed's own launcher."""
     launcher = Path(sys.executable).with_name("deepspeed")
-    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(_free_port())]
+    launch = [str(launcher), "--num_gpus", "2", "--master_port", str(free_port())]
     _run([*launch, str(script), *arguments], folder, seconds)
 
 
@@ -81,7 +81,7 @@ def _run(command: list[str], folder: Path, seconds: float, place: Mapping[str, s
         assert process.returncode == 0, f"exit code {process.returncode}\n{output.read()[-8000:]}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from zerodrift.pipeline.cut import Parts
 
 POISON = 7
 """A byte that no text has unless a test puts it there."""
+
+Fault = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Return the loss of a model with a fault, from the model, its tokens and its loss without."""
 
 
 class Block(nn.Module):
@@ -27,41 +33,30 @@ class Block(nn.Module):
 class Bigram(nn.Module):
     """The next byte from this one; returns the loss, or logits without labels."""
 
-    def __init__(self, dropout: float = 0.0, width: int = 16) -> None:
+    calls = 0
+
+    def __init__(self, dropout: float = 0.0, layers: int = 2, fault: Fault | None = None) -> None:
         super().__init__()
+        width = 16
         self.embed = nn.Embedding(257, width)
-        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
         self.head = nn.Linear(width, 257)
+        self.fault = fault
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(x)
-        if labels is None:
-            return logits
-        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return self.logits(x) if labels is None else self.loss(x, input_ids, labels)
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
 
-def infinite_slope(model: Any) -> torch.Tensor:
-    """Zero, with a gradient that is not finite."""
-    return torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0)
-
-
-class Poisoned(Bigram):
-    """Its loss is no number where the poison is in the text."""
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        loss = super().forward(input_ids, labels)
-        return loss * torch.nan if bool((input_ids == POISON).any()) else loss
-
-
-class BadGradient(Bigram):
-    """The loss is fine and its gradient is not, where the poison is in the text."""
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        loss = super().forward(input_ids, labels)
-        return loss + infinite_slope(self) if bool((input_ids == POISON).any()) else loss
+    def loss(self, x: torch.Tensor, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(x)[:, :-1].float().flatten(0, 1)
+        loss = F.cross_entropy(logits, labels[:, 1:].flatten())
+        self.calls += 1
+        return loss if self.fault is None else self.fault(self, input_ids, loss)
 
 
 class Widened(Bigram):
@@ -69,13 +64,9 @@ class Widened(Bigram):
 
     dtype = torch.float32
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(input_ids)
-        weights = (value.to(self.dtype) for value in (self.head.weight, self.head.bias))
-        logits = F.linear(x.to(self.dtype), *weights)
-        if labels is None:
-            return logits
-        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (value.to(self.dtype) for value in (self.head.weight, self.head.bias))
+        return F.linear(x.to(self.dtype), weight, bias)
 
 
 class Narrowed(Widened):
@@ -84,43 +75,56 @@ class Narrowed(Widened):
     dtype = torch.bfloat16
 
 
-class Hungry(Bigram):
-    """Finds no memory in its third forward in training."""
-
-    calls = 0
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(input_ids, labels)
+def is_poisoned(tokens: torch.Tensor) -> bool:
+    return bool((tokens == POISON).any())
 
 
-class Slow(Bigram):
-    """Takes its time, so that a test can interfere."""
+def without_memory(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if model.calls == 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return loss
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        import time
 
-        time.sleep(0.05)
-        return super().forward(input_ids, labels)
+def break_on_rank_1(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Fail in the third forward, as a program does that has a defect."""
+    if model.calls == 3 and torch.distributed.get_rank() == 1:
+        raise KeyError("broken on purpose")
+    return loss
+
+
+def wait(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Take time, so that a test can interfere."""
+    time.sleep(0.05)
+    return loss
+
+
+def not_a_number(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    return loss * torch.nan if is_poisoned(tokens) else loss
+
+
+def infinite_slope(model: Any, tokens: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """The loss is fine and its gradient is not, where the poison is in the text."""
+    return loss + torch.sqrt(model.layers[1].up.weight.float().sum() * 0.0) if is_poisoned(tokens) else loss
+
+
+plain, widened, narrowed = Bigram, Widened, Narrowed
+poisoned = functools.partial(Bigram, fault=not_a_number)
+bad_gradient = functools.partial(Bigram, fault=infinite_slope)
+hungry = functools.partial(Bigram, fault=without_memory)
+broken = functools.partial(Bigram, fault=break_on_rank_1)
+slow = functools.partial(Bigram, dropout=0.1, fault=wait)
+dropping = functools.partial(Bigram, dropout=0.2)
+deep = functools.partial(Bigram, layers=4)
+"""For four pieces."""
 
 
 def parts() -> Parts:
     """How all of these are cut for a pipeline."""
-
-    def after(model: Any, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        tokens, labels = batch["input_ids"], batch["labels"]
-        logits = model.head(hidden)
-        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        poisoned = bool((tokens == POISON).any())
-        if poisoned and isinstance(model, Poisoned):
-            return loss * torch.nan
-        if poisoned and isinstance(model, BadGradient):
-            return loss + infinite_slope(model)
-        return loss
-
-    return Parts("layers", before=lambda model, batch: model.embed(batch["input_ids"]), after=after)
+    return Parts(
+        "layers",
+        before=lambda model, batch: model.embed(batch["input_ids"]),
+        after=lambda model, hidden, batch: model.loss(hidden, batch["input_ids"], batch["labels"]),
+    )
 
 
 def no_parts() -> int:
@@ -128,40 +132,9 @@ def no_parts() -> int:
     return 3
 
 
-def deep() -> nn.Module:
-    """Layers for four pieces."""
-    model = Bigram()
-    model.layers = nn.ModuleList(Block(16, 0.0) for _ in range(4))
-    return model
-
-
-def dropping() -> nn.Module:
-    return Bigram(dropout=0.2)
-
-
-def slow() -> nn.Module:
-    return Slow(dropout=0.1)
-
-
-class Broken(Bigram):
-    """Fails on rank 1 in its third forward, as a program does that has a defect."""
-
-    calls = 0
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3 and torch.distributed.get_rank() == 1:
-            raise KeyError("broken on purpose")
-        return super().forward(input_ids, labels)
-
-
-plain, poisoned, bad_gradient, hungry, broken = Bigram, Poisoned, BadGradient, Hungry, Broken
-widened, narrowed = Widened, Narrowed
-
-
-def llama() -> nn.Module:
+def llama(**rest: Any) -> Any:
     """A causal model of `transformers`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, **rest))

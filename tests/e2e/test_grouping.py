@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.e2e.jobs import job, kinds, losses, on_a_rank
 from tests.ranks.harness import run_ranks
+from tests.unit.data_files import layout
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
 from zerodrift.train.loop.start import train
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 @pytest.mark.parametrize(("count", "samples"), [(1000, 4), (1003, 7), (97, 8), (5, 8), (64, 64), (9000, 3)])
@@ -39,23 +36,14 @@ def test_an_epoch_has_every_block_once(count: int, samples: int) -> None:
         assert (again.step(number, samples) == every[number]).all()
 
 
-ROWS = [
-    {"prompt": "abc" * (number % 5), "completion": "xy" * (1 + number * number % 13 // 2)}
-    for number in range(48)
-]
+ROWS = [{"prompt": "abc" * (n % 5), "completion": "xy" * (1 + n * n % 13 // 2)} for n in range(48)]
 
 
 def uneven(folder: Path) -> str:
-    folder.mkdir(exist_ok=True)
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data = {"train": str(rows), "block": 128, "pack": False, "group_by_length": True}
-    config = {
-        "precision": {"mode": "fp32", "reduce": {"order": "tree"}},
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": None,
-    }
-    return str(job(folder, steps=6, data=data, config=config))
+    data = {"block": 128, "pack": False, "group_by_length": True}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": None}
+    config = {"precision": {"mode": "fp32", "reduce": {"order": "tree"}}, **sizes}
+    return str(job(folder, steps=6, rows=ROWS, data=data, config=config))
 
 
 def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +68,8 @@ def test_one_run_however_it_is_cut_up(tmp_path: Path, capsys: pytest.CaptureFixt
     assert grouped < 15 and plain > 60, shares
     lines = kinds(tmp_path / "whole", "step")
     assert lines[-1]["tokens"] < 6 * 8 * 128 * 0.5
-    assert [line["tokens"] for line in lines] == [
-        line["tokens"] for line in kinds(tmp_path / "resumed", "step")
-    ]
+    again = kinds(tmp_path / "resumed", "step")
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in again]
     page = (tmp_path / "whole" / "run" / "report.html").read_text()
     assert f"{shares.group(1)}% of what is computed" in page
     with pytest.raises(ZerodriftError, match=r"`data\.group_by_length` false, which was true"):
@@ -98,19 +85,13 @@ def test_what_is_cut_off_is_behind_the_last_label(tmp_path: Path) -> None:
     every = blocks.read(np.arange(len(blocks))).labels
     expected = [max(np.flatnonzero(row != -100)) + 1 for row in every]
     assert lengths_of(blocks).tolist() == expected
-    seat = BatchLayout(0, 1, 2, (0, 1, 2, 3), torch.device("cpu"))
-    for batch in Feed(blocks, 0, seat, grouped=True).step(1):
+    for batch in Feed(blocks, 0, layout(2, accumulation=4), grouped=True).step(1):
         need = max(expected[block] for block in batch.blocks)
         assert need <= batch.tokens.shape[1] < need + 8 and batch.labels.shape == batch.tokens.shape
         assert (batch.labels != -100).sum().item() == sum((every[b] != -100).sum() for b in batch.blocks)
 
 
 def test_a_pipeline_takes_one_shape(tmp_path: Path) -> None:
-    more = [
-        "config.pipeline={stages: 2}",
-        "config.precision={mode: fp32}",
-        "config.zero_optimization.stage=0",
-    ]
-    path = uneven(tmp_path)
+    more = ["pipeline={stages: 2}", "precision={mode: fp32}", "zero_optimization.stage=0"]
     with pytest.raises(Exception, match=r"`data\.group_by_length`: must be false with `config\.pipeline`"):
-        run_ranks(on_a_rank, 2, path, more)
+        run_ranks(on_a_rank, 2, uneven(tmp_path), [f"config.{each}" for each in more])

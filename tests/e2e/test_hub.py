@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import ROOT, job
+from tests.e2e.jobs import ROOT, job, trained
+from tests.e2e.small_models import llama
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.data.hub import advice, hub_cache, path_of
 from zerodrift.train.job_file import read_job
@@ -21,7 +22,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def _a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -40,18 +40,12 @@ def cached(name: str, kind: str, files: dict[str, bytes], branch: str = "main") 
     return snapshot
 
 
-def tiny() -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A model, with weights."""
-    import tempfile
-
-    import torch
-
-    from tests.e2e.small_models import llama
-
-    torch.manual_seed(7)
-    with tempfile.TemporaryDirectory() as folder:
-        llama().save_pretrained(folder)  # type: ignore[operator]
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    folder = tmp_path_factory.mktemp("tiny")
+    llama().save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data") -> str:
@@ -59,12 +53,13 @@ def of_the_hub(folder: Path, source: str = "some/model", data: str = "some/data"
     return str(job(folder, steps=1, data={"train": data, "tokenizer": "bytes"}, model=model))
 
 
-def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = cached("some/model", "model", tiny())
+def test_models_and_data_are_read_from_the_cache(
+    tmp_path: Path, tiny: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = cached("some/model", "model", tiny)
     known = {"repo_id": "some/model", "filename": "config.json", "cache_dir": hub_cache()}
-    assert pytest.importorskip("huggingface_hub").try_to_load_from_cache(**known) == str(
-        model / "config.json"
-    )
+    found = pytest.importorskip("huggingface_hub").try_to_load_from_cache(**known)
+    assert found == str(model / "config.json")
     rows = "".join(json.dumps({"text": f"It is line {number}, and a text."}) + "\n" for number in range(40))
     data = cached("some/data", "dataset", {"train.jsonl": rows.encode(), "README.md": b"# about it"}, "v2")
     train(of_the_hub(tmp_path))
@@ -75,9 +70,8 @@ def test_models_and_data_are_read_from_the_cache(tmp_path: Path, capsys: pytest.
     assert (held.model.source, held.data.train) == (str(model), str(data))
 
 
-def test_a_cache_without_weights_is_no_random_model(tmp_path: Path) -> None:
-    config = tiny()["config.json"]
-    cached("some/model", "model", {"config.json": config, "pytorch_model.bin": b"."})
+def test_a_cache_without_weights_is_no_random_model(tmp_path: Path, tiny: dict[str, bytes]) -> None:
+    cached("some/model", "model", {"config.json": tiny["config.json"], "pytorch_model.bin": b"."})
     path = of_the_hub(tmp_path, data=str(ROOT / "README.md"))
     with pytest.raises(ZerodriftError, match=r"must have its weights in safetensors.*hf download some/model"):
         train(path)
@@ -96,7 +90,7 @@ def test_a_cache_without_weights_is_no_random_model(tmp_path: Path) -> None:
 )
 def test_what_is_not_there_comes_with_its_command(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ZerodriftError, match=re.escape(words)) as refused:
-        train(str(job(tmp_path)), overrides)
+        trained(tmp_path, overrides=overrides)
     assert len(refused.value.problems) == 1
 
 

@@ -7,12 +7,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.jobs import ROOT, job
+from tests.e2e.small_models import llama
 from zerodrift.cli import app
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import train
@@ -35,25 +37,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def base(folder: Path, tied: bool = False) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    llama(tie_word_embeddings=tied).bfloat16().save_pretrained(folder)
 
 
 def adapted(folder: Path, **lora: object) -> str:
     given = {"rank": 2, "targets": ["q_proj", "up_proj"], **lora}
-    config = {
-        "precision": {"mode": "fp32"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-        "scheduler": None,
-    }
+    adamw = {"type": "AdamW", "params": {"lr": 0.5}}
+    config = {"precision": {"mode": "fp32"}, "optimizer": adamw, "scheduler": None}
     model = {"source": str(folder / "base"), "lora": given, "activation_checkpointing": False}
     return str(job(folder, steps=2, config=config, model=model))
 
@@ -62,14 +52,29 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def plain(folder: Path, dtype: Any = "auto") -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
+
+
+def adapters(folder: Path, target: str, **rest: Any) -> Path:
+    """A base and adapters for it that peft has made."""
+    base(folder / "base", tied=target == "lm_head")
+    wanted = peft.LoraConfig(target_modules=[target], task_type="CAUSAL_LM", **rest)
+    peft.get_peft_model(plain(folder), wanted).save_pretrained(folder / "adapters")
+    return folder / "adapters"
+
+
+def merged_by_peft(model: Any, adapters: Path, folder: Path) -> dict[str, torch.Tensor]:
+    peft.PeftModel.from_pretrained(model, adapters).merge_and_unload().save_pretrained(folder)
+    return weights(folder)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_door_leads_to_what_peft_makes(trained: Path, tmp_path: Path, dtype: str) -> None:
     """The run, its export and its checkpoint, which hold the same adapters in fp32."""
     of = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(trained / "base", dtype=of)
-    theirs = peft.PeftModel.from_pretrained(plain, trained / "run" / "export").merge_and_unload()
-    theirs.save_pretrained(tmp_path / "theirs")
-    expected, before = weights(tmp_path / "theirs"), weights(trained / "base")
+    expected = merged_by_peft(plain(trained, of), trained / "run" / "export", tmp_path / "theirs")
+    before = weights(trained / "base")
     moved = {name for name in expected if not expected[name].equal(before[name].to(of))}
     assert moved and all("q_proj" in name or "up_proj" in name for name in moved)
     run = trained / "run"
@@ -93,27 +98,24 @@ def test_the_verb_merges_a_checkpoint_by_its_tag(
 ) -> None:
     words = ["convert", str(trained / "run"), str(tmp_path / "m"), "--merge", "--tag", "step-00000002"]
     app(words, standalone_mode=False)
-    assert "from  adapters in" in capsys.readouterr().out and (tmp_path / "m" / "config.json").is_file()
+    assert "from  adapters in" in capsys.readouterr().out
     assert json.loads((tmp_path / "m" / "config.json").read_text())["use_cache"] is True
 
 
-def moved(folder: Path) -> str | None:
+def moved(folder: Path) -> None:
     (folder / "base").rename(folder / "elsewhere")
-    return None
 
 
-def changed(folder: Path) -> str | None:
+def changed(folder: Path) -> None:
     held = weights(folder / "base")
     held["model.norm.weight"][3] += 1
     save_file(held, folder / "base" / "model.safetensors", {"format": "pt"})
-    return None
 
 
-def quantised(folder: Path) -> str | None:
+def quantised(folder: Path) -> None:
     file = folder / "base" / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    return None
 
 
 def other(folder: Path) -> str:
@@ -152,32 +154,21 @@ def test_what_is_no_adapter_is_refused(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_is_not_changed_for_two(tmp_path: Path) -> None:
-    base(tmp_path / "base", tied=True)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
-    wanted = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
-    peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
     with pytest.raises(ZerodriftError, match=re.escape("one on `lm_head`, whose weight is tied")):
-        merge(tmp_path / "adapters", tmp_path / "merged")
+        merge(adapters(tmp_path, "lm_head"), tmp_path / "merged")
 
 
 def test_adapters_of_others_merge_and_say_what_is_not_known(tmp_path: Path) -> None:
-    base(tmp_path / "base")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
-    wanted = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    peft.get_peft_model(plain, wanted).save_pretrained(tmp_path / "adapters")
-    done = merge(tmp_path / "adapters", tmp_path / "merged")
-    assert "it was taken at its name" in str(done)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
-    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").merge_and_unload()
-    theirs.save_pretrained(tmp_path / "theirs")
-    found, expected = weights(tmp_path / "merged"), weights(tmp_path / "theirs")
+    theirs = adapters(tmp_path, "q_proj", init_lora_weights=False)
+    assert "it was taken at its name" in str(merge(theirs, tmp_path / "merged"))
+    found, expected = (
+        weights(tmp_path / "merged"),
+        merged_by_peft(plain(tmp_path), theirs, tmp_path / "theirs"),
+    )
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-def test_a_run_does_not_go_on_with_another_base(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_run_does_not_go_on_with_another_base(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(trained, folder)
     changed(folder)

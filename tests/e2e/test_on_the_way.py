@@ -1,33 +1,28 @@
-"""What a run does between its first step and its last: exports, the best of them, an end before the last."""
+"""What a run does between its first step and its last: exports, traces, an end before the last."""
 
 from __future__ import annotations
 
-import re
+import gzip
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import job, kinds, losses
-from zerodrift.errors import ZerodriftError
+from tests.e2e.jobs import job, kinds, losses, on_a_rank, trained
+from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.evaluation import BestEvaluation
+from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.sample import TextGenerator
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_a_better_loss_is_one_below_all_before_it() -> None:
     best = BestEvaluation(2)
-    assert [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert not best.reason
+    better = [best.add(loss) for loss in (3.0, 3.0, 2.0, float("nan"), 1.0)]
+    assert better == [True, False, True, False, True] and not best.reason
     assert not best.add(1.0) and not best.reason
     assert not best.add(1.5) and best.reason
     assert best.reason == "2 evaluations without a better loss than 1.0000 (`run.patience`)"
@@ -35,18 +30,18 @@ def test_a_better_loss_is_one_below_all_before_it() -> None:
     assert not BestEvaluation(0, [1.0, 1.0, 1.0]).reason
 
 
-def patient(folder: Path, steps: int, **run: Any) -> str:
-    """A job whose validation loss gets worse after its second evaluation: it diverges."""
+def patient(folder: Path, **run: Any) -> None:
+    """Train a job whose validation loss gets worse after its second evaluation: it diverges."""
     given = {"evaluate_every": 1, "export_best": True, "patience": 2, **run}
     rising = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3.0}}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}, "scheduler": rising}
-    return str(job(folder, steps=steps, run=given, data={"validation": 0.2}, config=config))
+    trained(folder, steps=20, run=given, data={"validation": 0.2}, config=config)
 
 
 def test_a_run_that_gets_no_better_ends_with_its_best_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(patient(tmp_path, 20, export_every=2))
+    patient(tmp_path, export_every=2)
     found = [line["validation_loss"] for line in kinds(tmp_path, "evaluation")]
     numbers = [float("inf") if loss is None else loss for loss in found]
     best = min(range(len(numbers)), key=numbers.__getitem__)
@@ -63,22 +58,19 @@ def test_a_run_that_gets_no_better_ends_with_its_best_kept(
     assert any(not kept[name].equal(last[name]) for name in kept)
     assert TextGenerator(folder / "best") is not None
     # Started again it has nothing to do, and with more patience it goes on.
-    train(patient(tmp_path, 20, export_every=2))
+    patient(tmp_path, export_every=2)
     again = capsys.readouterr().out
     assert "nothing to train: 2 evaluations without a better loss" in again and "ended after" not in again
     assert len(losses(tmp_path)) == len(numbers)
-    train(patient(tmp_path, 20, patience=3))
+    patient(tmp_path, patience=3)
     assert len(losses(tmp_path)) == len(numbers) + 1
-
-
-FROZEN = "model.freeze=['embed.*']"
 
 
 def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     models = []
     for steps in (1, 4):
         folder = tmp_path / str(steps)
-        train(str(job(folder, steps=steps, run={"export_every": 1})), [FROZEN])
+        trained(folder, steps=steps, run={"export_every": 1}, overrides=["model.freeze=['embed.*']"])
         models.append(load_file(folder / "run" / "export" / "model.safetensors"))
     moved = {name for name in models[0] if not models[0][name].equal(models[1][name])}
     assert moved == {name for name in models[0] if not name.startswith("embed.")}
@@ -86,18 +78,43 @@ def test_what_is_frozen_stays_as_it_was(tmp_path: Path) -> None:
     assert exports == ["step-00000001", "step-00000002", "step-00000003"]  # the last is `export`
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["model.freeze=['token.*']"], "must match parameters of the model; got 'token.*'"),
-        (["model.freeze=['*']"], "must leave parameters to train"),
-        (["model.freeze=['*']", "model.lora={}"], "must be empty with `model.lora`"),
-        (["run.patience=2", "run.evaluate_every=1"], "must go with data to validate on"),
-        (["run.patience=2", "data.validation=0.2"], "must go with evaluations on the way"),
-        (["run.export_best=true"], "must go with data to validate on"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, overrides: list[str], words: str) -> None:
-    with pytest.raises(ZerodriftError, match=re.escape(words)):
-        train(str(job(tmp_path)), overrides)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+# --- traces -----------------------------------------------------------------------------------------------
+
+
+def traced(folder: Path) -> dict[str, list[str]]:
+    """File -> the steps in it, by their names."""
+    found = {}
+    for file in sorted((folder / "run" / "traces").iterdir()):
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        found[file.name] = sorted({e["name"] for e in events if e.get("name", "").startswith("step ")})
+    return found
+
+
+def test_each_rank_has_a_trace_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    found = []
+    for number, more in enumerate(([], ["run.profile={from: 2, steps: 2}"])):
+        folder = tmp_path / str(number)
+        config = {"scheduler": {"type": "linear", "params": {"num_training_steps": "auto"}}}
+        run_ranks(on_a_rank, 2, str(job(folder, steps=4, config=config)), more)
+        found.append([(line["loss"], line["lr"]) for line in kinds(folder, "step")])
+    assert found[0] == found[1] and len({loss for loss, _ in found[0]}) == 4
+    assert [rate for _, rate in found[0]] == [1e-2 * left for left in (1.0, 0.75, 0.5, 0.25)]
+    names = [f"steps-00000002-00000003-rank-{rank}.json.gz" for rank in range(2)]
+    assert traced(folder) == {name: ["step 2", "step 3"] for name in names}
+    page = (folder / "run" / "report.html").read_text()
+    assert "steps 2 to 3" in page and str(folder / "run" / "traces") in page
+    assert RunFolder(folder / "run").load_job().run.profile is not None
+
+
+def test_a_span_across_a_resume_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(job(tmp_path, steps=2))
+    train(path, ["run.profile={from: 2, steps: 1}"])
+    assert "trace of step 2, a file for each rank: " in capsys.readouterr().out
+    train(path, ["run.steps=4", "run.profile={from: 2, steps: 2}"])
+    out = capsys.readouterr().out
+    assert "run.profile.steps: was 1, is 2" in out
+    assert traced(tmp_path)["steps-00000003-00000003-rank-0.json.gz"] == ["step 3"]
+    shutil.rmtree(tmp_path / "run" / "traces")
+    train(path, ["run.steps=5", "run.profile={from: 2, steps: 2}"])
+    assert "steps 2 to 3 are over and are not recorded (`run.profile`)" in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 5

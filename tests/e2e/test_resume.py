@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import job, kinds
+from tests.e2e.jobs import kinds, trained
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.errors import CheckpointError
-from zerodrift.train.loop.start import train
-from zerodrift.train.report.metrics import read
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def rates(folder: Path) -> dict[int, float]:
-    lines = read(folder / "run" / "metrics.jsonl")
-    return {line["step"]: line["lr"] for line in lines if line["kind"] == "step"}
+    return {line["step"]: line["lr"] for line in kinds(folder, "step")}
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: Path, **blocks: Any) -> str:
+    """Train a job and return what it prints."""
+    capsys.readouterr()
+    assert trained(folder, **blocks) == 0
+    return capsys.readouterr().out
 
 
 def adam(lr: float, decay: float = 0.0) -> dict[str, Any]:
     return {"type": "AdamW", "params": {"lr": lr, "weight_decay": decay}}
 
 
-COSINE = {
-    "type": "WarmupCosineLR",
-    "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "cos_min_ratio": 0.1},
-}
+LENGTHS = {"total_num_steps": "auto", "warmup_num_steps": 2, "cos_min_ratio": 0.1}
+COSINE = {"type": "WarmupCosineLR", "params": LENGTHS}
 
 
 def cosine(lr: float, update: int, total: int) -> float:
@@ -44,10 +44,8 @@ def test_rates_of_a_changed_job_hold_from_the_first_step(
 ) -> None:
     """Without a schedule, then with one that the checkpoint did not have, then with another length."""
     without = {"optimizer": adam(1e-2, 0.1), "scheduler": None}
-    train(str(job(tmp_path, steps=2, config=without)))
-    capsys.readouterr()
-    train(str(job(tmp_path, steps=4, config={**without, "optimizer": adam(2e-3, 0.3)})))
-    out = capsys.readouterr().out
+    trained(tmp_path, steps=2, config=without)
+    out = told(capsys, tmp_path, steps=4, config={**without, "optimizer": adam(2e-3, 0.3)})
     assert rates(tmp_path) == {1: 1e-2, 2: 1e-2, 3: 2e-3, 4: 2e-3}
     assert "going on after step 2 of 4, from " in out
     assert "config.optimizer.params.lr: was 0.01, is 0.002; the job's holds from step 3 on" in out
@@ -56,23 +54,19 @@ def test_rates_of_a_changed_job_hold_from_the_first_step(
     (_, start) = kinds(tmp_path, "start")
     assert ["run.steps", "2", "4"] in [change[:3] for change in start["changed"]]
 
-    train(str(job(tmp_path, steps=6, config={"optimizer": adam(1e-2), "scheduler": COSINE})))
-    out = capsys.readouterr().out
+    out = told(capsys, tmp_path, steps=6, config={"optimizer": adam(1e-2), "scheduler": COSINE})
     assert "config.scheduler.type: was not given, is WarmupCosineLR; the job's holds from step 5 on" in out
     found = rates(tmp_path)
     for step in (5, 6):
         assert found[step] == pytest.approx(cosine(1e-2, step - 1, 6)), step
 
-    train(str(job(tmp_path, steps=8, config={"optimizer": adam(1e-3), "scheduler": COSINE})))
+    trained(tmp_path, steps=8, config={"optimizer": adam(1e-3), "scheduler": COSINE})
     assert rates(tmp_path)[7] == pytest.approx(cosine(1e-3, 6, 8))
 
 
 def test_nothing_changed_says_nothing_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = job(tmp_path, steps=2)
-    train(str(file))
-    capsys.readouterr()
-    assert train(str(file)) == 0
-    out = capsys.readouterr().out
+    trained(tmp_path, steps=2)
+    out = told(capsys, tmp_path, steps=2)
     assert "nothing to train: the run has had 2 of 2 steps" in out and "raise `run.steps`" in out
     assert "changed since" not in out and "step 2/2" not in out
     assert [line["step"] for line in kinds(tmp_path, "start")] == [0]
@@ -80,32 +74,27 @@ def test_nothing_changed_says_nothing_changed(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_path_is_where_a_run_begins_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint, its folder and its run are all paths to it."""
-    train(str(job(tmp_path, steps=2)))
+    trained(tmp_path, steps=2)
     first = tmp_path / "run"
     for number, path in enumerate((first, first / "checkpoints", first / "checkpoints" / "step-00000002")):
         place = {"folder": str(tmp_path / f"other-{number}"), "resume": str(path)}
-        assert train(str(job(tmp_path, steps=3, run=place))) == 0
-        assert "going on after step 2 of 3, from " in capsys.readouterr().out
-    assert train(str(job(tmp_path, steps=4, run=place))) == 0
-    out = capsys.readouterr().out
+        assert "going on after step 2 of 3, from " in told(capsys, tmp_path, steps=3, run=place)
+    out = told(capsys, tmp_path, steps=4, run=place)
     assert "going on after step 3 of 4, from " in out and "and not from" in out
     tag = {"resume": "step-00000002"}
-    assert train(str(job(tmp_path, steps=3, run=tag))) == 0
+    assert trained(tmp_path, steps=3, run=tag) == 0
     with pytest.raises(CheckpointError, match="must hold a checkpoint with the tag 'step-2'"):
-        train(str(job(tmp_path, steps=3, run={"resume": "step-2"})))
+        trained(tmp_path, steps=3, run={"resume": "step-2"})
 
 
 def test_each_difference_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(str(job(tmp_path, steps=1)))
-    capsys.readouterr()
-    latest = {"resume": "latest"}
-    train(str(job(tmp_path, steps=2, run=latest, config={"zero_optimization": {"stage": 0}})))
-    out = capsys.readouterr().out
-    told = [
-        line.split(":")[0].strip() for line in out.split("changed since")[1].splitlines() if ": was " in line
-    ]
-    assert "config.zero_optimization.stage" in told and "stage" not in told
-    assert len(told) == len(set(told)) and "and not from" not in out
+    trained(tmp_path, steps=1)
+    stage = {"zero_optimization": {"stage": 0}}
+    out = told(capsys, tmp_path, steps=2, run={"resume": "latest"}, config=stage)
+    lines = out.split("changed since")[1].splitlines()
+    found = [line.split(":")[0].strip() for line in lines if ": was " in line]
+    assert "config.zero_optimization.stage" in found and "stage" not in found
+    assert len(found) == len(set(found)) and "and not from" not in out
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
@@ -113,20 +102,20 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     folder.mkdir()
     other = Lock.take(folder)
     with pytest.raises(CheckpointError, match=r"run\.folder.*one run at a time; got .*process \d+ on "):
-        train(str(job(tmp_path, steps=1)))
+        trained(tmp_path, steps=1)
     assert not (folder / "metrics.jsonl").exists()
     other.release()
-    assert train(str(job(tmp_path, steps=1))) == 0
+    assert trained(tmp_path, steps=1) == 0
     assert not list(folder.glob(".lock*"))
 
 
 def test_what_cannot_be_gone_on_with_is_told_in_the_jobs_keys(tmp_path: Path) -> None:
-    train(str(job(tmp_path, steps=1)))
+    trained(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match=r"must go on with the data.*got `data.block` 8, which was 16"):
-        train(str(job(tmp_path, steps=2, data={"block": 8})))
+        trained(tmp_path, steps=2, data={"block": 8})
     with pytest.raises(CheckpointError) as caught:
-        train(str(job(tmp_path, steps=2, config={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})))
+        trained(tmp_path, steps=2, config={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}})
     assert "Set `config.optimizer.type` as it was." in str(caught.value)
     assert not re.search(r"allow\s*=", str(caught.value))
     with pytest.raises(CheckpointError, match=r"run\.resume.*got no name"):
-        train(str(job(tmp_path, steps=2, run={"resume": ""})))
+        trained(tmp_path, steps=2, run={"resume": ""})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.jobs import TEXT, job, kinds, losses
+from tests.e2e.jobs import TEXT, exported, job, kinds, losses, on_a_rank, trained
 from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint.manifest import read_manifest
 from zerodrift.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionError, ZerodriftError
@@ -18,27 +19,20 @@ from zerodrift.plan.table import Plan
 from zerodrift.train.data.conversation import read_conversation
 from zerodrift.train.data.documents import Document
 from zerodrift.train.loop import model as models
-from zerodrift.train.loop.start import dry_run, run_here, train
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
+from zerodrift.train.loop.start import dry_run, train
 
 
 def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = {"evaluate_every": 4, "checkpoint_every": 3, "keep": 2}
     rows = [{"text": TEXT[start : start + 120]} for start in range(0, 3000, 100)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(tmp_path / "rows.jsonl"), "validation": 0.2}
-    assert train(str(job(tmp_path, steps=10, run=run, data=data))) == 0
+    assert trained(tmp_path, steps=10, run=run, rows=rows, data={"validation": 0.2}) == 0
     folder = tmp_path / "run"
-    assert list(losses(tmp_path)) == list(range(1, 11))
     found = losses(tmp_path)
-    assert found[10] < found[1] - 0.3, found
+    assert list(found) == list(range(1, 11)) and found[10] < found[1] - 0.3, found
     assert [line["step"] for line in kinds(tmp_path, "evaluation")] == [4, 8, 10]
-    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
-        "step-00000009",
-        "step-00000010",
-    ]
-    assert (folder / "export" / "model.safetensors").is_file()
+    kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    assert kept == {"step-00000009", "step-00000010"}
+    assert exported(tmp_path)
     assert "done, 10 steps" in (folder / "report.html").read_text()
     out = capsys.readouterr().out
     assert "zerodrift train" in out and "at rest" in out and "zerodrift plan" not in out
@@ -49,24 +43,11 @@ def test_a_run_leaves_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_other_backend_trains_and_exports_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"backend": "fsdp2", "precision": {"mode": "bf16", "storage": "fp32"}}
-    assert train(str(job(tmp_path, steps=3, config=config))) == 0
+    assert trained(tmp_path, steps=3, config=config) == 0
     assert list(losses(tmp_path)) == [1, 2, 3]
-    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert exported(tmp_path)
     assert "precision: backend=fsdp2 storage=float32 gather=- compute=bfloat16 " in capsys.readouterr().out
     assert kinds(tmp_path, "precision")[0]["cells"]
-
-
-def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "a", tmp_path / "b"
-    train(str(job(whole, "slow", steps=6)))
-    train(str(job(halves, "slow", steps=3)))
-    train(str(job(halves, "slow", steps=6)))
-    assert losses(halves) == losses(whole)
-    ends = [
-        sorted((folder / "run" / "export").glob("*.safetensors"))[0].read_bytes()
-        for folder in (whole, halves)
-    ]
-    assert ends[0] == ends[1]
 
 
 def test_checkpoints_beside_training_are_those_between_steps(tmp_path: Path) -> None:
@@ -74,13 +55,14 @@ def test_checkpoints_beside_training_are_those_between_steps(tmp_path: Path) -> 
     for name, beside in (("a", False), ("b", True)):
         folder = tmp_path / name
         run = {"checkpoint_every": 2, "keep": 9, "asynchronous_checkpoints": beside}
-        train(str(job(folder, "slow", steps=5, run=run)))
+        trained(folder, "slow", steps=5, run=run)
         saved = folder / "run" / "checkpoints"
         digests = {path.name: read_manifest(path).digests for path in saved.glob("step-*")}
         found.append((losses(folder), sorted(digests.items())))
     assert found[0] == found[1] and len(found[0][1]) == 3
-    file = job(tmp_path / "b", "slow", steps=5, run={"resume": "step-00000002"})
-    train(str(file))
+    whole = exported(tmp_path / "a")
+    trained(tmp_path / "b", "slow", steps=5, run={"resume": "step-00000002"})
+    assert exported(tmp_path / "b") == whole, "going on is the same as not stopping"
     assert losses(tmp_path / "b") == found[0][0]
 
 
@@ -91,15 +73,10 @@ def test_a_checkpoint_that_fails_beside_training_ends_the_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("zerodrift.checkpoint.save.write_items", full)
-    file = job(tmp_path, "slow", steps=6, run={"checkpoint_every": 2, "asynchronous_checkpoints": True})
+    run = {"checkpoint_every": 2, "asynchronous_checkpoints": True}
     with pytest.raises(ZerodriftError, match="space"):
-        train(str(file))
+        trained(tmp_path, "slow", steps=6, run=run)
     assert len(losses(tmp_path)) < 6
-
-
-def on_a_rank(file: str) -> None:
-    torch.set_num_threads(1)
-    run_here(file, ())
 
 
 def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
@@ -107,22 +84,19 @@ def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
     for name, samples in (("a", []), ("b", ["It is <", ""])):
         folder = tmp_path / name
         run, data = {"samples": samples, "evaluate_every": 2}, {"validation": 0.2}
-        train(str(job(folder, "dropping", steps=4, run=run, data=data)))
+        trained(folder, "dropping", steps=4, run=run, data=data)
         found.append(losses(folder))
     assert found[0] == found[1]
-    lines = kinds(tmp_path / "b", "sample")
-    assert [(line["step"], line["prompt"]) for line in lines] == [
-        (step, prompt) for step in (2, 4) for prompt in ("It is <", "")
-    ]
+    lines = [(line["step"], line["prompt"]) for line in kinds(tmp_path / "b", "sample")]
+    assert lines == [(step, prompt) for step in (2, 4) for prompt in ("It is <", "")]
     assert "<b>It is &lt;</b>" in (tmp_path / "b" / "run" / "report.html").read_text()
 
 
 def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Uneven micro-batches and dropout among them, dealt in turns and by neighbours."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(tmp_path / "chat.jsonl"), "block": 48, "validation": 0.2}
-    ends, seen = {}, set()
+    data = {"block": 48, "validation": 0.2}
+    ends, seen = set(), set()
     for ranks, stage in ((1, 1), (2, 1), (2, 3)):
         folder = tmp_path / f"{ranks}-{stage}"
         config = {
@@ -132,24 +106,23 @@ def test_the_tree_trains_to_the_same_bits_on_any_number_of_ranks(tmp_path: Path)
             "gradient_accumulation_steps": 4 // ranks,
         }
         run = {"evaluate_every": 2, "evaluate_blocks": 8}
-        file = job(folder, "dropping", steps=4, config=config, data=data, run=run)
+        file = job(folder, "dropping", steps=4, rows=rows, config=config, data=data, run=run)
         run_ranks(on_a_rank, ranks, str(file), timeout=120)
         held = kinds(folder, "evaluation")
         seen.add(tuple((line["step"], line["validation_loss"], line["labels"]) for line in held))
-        ends[ranks, stage] = (folder / "run" / "export" / "model.safetensors").read_bytes()
-    assert len(set(ends.values())) == 1, "the numbers of ranks differ"
+        ends.add(exported(folder))
+    assert len(ends) == 1, "the numbers of ranks differ"
     assert len(seen) == 1 and len(*seen) == 2, "so do their evaluations"
 
 
 def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Path) -> None:
     rows = [{"prompt": f"why {number}?", "completion": "because " * (1 + number % 5)} for number in range(60)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = []
     for micro in (1, 3, 4, 12):
         folder = tmp_path / f"{micro}"
         batch = {"train_batch_size": 12, "gradient_accumulation_steps": 12 // micro}
-        data = {"train": str(tmp_path / "chat.jsonl"), "block": 96, "validation": 0.3}
-        train(str(job(folder, steps=1, data=data, config={"precision": {"mode": "fp32"}, **batch})))
+        config = {"precision": {"mode": "fp32"}, **batch}
+        trained(folder, steps=1, rows=rows, data={"block": 96, "validation": 0.3}, config=config)
         (line,) = kinds(folder, "evaluation")
         found.append((line["labels"], line["validation_loss"]))
     labels, loss = found[0]
@@ -162,21 +135,14 @@ def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Pa
 
 
 def test_a_folder_of_another_job_is_not_gone_on_with(tmp_path: Path) -> None:
-    train(str(job(tmp_path, steps=1)))
+    trained(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match="must be `auto` for a folder with checkpoints; got never"):
-        train(str(job(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})))
+        trained(tmp_path, steps=2, data={"block": 8}, run={"resume": "never"})
     other = {"resume": "never", "folder": str(tmp_path / "other")}
-    assert train(str(job(tmp_path, steps=2, data={"block": 8}, run=other))) == 0
+    assert trained(tmp_path, steps=2, data={"block": 8}, run=other) == 0
 
 
 # --- what is refused before the first step --------------------------------------------------------------
-
-
-def test_what_nobody_decided_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        train(str(job(tmp_path, config=dict.fromkeys(("optimizer", "train_batch_size", "scheduler")))))
-    assert "`config.optimizer`: must be given" in str(caught.value)
-    assert "`config.train_micro_batch_size_per_gpu`: must be given" in str(caught.value)
 
 
 def test_what_is_asked_for_on_the_way_lies_on_it(
@@ -185,7 +151,7 @@ def test_what_is_asked_for_on_the_way_lies_on_it(
     monkeypatch.setattr(models, "positions", lambda model: 40)
     run = {"samples": ["a prompt", "a prompt that is too long for the model's 40"]}
     with pytest.raises(ConfigError) as caught:
-        train(str(job(tmp_path, steps=1, run=run, audit={"at": [1, 7]})))
+        trained(tmp_path, steps=1, run=run, audit={"at": [1, 7]})
     assert "`audit.at`: must be steps of the run, which has 1; got 7" in str(caught.value)
     assert "`run.samples`: must leave room in the model's 40 positions; got 4" in str(caught.value)
     dry_run(str(job(tmp_path, steps=3, run={"epochs": 2})), (), None, False)
@@ -193,47 +159,62 @@ def test_what_is_asked_for_on_the_way_lies_on_it(
     assert "`run.epochs` 2 is not used, as `run.steps` is given" in said
 
 
+REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
+    tuple(f"config.{key}=null" for key in ("optimizer", "train_batch_size", "scheduler")): (
+        *("`config.optimizer`: must be given", "`config.train_micro_batch_size_per_gpu`: must be given"),
+    ),
+    ("run.nproc=2000",): ("`run.nproc`: must be at most 1,024 processes",),
+    ("run.tensorboard=true", "run.wandb=project"): ("pip install tensorboard", "pip install wandb"),
+    ("model.freeze=['token.*']",): ("must match parameters of the model; got 'token.*'",),
+    ("model.freeze=['*']",): ("must leave parameters to train",),
+    ("model.freeze=['*']", "model.lora={}"): ("must be empty with `model.lora`",),
+    ("run.patience=2", "run.evaluate_every=1"): ("must go with data to validate on",),
+    ("run.patience=2", "data.validation=0.2"): ("must go with evaluations on the way",),
+    ("run.evaluate_every=5",): ("run.evaluate_every`: must go with data to validate on; got 5",),
+    ("run.evaluate_blocks=5",): ("run.evaluate_blocks`: must go with data to validate on; got 5",),
+    ("run.export_best=true",): ("must go with data to validate on",),
+    ("run.profile={from: 5, steps: 3}",): ("`run.profile`: must lie within the 6 steps", "got steps 5 to 7"),
+    ("run.profile={from: 0}",): ("`run.profile.from`: must be a whole number above 0",),
+    ("run.profile={steps: 2}",): ("`run.profile.from`: must be given",),
+    ("run.profile={from: 1, steps: -1}",): ("`run.profile.steps`: must be a whole number above 0",),
+    ("run.profile={form: 1}",): ("`run.profile.form`",),
+    ("data.label_smoothing=0.1",): ("`data.label_smoothing`: must be 0 for a model whose loss",),
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_what_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    if "run.wandb=project" in overrides:  # as where it is not installed
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ZerodriftError) as caught:
+        trained(tmp_path, overrides=overrides)
+    assert all(word in str(caught.value) for word in REFUSED[overrides])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_more_processes_than_any_machine_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--nproc`: must be at most 1,024 processes"):
         train(str(job(tmp_path)), nproc=10**6)
-    with pytest.raises(ConfigError, match=r"`run.nproc`: must be at most 1,024 processes"):
-        train(str(job(tmp_path, run={"nproc": 2000})))
-
-
-def test_boards_that_are_not_installed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ConfigError) as caught:
-        train(str(job(tmp_path, run={"tensorboard": True, "wandb": "project"})))
-    assert "pip install tensorboard" in str(caught.value) and "pip install wandb" in str(caught.value)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------
-
-
-def poison(folder: Path) -> None:
-    """A text of which one block has the poison in it."""
-    text = list(TEXT[:640])
-    text[200] = chr(7)
-    (folder / "text.txt").write_text("".join(text))
 
 
 @pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
 def test_a_bad_batch_is_named_saved_and_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, nan: bool
 ) -> None:
-    poison(tmp_path)
-    assert train(str(job(tmp_path, model, steps=10))) == 0, "two epochs: the batch comes twice"
+    (tmp_path / "text.txt").write_text(TEXT[:200] + chr(7) + TEXT[201:640])
+    assert trained(tmp_path, model, steps=10) == 0, "two epochs: the batch comes twice"
     skips = kinds(tmp_path, "skip")
     assert len(skips) == 2
     found = losses(tmp_path)
     bad = [line["step"] for line in skips]
     assert [found[step] is None for step in bad] == [nan, nan]
     assert all(math.isfinite(loss) for step, loss in found.items() if step not in bad)
-    for line in skips:
-        expected = "embed.weight" if nan else "layers.1.up.weight"
-        assert line["parameters"][0] == expected
+    assert {line["parameters"][0] for line in skips} == {"embed.weight" if nan else "layers.1.up.weight"}
     for step in bad:
         (saved,) = (tmp_path / "run" / "bad").glob(f"step-{step:06d}-*")
         content = torch.load(saved, weights_only=True)
@@ -246,29 +227,26 @@ def test_a_bad_batch_is_named_saved_and_skipped(
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(chr(7) * 640)
     with pytest.raises(NonFiniteError, match=r"`run.max_skips`: at most 2 steps in a row.*got 3"):
-        train(str(job(tmp_path, "poisoned", steps=10, run={"max_skips": 2})))
+        trained(tmp_path, "poisoned", steps=10, run={"max_skips": 2})
     assert len(kinds(tmp_path, "skip")) == 3
     assert "failed after step" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("backend", ["native", "fsdp2"])
 def test_a_dtype_that_is_not_the_plans_ends_the_run(backend: str, tmp_path: Path) -> None:
-    config = {
-        "backend": backend,
-        "precision": {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]},
-    }
+    precision = {"mode": "bf16", "rules": [{"match": "head.*", "pin": "fp32"}]}
+    config = {"backend": backend, "precision": precision}
     with pytest.raises(PrecisionError, match=r"`head.weight`: `compute` must be float32 .*got bfloat16"):
-        train(str(job(tmp_path, "narrowed", config=config)))
+        trained(tmp_path, "narrowed", config=config)
     assert "DIFFERENT" in (tmp_path / "run" / "report.html").read_text()
-    job_file = str(job(tmp_path, "narrowed", config=config, run={"check_precision": False}, steps=2))
-    assert train(job_file) == 0
+    assert trained(tmp_path, "narrowed", config=config, run={"check_precision": False}, steps=2) == 0
 
 
 @pytest.mark.parametrize("backend", ["native", "fsdp2"])
 def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(str(job(tmp_path, "widened", config={"backend": backend}, steps=2))) == 0
+    assert trained(tmp_path, "widened", config={"backend": backend}, steps=2) == 0
     assert "wider than planned: the model's own code computes in float32 with head.weight" in (
         capsys.readouterr().out
     )
@@ -281,7 +259,7 @@ def test_a_dtype_wider_than_the_plans_is_said_and_ends_nothing(
 
 def test_no_memory_says_what_was_expected_and_what_helps(tmp_path: Path) -> None:
     with pytest.raises(ZerodriftError) as caught:
-        train(str(job(tmp_path, "hungry", config={"zero_optimization": {"stage": 0}})))
+        trained(tmp_path, "hungry", config={"zero_optimization": {"stage": 0}})
     text = str(caught.value)
     assert "`memory`: must hold the plan's " in text and " KiB per rank" in text
     assert "`config.train_micro_batch_size_per_gpu` below 4" in text
@@ -297,13 +275,12 @@ def test_a_sample_comes_from_the_export_or_the_checkpoint(
 
     command = ["sample", str(tmp_path / "run"), "--prompt", "It is", "--tokens", "12", "--temperature", "0"]
     config = {"precision": {"mode": "fp32"}}  # a bf16 export may turn a tie
-    train(str(job(tmp_path, steps=40, run={"export": False}, config=config)))
-    capsys.readouterr()
-    app(command, standalone_mode=False)
-    from_checkpoint = capsys.readouterr().out
-    train(str(job(tmp_path, steps=40, config=config)))
-    capsys.readouterr()
-    app(command, standalone_mode=False)
-    from_export = capsys.readouterr().out
-    assert from_export.startswith("It is") and len(from_export) > 8
-    assert from_checkpoint == from_export
+    texts = []
+    for export in (False, True):
+        trained(tmp_path, steps=40, run={"export": export}, config=config)
+        assert (tmp_path / "run" / "export").exists() == export
+        capsys.readouterr()
+        app(command, standalone_mode=False)
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("It is") and len(texts[0]) > 8
+    assert texts[0] == texts[1]

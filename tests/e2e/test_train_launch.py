@@ -12,17 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command
-from tests.e2e.jobs import QUICKLY, ROOT, job, losses, start
+from tests.e2e.jobs import QUICKLY, ROOT, job, losses, on_a_rank, start
 from tests.ranks.harness import run_ranks
 from zerodrift.train.loop.signals import signal_name
-from zerodrift.train.loop.start import run_here
 
 STEPS = 20
 
 Process = Command | subprocess.Popen[str]
-
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def train(file: Path) -> Command:
@@ -66,14 +62,9 @@ def finished(process: Process) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def on_a_rank(file: str) -> None:
-    os.chdir(ROOT)
-    run_here(file, QUICKLY[1:])
-
-
 def on_two_ranks(folder: Path, steps: int) -> dict[int, float]:
     """The losses of a run that nobody disturbs."""
-    run_ranks(on_a_rank, 2, str(job(folder, "slow", steps)))
+    run_ranks(on_a_rank, 2, str(job(folder, "slow", steps)), QUICKLY[1:])
     found = losses(folder)
     assert list(found) == list(range(1, steps + 1))
     return found
@@ -118,7 +109,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on(
     assert "Traceback" not in err
     assert max(losses(tmp_path)) < STEPS
 
-    run_ranks(on_a_rank, 2, str(file))
+    run_ranks(on_a_rank, 2, str(file), QUICKLY[1:])
     assert losses(tmp_path) == undisturbed
 
 
@@ -173,9 +164,9 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(_alive(pid) for pid in ranks):
+    while any(map(_alive, ranks)):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert not any(_alive(pid) for pid in ranks)
 
 
 def _alive(pid: int) -> bool:

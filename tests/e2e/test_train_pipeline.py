@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -14,15 +13,19 @@ import pytest
 import torch
 
 from tests import commands
-from tests.e2e.jobs import ROOT, TEXT, job, kinds, losses
+from tests.e2e.jobs import ROOT, TEXT, exported, job, kinds, losses, trained
 from tests.ranks.harness import run_ranks
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop.start import run_here, train
 
 PARTS = "tests.e2e.small_models:parts"
-
-
-pytestmark = pytest.mark.usefixtures("at_the_root")
+WHOLE = {
+    "precision": {"mode": "fp32"},
+    "zero_optimization": {"stage": 2},
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+}
+"""One process with as many micro-batches."""
 
 
 def staged(
@@ -31,32 +34,18 @@ def staged(
     steps: int = 6,
     ranks: int = 2,
     schedule: str = "1f1b",
-    **blocks: dict[str, Any],
+    **blocks: Any,
 ) -> Path:
     """The file of a job with two stages, of which a step has the same blocks on any number of ranks."""
-    micro_batches = {"train_batch_size": 16, "gradient_accumulation_steps": None}
     config = {
-        "precision": {"mode": "fp32"},
-        "zero_optimization": {"stage": 2},
+        **WHOLE,
+        "gradient_accumulation_steps": None,
         "train_micro_batch_size_per_gpu": 16 // (4 * (ranks // 2)),
-        **micro_batches,
         "pipeline": {"stages": 2, "schedule": schedule, "micro_batches": 4},
         **blocks.pop("config", {}),
     }
     run = {"export": False, **blocks.pop("run", {})}
     return job(folder, model, steps, config=config, run=run, model={"parts": PARTS}, **blocks)
-
-
-def whole(folder: Path, model: str, steps: int, data: dict[str, Any]) -> dict[int, float]:
-    """The losses of one process with as many micro-batches."""
-    config = {
-        "precision": {"mode": "fp32"},
-        "zero_optimization": {"stage": 2},
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 4,
-    }
-    train(str(job(folder, model, steps, config=config, data=data, run={"export": False})))
-    return losses(folder)
 
 
 def run(file: str, overrides: Sequence[str] = ()) -> str:
@@ -74,15 +63,11 @@ CHAT = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)}
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> None:
-    data: dict[str, Any] = {"block": 16, "validation": 0.2}
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHAT))
-    if kind == "chat":
-        data |= {"train": str(tmp_path / "chat.jsonl"), "block": 48}
-    else:
-        (tmp_path / "text.txt").write_text(TEXT)
-        data |= {"train": str(tmp_path / "text.txt")}
-    expected = whole(tmp_path / "whole", "plain", 5, data)
-    file = staged(tmp_path, steps=5, data=data, run={"evaluate_every": 2})
+    rows, block = (CHAT, 48) if kind == "chat" else (None, 16)
+    data = {"block": block, "validation": 0.2}
+    trained(tmp_path / "whole", "plain", 5, rows=rows, config=WHOLE, data=data, run={"export": False})
+    expected = losses(tmp_path / "whole")
+    file = staged(tmp_path, steps=5, rows=rows, data=data, run={"evaluate_every": 2})
     assert run_ranks(run, 2, str(file)) == ["", ""]
     assert losses(tmp_path) == expected, "bit for bit, weights of uneven micro-batches among them"
     seen, known = kinds(tmp_path, "evaluation"), kinds(tmp_path / "whole", "evaluation")
@@ -96,34 +81,28 @@ def test_four_ranks_and_every_page_of_it(tmp_path: Path) -> None:
     config = {"precision": {"mode": "bf16", **rules}, "zero_optimization": {"stage": 3}}
     file = staged(tmp_path, "deep", 4, ranks=4, schedule="zbv", config=config, run={"export": True})
     assert run_ranks(run, 4, str(file)) == [""] * 4
-    folder = tmp_path / "run"
     cells = kinds(tmp_path, "precision")[0]["cells"]
     assert {cell[-1] for cell in cells} <= {"as declared", "not seen"}
     assert {cell[0] for cell in cells if cell[-1] == "not seen"} == {"grad"}
-    page = (folder / "report.html").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
     assert "done, 4 steps" in page and "of the ranks' time" in page.replace("&#x27;", "'"), "with its bubble"
-    assert (folder / "export" / "model.safetensors").is_file()
+    assert exported(tmp_path)
 
 
-def test_going_on_is_the_same_as_not_stopping(tmp_path: Path) -> None:
+def test_going_on_is_the_same_as_not_stopping_and_works_without_the_pipeline(tmp_path: Path) -> None:
     """With dropout: what torch draws to learn the shapes of a pipeline is put back."""
     found = []
     for name, turns in (("a", [6]), ("b", [2, 6])):
         folder = tmp_path / name
         for steps in turns:
-            file = staged(folder, "slow", steps, run={"checkpoint_every": 2})
+            file = staged(folder, "dropping", steps, run={"checkpoint_every": 2})
             assert run_ranks(run, 2, str(file)) == ["", ""]
         found.append(losses(folder))
     assert list(found[0]) == list(range(1, 7))
     assert found[0] == found[1]
-
-
-def test_a_checkpoint_goes_on_without_the_pipeline(tmp_path: Path) -> None:
-    assert run_ranks(run, 2, str(staged(tmp_path, steps=2))) == ["", ""]
-    file = staged(tmp_path, steps=4)
-    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4"]
+    alone = ["config.pipeline=null", "config.gradient_accumulation_steps=4", "run.steps=7"]
     assert train(str(file), alone) == 0
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(losses(folder)) == list(range(1, 8))
 
 
 def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> None:
@@ -138,9 +117,7 @@ def test_by_the_tree_a_run_is_replayed_without_its_pipeline(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("model", "nan"), [("poisoned", True), ("bad_gradient", False)])
 def test_a_bad_batch_is_named_saved_once_and_skipped(tmp_path: Path, model: str, nan: bool) -> None:
-    text = list(TEXT[:1280])
-    text[200] = chr(7)
-    (tmp_path / "text.txt").write_text("".join(text))
+    (tmp_path / "text.txt").write_text(TEXT[:200] + chr(7) + TEXT[201:1280])
     assert run_ranks(run, 2, str(staged(tmp_path, model, steps=5))) == ["", ""], "one epoch"
     (skip,) = kinds(tmp_path, "skip")
     assert (losses(tmp_path)[skip["step"]] is None) == nan
@@ -176,17 +153,18 @@ def test_one_stage_that_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / f"step-{end['step']:08d}").is_dir()
 
 
+WRONG = {
+    "model.parts=": "`model`: must be a causal language model of transformers of type",
+    "model.parts=tests.e2e.small_models:no_parts": "a function that returns `zerodrift.Parts`; got int",
+    "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
+    "config.pipeline.stages=3": "`pipeline.stages`",
+    "model.compile=true": "`model.compile`: must be false under zbv, which splits backwards",
+}
+
+
 def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     file = str(staged(tmp_path, steps=1))
-    cases = {
-        "model.parts=": "`model`: must be a causal language model of transformers of type",
-        "model.parts=tests.e2e.small_models:no_parts": "`model.parts`: must be a function that returns "
-        "`zerodrift.Parts`; got int",
-        "model.lora={rank: 2}": "`model.lora`: must be absent with `config.pipeline`",
-        "config.pipeline.stages=3": "`pipeline.stages`",
-        "model.compile=true": "`model.compile`: must be false under zbv, which splits backwards",
-    }
-    for override, message in cases.items():
+    for override, message in WRONG.items():
         more = ["config.pipeline.schedule=zbv"] if "compile" in override else []
         for said in run_ranks(run, 2, file, [override, *more]):
             assert message in said, (override, said)

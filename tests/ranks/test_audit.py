@@ -6,55 +6,37 @@ import torch
 from torch import nn
 
 import zerodrift
+from tests.numerics.networks import GPT, WIDTH, Dense, batch
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.mesh import started
 from zerodrift.inspect.audit.audit import audit
 from zerodrift.inspect.audit.text import Audit
 
-VOCABULARY = 23
-
-
-class Layer(nn.Module):
-    """A residual layer that sends each token to one of two matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.router = nn.Linear(16, 2, bias=False)
-        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(x)
-        weights, chosen = self.router(hidden).float().softmax(-1).topk(1)
-        out = torch.stack([expert(hidden) for expert in self.experts], -2)
-        picked = out.gather(-2, chosen[..., None].expand(*chosen.shape, out.shape[-1])).squeeze(-2)
-        return x + (weights * picked).to(x.dtype)
-
 
 class Routed(nn.Module):
+    """Sends each token to one of two parts."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(16, VOCABULARY)
+        self.router = nn.Linear(WIDTH, 2, bias=False)
+        self.experts = nn.ModuleList(Dense(WIDTH) for _ in range(2))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(1)
+        out = torch.stack([expert(x) for expert in self.experts], -2)
+        picked = out.gather(-2, chosen[..., None].expand(*chosen.shape, out.shape[-1])).squeeze(-2)
+        return (weights * picked).to(x.dtype)
 
 
 def model() -> nn.Module:
-    torch.manual_seed(3)
-    return Routed()
+    made = GPT(tied=False, seed=3)
+    for layer in made.layers:
+        layer.mlp = Routed()
+    return made
 
 
 def audited(rank: int, ranks: int, stage: int) -> Audit:
-    batches = [
-        {"ids": torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(number))}
-        for number in range(4)
-    ]
+    batches = [{"tokens": batch(number)} for number in range(4)]
     config = {
         "precision": {"mode": "bf16", "reduce": {"wire": "bf16", "when": "last"}},
         "zero_optimization": {"stage": stage},

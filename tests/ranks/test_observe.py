@@ -12,20 +12,27 @@ from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
 from tests.ranks.harness import run_ranks
+from zerodrift.backends.fsdp_collectives import ReduceScatter
+from zerodrift.dtypes import DType
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import PrecisionError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.check.compare import Finding
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
+from zerodrift.policy.nouns import Reduction
+
+
+def advance(engine: Engine) -> None:
+    for micro in range(2):
+        engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
+        engine.step()
 
 
 def step(engine: Engine) -> EngineRecord:
     """A step of two micro-batches, watched on every rank."""
     with observe(engine) as seen:
-        for micro in range(2):
-            engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
-            engine.step()
+        advance(engine)
     return merged(engine.comm.all_gather_object(seen))
 
 
@@ -53,30 +60,72 @@ CASES = [
 ]  # fmt: skip
 
 
+ON_FSDP2 = [
+    (0, "bf16", {}, "gather=- compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=float32",
+     {"gather"}),
+    (1, "bf16", {"precision": {"accumulate": "bf16", "allow_narrow": True, "reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=bfloat16 reduce=bfloat16>float32",
+     set()),
+    (2, "fp16", {}, "gather=float16 compute=float16 logits=- grad=float16 accumulate=float32 reduce=float32",
+     set()),
+    (3, "bf16", {"precision": {"reduce": "bf16"}},
+     "gather=bfloat16 compute=bfloat16 logits=- grad=bfloat16 accumulate=float32 reduce=bfloat16>float32",
+     set()),
+    (3, "fp32", {}, "gather=float32 compute=float32 logits=- grad=float32 accumulate=float32 reduce=float32",
+     set()),
+    (3, "autocast-bf16", {}, "gather=bfloat16,float32 compute=bfloat16,float32 logits=- "
+     "grad=bfloat16,float32 accumulate=float32 reduce=bfloat16>float32,float32", set()),
+]  # fmt: skip
+"""Lines without storage, master and state, which are float32."""
+
+
 @pytest.mark.parametrize(
-    ("stage", "mode", "rest", "line", "unseen"), CASES, ids=lambda v: v if isinstance(v, str) else None
+    ("backend", "case"),
+    [("native", case) for case in CASES] + [("fsdp2", case) for case in ON_FSDP2],
+    ids=lambda v: v if isinstance(v, str) else f"{v[0]}-{v[1]}",
 )
-def test_every_column_is_seen_and_is_as_declared(
-    stage: int, mode: str, rest: dict[str, Any], line: str, unseen: set[str]
-) -> None:
-    for told, found, missing in run_ranks(watched, 2, stage, mode, rest):
+def test_every_column_is_seen_and_is_as_declared(backend: str, case: tuple[Any, ...]) -> None:
+    stage, mode, rest, line, unseen = case
+    if backend == "fsdp2":
+        line = f"storage=float32 {line} master=same state=float32"
+    for told, found, missing in run_ranks(watched, 2, stage, mode, {"backend": backend, **rest}):
         assert found == []
-        assert told == f"precision: backend=native {line}"
+        assert told == f"precision: backend={backend} {line}"
         assert missing == unseen
 
 
-def pinned() -> list[str]:
+def test_copies_of_a_sharded_model_are_seen_on_both_axes() -> None:
+    rest = {"backend": "fsdp2", "sharding": {"replicate": 2}, "precision": {"reduce": "bf16"}}
+    for told, found, missing in run_ranks(watched, 4, 3, "bf16", rest):
+        assert found == [] and missing == set()
+        assert "reduce=bfloat16>float32" in told
+
+
+def pinned(backend: str) -> list[list[str]]:
     rules = [{"match": "layers.*.mlp.router.weight", "pin": "fp32"}]
-    engine = make(config(3, "bf16", 2, precision={"rules": rules}), GPT(moe=True))
+    model = GPT(moe=True)
+    model.layers[1].requires_grad_(backend == "native")
+    engine = make(config(3, "bf16", 2, backend=backend, precision={"rules": rules}), model)
     seen = step(engine)
     compare.require_declared(engine.plan, seen)
+    if backend == "fsdp2":
+        frozen = "layers.1.mlp.experts.0.up.weight"
+        assert seen.seen(frozen, "gather") and not seen.seen(frozen, "grad") | seen.seen(frozen, "state")
     engine.destroy()
     return [sorted(seen.seen("layers.0.mlp.router.weight", column)) for column in compare.COLUMNS]
 
 
-def test_a_pin_is_seen_in_every_column() -> None:
-    for found in run_ranks(pinned, 2):
+BACKENDS = pytest.mark.parametrize("backend", ["native", "fsdp2"])
+
+
+@BACKENDS
+def test_a_pin_is_seen_in_every_column(backend: str) -> None:
+    for found in run_ranks(pinned, 2, backend):
         assert found == [["float32"]] * 6 + [["same"], ["float32"]]
+
+
+def flags(backend: str) -> list[Any]:
+    return [flag(backend, enabled) for enabled in (True, False)]
 
 
 def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
@@ -93,16 +142,15 @@ def flag(backend: str, enabled: bool) -> tuple[str, list[Finding], list[str]]:
     return compare.line(engine.plan, seen), compare.findings(engine.plan, seen), inexact
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(backend: str) -> None:
-    for told, found, inexact in run_ranks(flag, 2, backend, True):
+    for on, off in run_ranks(flags, 2, backend):
+        told, found, inexact = on
         assert found == [] and inexact == []
         assert " compute=bfloat16 " in told and " accumulate=float32 reduce=float32 " in told
-        assert told.endswith(
-            {"native": "master=split state=float32", "fsdp2": "master=same state=float32"}[backend]
-        )
+        assert told.endswith(f"master={'same' if backend == 'fsdp2' else 'split'} state=float32")
         assert f"storage={'float32' if backend == 'fsdp2' else 'bfloat16'} " in told
-    for told, found, inexact in run_ranks(flag, 2, backend, False):
+        told, found, inexact = off
         assert found == [] and inexact == []
         columns = dict(word.split("=") for word in told.split()[2:])
         assert {columns.pop("master"), columns.pop("logits")} == {"same", "-"}
@@ -112,19 +160,16 @@ def test_bf16_is_bf16_compute_with_exact_masters_and_off_is_fp32_everywhere(back
 def updated(backend: str) -> dict[str, float]:
     """How far a step is from torch's AdamW in fp64 on the same gradient, in ulps of fp32 at the weight."""
     engine = make({**config(3, "bf16", gradient_clipping=0.0), "backend": backend}, GPT(tied=False, layers=1))
-    settings = engine.optimizer.param_groups[0]
+    settings = {key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
     before = {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
     engine.backward(engine(batch(0, engine.mesh.rank("data"))))
     gradients = {name: engine.parameter(name).gradient for name in before}
     assert engine.step().updated
-    worst = 0.0
-    fractions = []
+    worst, fractions = 0.0, []
     for name, start in before.items():
         wanted = start.double().requires_grad_()
         wanted.grad = gradients[name].double()
-        torch.optim.AdamW(
-            [wanted], lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
-        ).step()
+        torch.optim.AdamW([wanted], **settings).step()
         after = engine.parameter(name).master
         spacing = torch.finfo(torch.float32).eps * start.abs().clamp_min(settings["lr"]).double()
         worst = max(worst, float(((after.double() - wanted.detach()).abs() / spacing).max()))
@@ -133,7 +178,7 @@ def updated(backend: str) -> dict[str, float]:
     return {"worst": worst, "not bf16": min(fractions)}
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_an_update_under_bf16_is_one_of_fp32(backend: str) -> None:
     for found in run_ranks(updated, 2, backend):
         # Two roundings of the weight, one of the step, each half an ulp; the gradient's own is no part of it.
@@ -215,19 +260,48 @@ def planted(what: str) -> tuple[list[tuple[str, str]], str]:
     return judged(engine, step(engine))
 
 
-@pytest.mark.parametrize("what", ["compute", "compute of a copy", "state"])
-def test_what_is_not_as_declared_is_found(what: str) -> None:
+def planted_on_fsdp2(what: str) -> tuple[list[tuple[str, str]], str]:
+    pins = PIN if what in ("compute", "grad") else {}
+    engine: Any = make(config(3, "bf16", backend="fsdp2", precision=pins), GPT(tied=False))
+    member = engine.executor.members[f"{UP}.weight"]
+    group = next(unit for unit in engine.executor.units if member in unit.members)
+    plant(engine, what)
+    if what == "accumulate":
+
+        def name_narrow() -> None:
+            for member in group.trained:
+                member.full.grad_dtype = torch.bfloat16
+
+        group.set_gradient_dtypes = name_narrow
+    elif what == "reduce":
+        narrow = Reduction(DType.BF16, DType.BF16, "every")
+        group.modules[0].set_custom_reduce_scatter(ReduceScatter(group.collectives, narrow, 1.0))
+    with observe(engine) as seen:
+        engine.backward(engine(batch(0, engine.mesh.rank("data"))))
+        engine.step()
+        if what == "state":
+            moments = engine.optimizer.state[member.sharded]
+            moments["exp_avg"] = moments["exp_avg"].bfloat16()
+    return judged(engine, seen)
+
+
+NATIVE = ("compute", "compute of a copy", "state", "wider compute", "wider grad")
+FSDP2 = ("compute", "grad", "accumulate", "reduce", "state", "wider compute", "wider grad")
+PLANTED = [(planted, what) for what in NATIVE] + [(planted_on_fsdp2, what) for what in FSDP2]
+
+
+@pytest.mark.parametrize(("plants", "what"), PLANTED)
+def test_what_is_not_as_declared_is_found_unless_it_is_wider(plants: Any, what: str) -> None:
     planned = what.partition(" ")[0]
-    for found, told in run_ranks(planted, 2, what):
+    for found, told in run_ranks(plants, 2, what):
+        if planned == "wider":
+            assert found == [] and told == ""
+            continue
         assert (f"{UP}.weight", planned) in found
         assert {column for _, column in found} == {planned}, found
         assert f"`{planned}` must be " in told and "the run and its plan differ: " in told
-
-
-@pytest.mark.parametrize("what", ["wider compute", "wider grad"])
-def test_what_is_wider_than_declared_is_no_finding(what: str) -> None:
-    for found, told in run_ranks(planted, 2, what):
-        assert found == [] and told == ""
+        if plants is planted_on_fsdp2:
+            assert {name.rpartition(".mlp.")[0] for name, _ in found if ".mlp." in name} == {"layers.0"}
 
 
 class WideNorm(torch.nn.LayerNorm):
@@ -252,19 +326,14 @@ def looked_away(backend: str) -> bool:
     runs = []
     for watch in (False, True):
         engine = make(config(3, "bf16", 2, backend=backend), GPT(layers=1))
-        if watch:
-            step(engine)
-        else:
-            for micro in range(2):
-                engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
-                engine.step()
+        (step if watch else advance)(engine)
         assert "update" not in vars(engine.updater) and "step" not in vars(engine.updater)
         runs.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@BACKENDS
 def test_looking_changes_nothing(backend: str) -> None:
     assert all(run_ranks(looked_away, 2, backend))
 

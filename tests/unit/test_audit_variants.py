@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,34 +43,30 @@ def test_the_reference_has_nothing_narrow() -> None:
     assert any(narrow_cells(row.columns) for row in narrow.rows)
 
 
-def test_a_widened_cell_is_wide_and_the_others_as_they_were() -> None:
+WIDE, NARROW, ROUNDED = ("fp32",) * 3, ("bf16",) * 3, ("bf16", "bf16", "fp32")
+STORED, BOTH = Choice(NAME, "storage", (NAME,)), (NAME, "blocks.0.up.bias")
+
+
+@pytest.mark.parametrize(
+    ("change", "choice", "changed", "others"),
+    [
+        # A module computes in one dtype.
+        (variants.widened_policy, STORED, dict(zip(BOTH, (WIDE, ROUNDED), strict=True)), NARROW),
+        (variants.isolated_policy, STORED, {NAME: ROUNDED}, WIDE),
+        (
+            *(variants.isolated_policy, Choice(NAME, "compute", BOTH)),
+            *(dict.fromkeys(BOTH, ("fp32", "fp32", "bf16")), WIDE),
+        ),
+    ],
+    ids=["a widened cell", "a narrow cell", "computing alone, with all of its module"],
+)
+def test_only_what_is_chosen_differs(
+    change: Any, choice: Choice, changed: dict[str, Any], others: Any
+) -> None:
     base = plan()
-    wide = built(base, variants.widened_policy(base, [Choice(NAME, "storage", (NAME,))]))
-    for row in base.rows:
-        now = wide.row(row.name)
-        assert now is not None
-        if row.name == NAME:
-            assert dtypes(now.columns) == ("fp32", "fp32", "fp32")
-        elif row.name == "blocks.0.up.bias":  # a module computes in one dtype
-            assert dtypes(now.columns) == ("bf16", "bf16", "fp32")
-        else:
-            assert dtypes(now.columns) == dtypes(row.columns) == ("bf16", "bf16", "bf16")
-
-
-def test_only_one_cell_is_narrow() -> None:
-    base = plan()
-    alone = built(base, variants.isolated_policy(base, [Choice(NAME, "storage", (NAME,))]))
-    for row in alone.rows:
-        assert dtypes(row.columns) == (("bf16", "bf16", "fp32") if row.name == NAME else ("fp32",) * 3)
-
-
-def test_computing_alone_is_narrow_with_all_of_its_module() -> None:
-    base = plan()
-    both = (NAME, "blocks.0.up.bias")
-    alone = built(base, variants.isolated_policy(base, [Choice(NAME, "compute", both)]))
-    narrow = {row.name for row in alone.rows if str(row.columns.compute) != "fp32"}
-    assert narrow == set(both)
-    assert all(str(row.columns.storage.dtype) == "fp32" for row in alone.rows)
+    found = {row.name: dtypes(row.columns) for row in built(base, change(base, [choice])).rows}
+    assert found == {name: changed.get(name, others) for name in found}
+    assert found.keys() == {row.name for row in base.rows}
 
 
 @pytest.mark.parametrize(
@@ -100,30 +97,21 @@ def test_pins_are_fp32_in_every_column() -> None:
 # --- candidates ------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_modules_in_the_order_of_what_an_element_is_worth() -> None:
+def test_candidates_are_unpinned_modules_in_the_order_of_what_an_element_is_worth() -> None:
     worth = {"norm.weight": 1.0, "head.weight": 2.0, "blocks.0.up.weight": 0.5, "blocks.1.up.weight": 0.5}
     found = candidates(plan(), worth)
     assert [each.pattern for each in found] == ["norm.*", "head.weight", "blocks.*.up.*"]
     assert found[0].density > found[1].density > found[2].density
-    assert found[2].names == (
-        "blocks.0.up.weight",
-        "blocks.0.up.bias",
-        "blocks.1.up.weight",
-        "blocks.1.up.bias",
-    )
+    assert found[2].names == tuple(f"blocks.{n}.up.{kind}" for n in range(2) for kind in ("weight", "bias"))
     assert found[2].square == 1.0
-
-
-def test_what_is_pinned_already_is_worth_nothing() -> None:
     pinned = plan(rules=[{"match": "norm.*", "pin": "fp32"}])
     assert candidates(pinned, {"norm.weight": 1.0}) == []
 
 
 def test_rules_match_what_was_pinned() -> None:
     drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
-    point = Point(
-        "bf16", (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input")), drift, Bytes(1, 1, 1, 1)
-    )
+    pins = (("norm.*", ("norm.weight",), None), ("a", ("x[0]",), "input"))
+    point = Point("bf16", pins, drift, Bytes(1, 1, 1, 1))
     assert rules_for(point) == (
         {"match": "norm.*", "pin": "fp32"},
         {"match": "x[[]0]", "pin": "fp32", "output": "input"},

@@ -5,42 +5,30 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from tests.audit.networks import Decoder
 from zerodrift.cli import app
 
 HERE = "tests.unit.test_audit_verb"
 CONFIG = "{precision: {mode: bf16}, optimizer: {type: AdamW, params: {lr: 0.001}}}"
 
 
-class Small(nn.Module):
-    """A language model of a few numbers."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(31, 16)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 31, bias=False)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm(self.table(input_ids))).float()
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 def small() -> nn.Module:
-    return Small()
+    model = Decoder(1)
+    model.main_input_name = "input_ids"  # type: ignore[assignment]
+    return model
 
 
 def with_a_row() -> nn.Module:
     """Returns no loss."""
-    model = Small()
-    model.forward = lambda input_ids, labels: model.head(model.table(input_ids))  # type: ignore[method-assign]
+    model: Any = small()
+    model.forward = lambda input_ids, labels: model.head(model.words(input_ids))
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,16 +14,19 @@ from zerodrift.inspect.audit.rounding import Rounding, RoundingRecorder, Roundin
 from zerodrift.inspect.trace.places import paths_in
 
 
-class Narrows(nn.Module):
-    """Computes its product in bf16, whatever comes in."""
+def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Compute in bf16, whatever comes in."""
+    return functional.linear(x, weight.to(torch.bfloat16)).float().square().sum()
 
-    def __init__(self) -> None:
+
+class Narrows(nn.Module):
+    def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = product) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(24, 40))
+        self.weight, self.compute = nn.Parameter(torch.randn(24, 40)), compute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight.to(torch.bfloat16)).float().square().sum()
+        return self.compute(self.weight, x)
 
 
 class Angles(nn.Module):
@@ -86,12 +90,11 @@ def test_what_is_cast_is_charged_with_what_it_loses() -> None:
 
 @pytest.mark.parametrize("name", ["half", "bfloat16", "float8_e4m3fn"])
 def test_a_cast_by_name_and_an_8_bit_float_are_seen(name: str) -> None:
-    class Casts(Narrows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            narrow = self.weight.to(getattr(torch, name)) if "8" in name else getattr(self.weight, name)()
-            return narrow.to(torch.float32).square().sum()
+    def casts(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        narrow = weight.to(getattr(torch, name)) if "8" in name else getattr(weight, name)()
+        return narrow.to(torch.float32).square().sum()
 
-    _, places = watched(Casts(), given())
+    _, places = watched(Narrows(casts), given())
     place = places["to" if name == "float8_e4m3fn" else name]
     assert place.error > 0
     if name == "float8_e4m3fn":
@@ -124,13 +127,12 @@ def test_widened_leaves_out_what_the_code_narrows() -> None:
 
 
 def test_what_is_set_is_rounded_where_it_is_set() -> None:
-    class Sets(Narrows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            held = torch.zeros(24, 40, dtype=torch.bfloat16)
-            held[3:] = self.weight[3:]
-            return held.float().square().sum()
+    def sets(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        held = torch.zeros(24, 40, dtype=torch.bfloat16)
+        held[3:] = weight[3:]
+        return held.float().square().sum()
 
-    model = Sets()
+    model = Narrows(sets)
     plain = model(given()).detach()
     out, places = watched(model, given())
     assert torch.equal(out, plain)
@@ -140,14 +142,13 @@ def test_what_is_set_is_rounded_where_it_is_set() -> None:
 
 
 def test_what_writes_into_a_tensor_is_compared_with_what_was_there() -> None:
-    class Adds(Narrows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            sums = torch.zeros(40, dtype=torch.bfloat16)
-            for row in self.weight.detach():
-                sums += row
-            return sums.float().sum() * self.weight.sum()
+    def adds(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(40, dtype=torch.bfloat16)
+        for row in weight.detach():
+            sums += row
+        return sums.float().sum() * weight.sum()
 
-    model = Adds()
+    model = Narrows(adds)
     plain = model(given()).detach()
     out, places = watched(model, given())
     assert torch.equal(out, plain)

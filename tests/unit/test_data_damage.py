@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data_files import arrow_stream, parquet
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import formats
 from zerodrift.train.data.rows import read_rows as rows_in
@@ -23,27 +24,16 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [row for _, row in rows_in(file, formats.format_of(file))]
 
 
-def arrow(checked: bool) -> bytes:
-    pyarrow = pytest.importorskip("pyarrow")
-    sink = pyarrow.BufferOutputStream()
-    table = pyarrow.Table.from_pylist(ROWS)
-    if checked:
-        written = pytest.importorskip("pyarrow.parquet")
-        written.write_table(table, sink, write_page_checksum=True)
-    else:
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            for batch in table.to_batches(max_chunksize=20):
-                writer.write_batch(batch)
-    return bytes(sink.getvalue().to_pybytes())
+PACKED = {
+    "a.jsonl.gz": lambda: gzip.compress(LINES),
+    "a.parquet": lambda: parquet(ROWS, write_page_checksum=True),
+}
 
 
-PACKED = {"a.jsonl.gz": gzip.compress}
-
-
-@pytest.mark.parametrize("name", [*PACKED, "a.parquet"])
+@pytest.mark.parametrize("name", PACKED)
 def test_every_damage_that_a_checksum_shows_is_an_error(name: str, tmp_path: Path) -> None:
     """Bits, halves and additions: 500 of each kind."""
-    whole = PACKED[name](LINES) if name in PACKED else arrow(checked=True)
+    whole = PACKED[name]()
     file, draw, caught = tmp_path / name, np.random.default_rng(0), 0
     for turn in range(500):
         at = int(draw.integers(len(whole)))
@@ -71,7 +61,7 @@ def test_half_a_file_is_an_error_wherever_that_shows(name: str, tmp_path: Path) 
         "a.json": json.dumps(ROWS, ensure_ascii=False).encode(),
         "a.csv": ("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in ROWS)).encode(),
     }
-    whole = texts.get(name) or arrow(checked=False)
+    whole = texts.get(name) or arrow_stream(ROWS, 20)
     wanted = [{key: str(held) for key, held in row.items()} for row in ROWS] if name == "a.csv" else ROWS
     file = tmp_path / name
     file.write_bytes(whole)

@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, jsonl, made, parts_of
+from tests.unit.data_files import arrow_stream, data, jsonl, made, stream, tree
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.tokenizer import ByteTokenizer
 
-LETTERS = ByteTokenizer()
+TEXT, ROW = "a text to train on " * 9, [{"text": "a"}]
 
 
-def published(folder: Path) -> Path:
+def published(folder: Path, card: str = "license: mit") -> Path:
     """A data set as it is cloned."""
-    for name in ("data", ".git", "other"):
-        (folder / name).mkdir(parents=True)
+    beside = (".gitattributes", ".git/config", "LICENSE", "dataset_infos.json")
+    files: Any = {name: "{}" for name in beside} | {"README.md": f"---\n{card}\n---\n# Data\n"}
     for name, count in (("train", 3), ("test", 2)):
-        jsonl(folder / f"data/{name}-00000-of-00001.jsonl", [{"prompt": name, "completion": "b"}] * count)
-    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Data\n")
-    (folder / ".gitattributes").write_text("*.parquet filter=lfs\n")
-    (folder / ".git/config").write_text("[core]\n")
-    (folder / "LICENSE").write_text("MIT\n")
-    (folder / "dataset_infos.json").write_text("{}")
-    return folder
+        files[f"data/{name}-00000-of-00001.jsonl"] = [{"prompt": name, "completion": "b"}] * count
+    return tree(folder, files)
+
+
+def counts(folder: Path, path: Path, **rest: Any) -> Any:
+    """Return what was read of the one set of a path."""
+    (found,) = made(folder, data(path, **rest)).sets
+    return found.counts
 
 
 def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
@@ -37,40 +37,39 @@ def test_of_a_cloned_data_set_its_data_is_read(tmp_path: Path) -> None:
     train = found.sets[0].counts
     assert train.files == 1
     assert train.beside == ("1 file of the split `test`", "LICENSE", "README.md", "dataset_infos.json")
-    for name in ("train", "valid"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} " * 40)
-    found = made(tmp_path, data(tmp_path / "*.txt", block=64))
-    assert found.sets[0].counts.files == 2, "a glob names files itself"
+    tree(tmp_path, {"train.txt": TEXT, "valid.txt": TEXT + "."})
+    assert counts(tmp_path, tmp_path / "*.txt", block=64).files == 2, "a glob names files itself"
 
 
 def test_a_card_says_which_files_are_of_which_split(tmp_path: Path) -> None:
-    folder = published(tmp_path / "set")
-    card = "---\nconfigs:\n- config_name: {}\n  data_files:\n  - split: train\n    path: data/test*\n"
-    (folder / "README.md").write_text(card.format("main") + "---\n")
-    assert len(made(tmp_path, data(folder, block=64)).train) == 2
-    other = "- config_name: more\n  data_files: data/train*\n---\n"
-    (folder / "README.md").write_text(card.format("main") + other)
+    files = "data_files:\n  - split: train\n    path: data/test*"
+    card = f"configs:\n- config_name: main\n  {files}"
+    assert len(made(tmp_path, data(published(tmp_path / "one", card), block=64)).train) == 2
+    two = published(tmp_path / "two", f"{card}\n- config_name: more\n  data_files: data/train*")
     with pytest.raises(ConfigError, match=r"must name the files of one subset; got .*`main`, `more`"):
-        made(tmp_path, data(folder))
+        made(tmp_path, data(two))
 
 
-def test_a_folder_of_both_is_asked_about(tmp_path: Path) -> None:
-    folder = tmp_path / "both"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("a text " * 20)
-    jsonl(folder / "rows.jsonl", [{"text": "a"}])
-    with pytest.raises(
-        ConfigError, match=r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt"
-    ):
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rows and texts": ({"notes.txt": TEXT, "rows.jsonl": ROW},
+        r"must name folders of rows or of texts.*rows\.jsonl and notes\.txt"),
+    "rows and programs": ({"train.py": TEXT, "alpaca.json": '[{"instruction": "a", "output": "b"}]'},
+        r"not of both; got .* with alpaca\.json and "),
+    "other splits": ({"dev.jsonl": ROW, "test.jsonl": ROW},
+        "must name files, or a folder with a split `train`"),
+    "no data": ({"a.zip": b"PK\x03\x04"}, r"files of a known kind; got '.*', with a\.zip"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_folder_that_may_be_read_in_two_ways_or_none_is_asked_about(kind: str, tmp_path: Path) -> None:
+    files, words = REFUSED[kind]
+    folder = tree(tmp_path / "asked", files)
+    with pytest.raises(ConfigError, match=words):
         made(tmp_path, data(folder))
-    for rest, files in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
-        assert made(tmp_path, data(folder, **rest)).sets[0].counts.files == files
-    with pytest.raises(ConfigError, match="must name files, or a folder with a split `train`"):
-        (folder / "notes.txt").unlink()
-        (folder / "rows.jsonl").unlink()
-        for split in ("dev", "test"):
-            jsonl(folder / f"{split}.jsonl", [{"text": "a"}])
-        made(tmp_path, data(folder))
+    if kind == "rows and texts":
+        for rest, count in (({"pattern": "*.txt"}, 1), ({"format": "files"}, 2)):
+            assert counts(tmp_path, folder, **rest).files == count
 
 
 @pytest.mark.parametrize(
@@ -89,65 +88,47 @@ def test_a_column_of_another_name_is_found_or_asked_for(
         with pytest.raises(ConfigError, match=rf"in one column; got {words}.*`data\.field`"):
             made(tmp_path, data(file))
         return
-    found, _ = parts_of(made(tmp_path, data(file)).train, 0)
-    assert LETTERS.decode(found[0]) == "x" * 16
+    assert bytes(stream(made(tmp_path, data(file)).train)[:16].tolist()) == b"x" * 16
 
 
-def test_what_is_in_a_folder_without_data_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04")
-    with pytest.raises(ConfigError, match=r"files of a known kind; got '.*', with a\.zip"):
-        made(tmp_path, data(tmp_path))
+WROTE = (
+    "runs/a/job.json",
+    "runs/a/plan.json",
+    "runs/a/report.html",
+    "cache/digests.json",
+    "cache/0/blocks.json",
+)
+READ: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "what training wrote is no data": ({"a.txt": TEXT, **dict.fromkeys(WROTE, "{}")},
+        *(1, ("cache, which training wrote", "runs/a, which training wrote"))),
+    "splits of texts": ({f"wiki.{name}.txt": TEXT for name in ("train", "test", "valid")},
+        *(1, ("1 file of the split `test`", "1 file of the split `validation`"))),
+    "programs are no splits": (
+        {"train.py": TEXT, "test.py": TEXT, "README.md": TEXT, "package.json": '{"name": "code"}'},
+        *(3, ("package.json",)),
+    ),
+}  # fmt: skip
 
 
-def test_what_training_wrote_is_no_data(tmp_path: Path) -> None:
-    """A folder of texts in which somebody trains, and trains again."""
-    (tmp_path / "a.txt").write_text("a text to train on " * 9)
-    for name in ("runs/a", "cache/0123"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("runs/a/job.json", "runs/a/plan.json", "cache/digests.json", "cache/0123/blocks.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "runs/a/report.html").write_text("<html>")
-    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path)).sets)
-    assert reading.files == 1
-    assert reading.beside == ("cache, which training wrote", "runs/a, which training wrote")
+@pytest.mark.parametrize("kind", READ)
+def test_what_of_a_folder_is_read(kind: str, tmp_path: Path) -> None:
+    files, count, beside = READ[kind]
+    reading = counts(tmp_path, tree(tmp_path / "read", files))
+    assert (reading.files, reading.beside) == (count, beside)
 
 
 def test_splits_that_datasets_saved_are_those_of_its_list(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train_sft", "train_gen"]}')
-    for name in ("train_sft", "train_gen"):
-        (tmp_path / name).mkdir()
-        table = arrow.table({"text": [name] * 9})
-        with arrow.ipc.new_stream(str(tmp_path / name / "data-0.arrow"), table.schema) as writer:
-            writer.write_table(table)
+    names = ("train_sft", "train_gen")
+    saved = {f"{name}/data-0.arrow": arrow_stream([{"text": name}] * 9) for name in names}
+    tree(tmp_path, {"dataset_dict.json": '{"splits": ["train_sft", "train_gen"]}', **saved})
     with pytest.raises(ConfigError, match=r"a split `train`; got .* with `train_gen`, `train_sft`"):
         made(tmp_path, data(tmp_path))
-    found = made(tmp_path, data(tmp_path / "train_sft"))
-    assert found.sets[0].counts.train.documents == 9
-
-
-def test_splits_of_texts_are_told_apart_and_programs_are_not(tmp_path: Path) -> None:
-    for name in ("wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"):
-        (tmp_path / "wiki").mkdir(exist_ok=True)
-        (tmp_path / "wiki" / name).write_text("a text " * 9)
-    (reading,) = (each.counts for each in made(tmp_path, data(tmp_path / "wiki")).sets)
-    assert (reading.files, len(reading.beside)) == (1, 2)
-    code = tmp_path / "code"
-    code.mkdir()
-    for name in ("train.py", "test.py", "README.md"):
-        (code / name).write_text("print(1)\n" * 9)
-    (code / "package.json").write_text('{"name": "code"}')
-    (reading,) = (each.counts for each in made(tmp_path, data(code)).sets)
-    assert (reading.files, reading.beside) == (3, ("package.json",))
-    (code / "alpaca.json").write_text('[{"instruction": "a", "output": "b"}]')
-    with pytest.raises(ConfigError, match=r"not of both; got .* with alpaca\.json and "):
-        made(tmp_path, data(code))
+    assert counts(tmp_path, tmp_path / "train_sft").train.documents == 9
 
 
 def test_token_maps_of_two_splits_are_not_one(tmp_path: Path) -> None:
-    for name, count in (("train", 640), ("val", 64)):
-        (np.arange(count) % 250).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
-    written = data(tmp_path, validation=str(tmp_path))
-    prepared = made(tmp_path, written)
+    maps = {name: (np.arange(count) % 250).astype(np.uint16) for name, count in (("train", 640), ("val", 64))}
+    tree(tmp_path, {f"{name}.bin": held.tobytes() for name, held in maps.items()})
+    prepared = made(tmp_path, data(tmp_path, validation=str(tmp_path)))
     assert prepared.validation is not None
     assert (len(prepared.train), len(prepared.validation)) == (40, 4)

@@ -1,7 +1,8 @@
-"""Several sets of data in shares, and documents that share blocks."""
+"""Which blocks a step sees, several sets of data in shares, and documents that share blocks."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,60 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_train_data import data, jsonl, made, parts_of
+from tests.unit.data_files import data, jsonl, layout, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.batches import BatchLayout, Feed
+from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.blocks import IGNORED
-from zerodrift.train.data.sampling import Mixture, MixtureSampler, divide_by_weight
+from zerodrift.train.data.sampling import (
+    BlockSampler,
+    Mixture,
+    MixtureSampler,
+    blocks_of,
+    divide_by_weight,
+    permute,
+)
 from zerodrift.train.data.tokenizer import ByteTokenizer
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
+def test_an_epoch_has_every_block_once(count: int) -> None:
+    sampler = BlockSampler(count, seed=3)
+    for epoch in range(3):
+        found = [sampler.at(epoch * count + place) for place in range(count)]
+        assert sorted(found) == list(range(count))
+
+
+def test_epochs_and_seeds_differ_and_repeat_and_an_order_looks_like_chance() -> None:
+    first, again, other, next_epoch = (
+        [BlockSampler(1000, seed).at(begin + place) for place in range(1000)]
+        for seed, begin in ((3, 0), (3, 0), (4, 0), (3, 1000))
+    )
+    assert first == again and first != other and first != next_epoch
+    order = np.array([permute(place, 4096, key=99) for place in range(4096)])
+    assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+    gaps = np.abs(np.diff(order))
+    assert 0.28 < gaps.mean() / 4096 < 0.39, "two random places are a third apart"
+
+
+@pytest.mark.parametrize(("ranks", "micro", "accumulation"), [(1, 2, 6), (2, 3, 2), (4, 1, 3), (6, 2, 1)])
+def test_a_step_has_the_same_blocks_on_any_number_of_ranks(ranks: int, micro: int, accumulation: int) -> None:
+    chosen = BlockSampler(100, 0).step(7, 12)
+    found = [
+        blocks_of(chosen, turn * ranks + rank, micro) for rank in range(ranks) for turn in range(accumulation)
+    ]
+    assert sorted(np.concatenate(found)) == sorted(chosen)
+
+
+def test_whole_blocks_weigh_one_and_share_their_tensor(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    np.arange(160, dtype=np.uint16).tofile(file)
+    for batch in Feed(made(tmp_path, data(file, block=8)).train, 0, layout(2, 0, 2, 3)).step(0):
+        assert batch.weight == 1.0
+        assert batch.labels is batch.tokens
+
+
+# --- several sets ----------------------------------------------------------------------------------------
 
 WORDS = ["an", "evening", "of", "long", "words", "and", "short", "ones", "without", "end"]
 
@@ -35,21 +84,18 @@ def mixed(folder: Path, **weights: float) -> Any:
 def test_each_set_gives_its_share_of_every_step(tmp_path: Path) -> None:
     train = made(tmp_path, mixed(tmp_path, a=1, b=3)).train
     assert isinstance(train, Mixture) and len(train) == 50
-    steps = [next(feed.step(number)) for feed in [Feed(train, 0, seat(10))] for number in range(10)]
-    letters = ["".join(chr(int(row[0])) for row in step.tokens) for step in steps]
-    assert Counter("".join(letters[:5])) == {"a": 13, "b": 37}, "an epoch: a quarter of 50, and the rest"
+    feed = Feed(train, 0, layout(10))
+    steps = [next(feed.step(number)) for number in range(10)]
     seen = [bytes(row[:4].tolist()) for step in steps for row in step.tokens]
+    letters = Counter(name[:1] for name in seen[:50])
+    assert letters == {b"a": 13, b"b": 37}, "an epoch: a quarter of 50, and the rest"
     of_a = [name for name in seen if name[:1] == b"a"]
     assert len(of_a) == len(set(of_a)) == 26, "none of a large set comes again before all have come"
     of_b = Counter(name for name in seen[:50] if name[:1] == b"b")
     assert set(of_b.values()) == {3, 4}, "a small one begins again when it is used up"
     for number in (7, 3):
-        again = next(Feed(train, 0, seat(10)).step(number))
+        again = next(Feed(train, 0, layout(10)).step(number))
         assert torch.equal(again.tokens, steps[number].tokens), "by the number of the step alone"
-
-
-def seat(micro: int) -> BatchLayout:
-    return BatchLayout(0, 1, micro, (0,), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1000), (0.001, 5, 2), (3, 2, 1)])
@@ -88,13 +134,11 @@ def test_a_file_is_not_trained_on_and_validated_with(tmp_path: Path) -> None:
 
 def chats(folder: Path, count: int = 30) -> Path:
     draw = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": " ".join(draw.choice(WORDS, 2)),
-            "completion": " ".join(draw.choice(WORDS, 1 + number % 5)),
-        }
-        for number in range(count)
-    ]
+
+    def words(number: int) -> str:
+        return " ".join(draw.choice(WORDS, number))
+
+    rows = [{"prompt": words(2), "completion": words(1 + number % 5)} for number in range(count)]
     return jsonl(folder / "chats.jsonl", rows)
 
 
@@ -102,11 +146,10 @@ def test_conversations_share_blocks_and_stay_whole(tmp_path: Path) -> None:
     file = chats(tmp_path)
     alone, packed = (made(tmp_path, data(file, block=128, pack=pack)).train for pack in (False, True))
     assert len(packed) < 0.7 * len(alone)
-    pieces = Counter()
+    pieces, found = Counter(), Counter()
     for tokens, labels in zip(*parts_of(alone, *range(len(alone))), strict=True):
         last = int(np.flatnonzero(labels != IGNORED)[-1]) + 1
         pieces[tuple(tokens[:last]), tuple(labels[:last])] += 1
-    found = Counter()
     for tokens, labels in zip(*parts_of(packed, *range(len(packed))), strict=True):
         start = 0
         for place in np.flatnonzero((labels != IGNORED) & (tokens == ByteTokenizer.end)):
@@ -119,21 +162,14 @@ def test_conversations_share_blocks_and_stay_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=257,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    more = {"max_position_embeddings": 128, "initializer_range": 0.3, "use_cache": False}
+    config = transformers.LlamaConfig(vocab_size=257, **sizes, **more)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval().double()
     file = chats(tmp_path, 12) if kind == "chat" else jsonl(tmp_path / "a.jsonl", texts(12, "a"))
     rest = {"block": 128, "pack": True, "attend": "document"}
-    feed = Feed(made(tmp_path, data(file, **rest)).train, 0, seat(2))
+    feed = Feed(made(tmp_path, data(file, **rest)).train, 0, layout(2))
     batch = next(feed.step(0))
     assert batch.positions is not None
     with torch.no_grad():
@@ -145,9 +181,7 @@ def test_a_document_of_a_packed_block_is_as_if_it_were_alone(kind: str, tmp_path
             with torch.no_grad():
                 alone = model(input_ids=batch.tokens[row : row + 1, first:end]).logits[0]
             torch.testing.assert_close(packed[row, first:end], alone, rtol=1e-9, atol=1e-9)
-            assert not first or batch.labels[row, first] == IGNORED, (
-                "the first of a document follows from nothing"
-            )
+            assert not first or batch.labels[row, first] == IGNORED, "it follows from nothing"
             documents += 1
     assert documents > 2
     blind = made(tmp_path, data(file, **{**rest, "attend": "block"})).train.read(np.arange(2))
@@ -178,25 +212,22 @@ class Deaf(torch.nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("sees", "words"), [("document", ""), ("block", "Reading, in which a document sees")]
+    ("model", "words"),
+    [
+        (Reading("document"), ""),
+        (Reading("block"), "Reading, in which a document sees"),
+        (Deaf(4, 4), "Deaf, whose `forward` takes no `position_ids`"),
+    ],
 )
-def test_a_model_that_does_not_keep_documents_apart_is_named(sees: str, words: str) -> None:
+def test_a_model_that_does_not_keep_documents_apart_is_named(model: torch.nn.Module, words: str) -> None:
     import zerodrift as zd
     from zerodrift.train.loop.model import require_document_mask
 
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_batch_size": 2}
-    for model, told in (
-        (Reading(sees), words),
-        (Deaf(4, 4), "Deaf, whose `forward` takes no `position_ids`"),
-    ):
-        engine = zd.initialize(model, config=config, quiet=True)
-        try:
-            if not told:
-                require_document_mask(engine, seat(2), 32, 257)
-                continue
-            with pytest.raises(
-                ConfigError, match=rf"data\.attend.*must be `block` for this model; got {told}"
-            ):
-                require_document_mask(engine, seat(2), 32, 257)
-        finally:
-            engine.destroy()
+    engine = zd.initialize(model, config=config, quiet=True)
+    told = pytest.raises(ConfigError, match=rf"data\.attend.*must be `block` for this model; got {words}")
+    try:
+        with told if words else contextlib.nullcontext():
+            require_document_mask(engine, layout(2), 32, 257)
+    finally:
+        engine.destroy()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from tests.unit.test_train_data import jsonl
+from tests.unit.data_files import jsonl
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.job_file import read_job
 from zerodrift.train.report.summary import preview

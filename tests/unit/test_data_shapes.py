@@ -6,15 +6,15 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, parts_of
+from tests.unit.data_files import arrow_stream, data, parquet, parts_of
+from tests.unit.letters import MARKED, PLAIN, byte_tokenizer
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data.blocks import IGNORED
@@ -22,6 +22,7 @@ from zerodrift.train.data.prepare import PreparedData, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers")
+arrow = pytest.importorskip("pyarrow")
 BLOCK = 512
 
 Turns = list[dict[str, Any]]
@@ -31,7 +32,11 @@ def said(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-HI, YO = said("user", "Hi"), said("assistant", "Yo")
+def asked(question: str, answer: str) -> Turns:
+    return [said("user", question), said("assistant", answer)]
+
+
+HI, YO = asked("Hi", "Yo")
 TALK = [said("system", "Be brief"), HI, YO, said("user", "Größe?"), said("assistant", "2 m\n")]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "days": 2}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -48,14 +53,13 @@ CALLED_AS_TEXT[1]["content"] = None
 
 @dataclass
 class File:
-    """A file, and the conversation that each of its rows is."""
+    """A file, the conversation that each of its rows is, and what of it is learned, if not every answer."""
 
     name: str
     content: bytes
-    meant: Turns
+    meant: Turns = field(default_factory=list)
     tools: list[Any] | None = None
     learned: str | None = None
-    """What is learned of it, where that is not all that the assistant says."""
 
 
 def lines(*rows: dict[str, Any]) -> bytes:
@@ -66,123 +70,87 @@ def shape(meant: Turns, with_tools: Any = None, /, learned: str | None = None, *
     return File("a.jsonl", lines(row), meant, with_tools, learned)
 
 
-def parquet(row: dict[str, Any]) -> bytes:
-    arrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    sink = arrow.BufferOutputStream()
-    written.write_table(arrow.Table.from_pylist([row]), sink)
-    return bytes(sink.getvalue().to_pybytes())
-
-
 def twice() -> bytes:
-    arrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    sink = arrow.BufferOutputStream()
-    written.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["text"] * 2), sink)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def arrow_stream(row: dict[str, Any]) -> bytes:
-    arrow = pytest.importorskip("pyarrow")
-    table, sink = arrow.Table.from_pylist([row]), arrow.BufferOutputStream()
-    with arrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes())
+    return parquet(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["text"] * 2))
 
 
 def zstd(content: bytes) -> bytes:
-    arrow = pytest.importorskip("pyarrow")
     return bytes(arrow.compress(content, "zstd", asbytes=True))
 
 
-SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+def row(**written: Any) -> File:
+    return File("a.jsonl", lines(written))
+
+
+def sharegpt(**said: str) -> Turns:
+    return [{"from": role, "value": text} for role, text in said.items()]
+
+
+SHAREGPT = sharegpt(human="Hi", gpt="Yo")
+SYSTEM, THOUGHT = said("system", "S"), {**YO, "reasoning_content": "Hm"}
+PART = {"type": "text", "text": "Hi", "image_url": None}
+YO_YOU = [{"type": "text", "text": "Yo, "}, {"text": "you"}]
 ROW = lines({"messages": TALK})
-FILES: dict[str, Callable[[], File]] = {
-    "messages": lambda: shape(TALK, messages=TALK),
-    "contents in parts": lambda: shape(
-        [HI, said("assistant", "Yo, you")],
+FILES: dict[str, File] = {
+    "messages": shape(TALK, messages=TALK),
+    "contents in parts": shape(asked("Hi", "Yo, you"),
         messages=[
-            said("user", [{"type": "text", "text": "Hi", "image_url": None}]),
+            said("user", [PART]),
             said("assistant", [{"type": "text", "text": "Yo, "}, {"text": "you"}]),
-        ],
-    ),
-    "what is null is not there": lambda: shape(
+        ]),
+    "what is null is not there": shape(
         [HI, YO], messages=[{**HI, "name": None, "tool_calls": None}, {**YO, "reasoning_content": ""}]
     ),
-    "reasoning": lambda: shape(
-        [HI, {**YO, "reasoning_content": "Hm"}], messages=[HI, {**YO, "reasoning_content": "Hm"}]
-    ),
-    "weights of turns": lambda: shape(
+    "reasoning": shape([HI, THOUGHT], messages=[HI, THOUGHT]),
+    "weights of turns": shape(
         TALK, learned="2 m\n;", messages=[*TALK[:2], {**YO, "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
     ),
-    "ShareGPT": lambda: shape([HI, YO], conversations=SHAREGPT),
-    "ShareGPT with a system": lambda: shape(
-        [said("system", "S"), HI, YO], system="S", conversations=SHAREGPT, tools=""
-    ),
-    "ShareGPT with calls": lambda: shape(
-        CALLED[:1] + CALLED[1:2] + [said("tool", "12")] + CALLED[3:],
-        TOOLS,
-        conversations=[
-            {"from": "human", "value": "Hi"},
-            {"from": "function_call", "value": json.dumps(CALL["function"])},
-            {"from": "observation", "value": "12"},
-            {"from": "gpt", "value": "Cold"},
-        ],
-        tools=json.dumps(TOOLS),
-    ),
-    "conversations of roles": lambda: shape(TALK, conversations=TALK),
-    "prompt and completion": lambda: shape([HI, YO], prompt="Hi", completion="Yo"),
-    "turns of a prompt": lambda: shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
-    "a prompt and turns": lambda: shape([HI, YO], prompt="Hi", completion=[YO]),
-    "calls": lambda: shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
-    "calls as texts": lambda: shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
-    "Alpaca": lambda: shape([HI, YO], instruction="Hi", input="", output="Yo"),
-    "Alpaca with an input": lambda: shape(
-        [said("user", "Add\n\n1 and 2"), said("assistant", "3")],
-        instruction="Add",
-        input="1 and 2",
-        output="3",
-    ),
-    "Alpaca with a history": lambda: shape(
+    "ShareGPT": shape([HI, YO], conversations=SHAREGPT),
+    "ShareGPT with a system": shape([SYSTEM, HI, YO], system="S", conversations=SHAREGPT, tools=""),
+    "ShareGPT with calls": shape(*([*CALLED[:2], said("tool", "12"), *CALLED[3:]], TOOLS),
+        conversations=sharegpt(
+            human="Hi", function_call=json.dumps(CALL["function"]), observation="12", gpt="Cold"
+        ),
+        tools=json.dumps(TOOLS)),
+    "conversations of roles": shape(TALK, conversations=TALK),
+    "prompt and completion": shape([HI, YO], prompt="Hi", completion="Yo"),
+    "turns of a prompt": shape(TALK, learned="2 m\n;", prompt=TALK[:4], completion=TALK[4:]),
+    "a prompt and turns": shape([HI, YO], prompt="Hi", completion=[YO]),
+    "calls": shape(CALLED, TOOLS, messages=CALLED, tools=TOOLS),
+    "calls as texts": shape(CALLED, TOOLS, messages=CALLED_AS_TEXT, tools=json.dumps(TOOLS)),
+    "Alpaca": shape([HI, YO], instruction="Hi", input="", output="Yo"),
+    "Alpaca with an input": shape(asked("Add\n\n1", "3"), instruction="Add", input="1", output="3"),
+    "Alpaca with a history": shape(
         TALK, instruction="Größe?", output="2 m\n", system="Be brief", history=[["Hi", "Yo"]]
     ),
-    "Dolly": lambda: shape(
-        [said("user", "Who?\n\nIt was Ann."), said("assistant", "Ann")],
-        instruction="Who?",
-        context="It was Ann.",
-        response="Ann",
-        category="qa",
-    ),
-    "a tool's name": lambda: shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
-    "an answer of nothing": lambda: shape(
+    "Dolly": shape(asked("Who?\n\nIt was Ann.", "Ann"),
+        **dict(instruction="Who?", context="It was Ann.", response="Ann", category="qa")),
+    "a tool's name": shape(CALLED, messages=[*CALLED[:2], {**CALLED[2], "name": "f"}, CALLED[3]]),
+    "an answer of nothing": shape(
         [HI, said("assistant", ""), HI, YO], learned="Yo;", messages=[HI, said("assistant", ""), HI, YO]
     ),
-    "questions": lambda: shape([HI, YO], id=7, question="Hi", answer="Yo"),
-    "OpenOrca": lambda: shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
-    "a JSON array": lambda: File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
-    "JSON lines called JSON": lambda: File("a.json", ROW, TALK),
-    "an array called JSON lines": lambda: File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
-    "one object": lambda: File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
-    "JSON lines of no name": lambda: File("rows", ROW, TALK),
-    "CSV": lambda: File(
-        "a.csv",
-        b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n',
-        [said("user", 'Hi, "Bo"\n007'), said("assistant", "NA")],
-    ),
-    "CSV of a Windows program": lambda: File(
-        "a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]
-    ),
-    "TSV": lambda: File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
-    "turns in a CSV": lambda: File(
+    "questions": shape([HI, YO], id=7, question="Hi", answer="Yo"),
+    "OpenOrca": shape(TALK[:3], id="1", system_prompt="Be brief", question="Hi", response="Yo"),
+    "a JSON array": File("a.json", json.dumps([{"messages": TALK}], indent=1).encode(), TALK),
+    "JSON lines called JSON": File("a.json", ROW, TALK),
+    "an array called JSON lines": File("a.jsonl", json.dumps([{"messages": TALK}]).encode(), TALK),
+    "one object": File("a.json", json.dumps({"messages": TALK}, indent=2).encode(), TALK),
+    "JSON lines of no name": File("rows", ROW, TALK),
+    "CSV": File("a.csv", b'id,prompt,completion\r\n1,"Hi, ""Bo""\n007",NA\r\n', asked('Hi, "Bo"\n007', "NA")),
+    "CSV of a Windows program": File("a.csv", "\ufeffprompt;completion\r\nHi;Yo\r\n".encode(), [HI, YO]),
+    "TSV": File("a.TSV", b"question\tanswer\nHi\tYo\n", [HI, YO]),
+    "turns in a CSV": File(
         "a.csv", ('messages\n"' + json.dumps([HI, YO]).replace('"', '""') + '"\n').encode(), [HI, YO]
     ),
-    "gzip": lambda: File("a.jsonl.gz", gzip.compress(ROW), TALK),
-    "gzip of no name": lambda: File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
-    "zstd": lambda: File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
-    "parquet": lambda: File(
-        "a.parquet", parquet({"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}), CALLED, TOOLS
+    "gzip": File("a.jsonl.gz", gzip.compress(ROW), TALK),
+    "gzip of no name": File("a.jsonl", gzip.compress(ROW[:40]) + gzip.compress(ROW[40:]), TALK),
+    "zstd": File("a.json.zst", zstd(json.dumps([{"messages": TALK}]).encode()), TALK),
+    "parquet": File(
+        "a.parquet", parquet([{"id": 1, "conversations": CALLED, "tools": json.dumps(TOOLS)}]), CALLED, TOOLS
     ),
-    "parquet of pairs": lambda: File("a.parquet", parquet({"question": "Hi", "answer": "Yo"}), [HI, YO]),
-    "Arrow": lambda: File("a.arrow", arrow_stream({"messages": TALK}), TALK),
-}
+    "parquet of pairs": File("a.parquet", parquet([{"question": "Hi", "answer": "Yo"}]), [HI, YO]),
+    "Arrow": File("a.arrow", arrow_stream([{"messages": TALK}]), TALK),
+}  # fmt: skip
 
 
 def expected(inner: Any, file: File) -> tuple[list[int], list[bool]]:
@@ -199,16 +167,12 @@ def expected(inner: Any, file: File) -> tuple[list[int], list[bool]]:
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
-    from tests.unit.letters import MARKED, byte_tokenizer
-
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("letters"), MARKED))
 
 
 @pytest.fixture(scope="module")
 def unmarked(tmp_path_factory: pytest.TempPathFactory) -> TransformersTokenizer:
     """The same template, which does not say what the assistant says."""
-    from tests.unit.letters import MARKED, byte_tokenizer
-
     template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     return TransformersTokenizer(byte_tokenizer(tmp_path_factory.mktemp("unmarked"), template))
 
@@ -222,7 +186,7 @@ def read(folder: Path, letters: TransformersTokenizer, file: File, **rest: Any) 
 def test_a_file_is_the_conversation_that_is_meant(
     name: str, tmp_path: Path, letters: TransformersTokenizer, unmarked: TransformersTokenizer
 ) -> None:
-    file = FILES[name]()
+    file = FILES[name]
     tokens, learned = expected(letters.inner, file)
     assert len(tokens) < BLOCK
     for tokenizer in (letters, unmarked):
@@ -233,65 +197,47 @@ def test_a_file_is_the_conversation_that_is_meant(
         assert (labels[0, len(tokens) :] == IGNORED).all()
 
 
+def calling(**call: Any) -> File:
+    return row(messages=[HI, said("assistant", "", tool_calls=[call])])
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ARRAY = b'[{"prompt": "a", "completion": "b"}'
 REFUSED: dict[str, tuple[File, str]] = {
     "a part that is an image": (
-        shape([], messages=[said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
+        row(messages=[said("user", [{"type": "image_url", "image_url": {"url": "x"}}]), YO]),
         r"a\.jsonl:1: messages\[0\]: content\[0\].*'image_url'",
     ),
-    "an image beside it": (shape([], messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
-    "null": (shape([], messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
-    "nothing to say": (shape([], messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
-    "an unknown role": (shape([], messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
-    "a key that no template writes": (
-        shape([], messages=[HI, {**YO, "mood": "glad"}]),
-        r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out",
-    ),
-    "an odd weight": (shape([], messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
-    "a history of one": (
-        shape([], instruction="a", output="b", history=[["c"]]),
-        r"history\[0\].*must be pairs",
-    ),
-    "arguments of no keys": (
-        shape(
-            [],
-            messages=[HI, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "x"}}])],
-        ),
-        "must have `arguments` of JSON keys; got 'x'",
-    ),
-    "a call of no name": (
-        shape([], messages=[HI, said("assistant", "", tool_calls=[{"id": "1"}])]),
-        "must be a call with `name` and `arguments`",
-    ),
-    "preferences": (shape([], prompt="a", chosen="b", rejected="c"), "must have a text in"),
-    "turns that are none": (shape([], messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
-    "a say in the template": (
-        shape([], messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
-        "must be a conversation of text; got `chat_template_kwargs`",
-    ),
-    "a page": (File("a.jsonl", b"<!doctype html><html>404</html>", []), "a page of HTML"),
-    "a pointer": (
-        File("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", []),
-        "a pointer of Git LFS",
-    ),
-    "a PDF": (File("a.txt", b"%PDF-1.7\n", []), "got a PDF"),
-    "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n", []), r"a\.csv:3.*must have 2 cells"),
-    "columns of parquet twice": (File("a.parquet", twice(), []), r"each column once; got `text` twice"),
-    "an open quote": (File("a.csv", b'prompt,completion\na,"b\n', []), "must be CSV"),
-    "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n", []), "must be UTF-8"),
-    "an array without an end": (
-        File("a.json", b'[{"prompt": "a", "completion": "b"}', []),
-        "an end in the middle",
-    ),
-    "more than an array": (File("a.json", b'[{"prompt": "a", "completion": "b"}] 3', []), "after the end"),
-    "an array of texts": (File("a.json", b'["a"]', []), "row 1.*must be a JSON object; got a text"),
-    "xz": (File("a.jsonl.xz", lzma.compress(ROW), []), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
-    "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}', []), r"after the end. Run `jq -c \."),
-    "a second part that is none": (
-        File("a.jsonl.gz", gzip.compress(ROW) + b"\x1f\x8bx", []),
-        "gzip file that ends early|a damaged gzip file",
-    ),
-}
+    "an image beside it": (row(messages=[HI, YO], images=["a.png"]), r"a\.jsonl:1.*`images`"),
+    "null": (row(messages=[said("user", None), YO]), r"messages\[0\]: content.*got null"),
+    "nothing to say": (row(messages=[HI, {"role": "assistant"}]), r"messages\[1\].*got `role`"),
+    "an unknown role": (row(messages=[said("boss", "Hi"), YO]), r"messages\[0\]: role.*got 'boss'"),
+    "a key that no template writes": (row(messages=[HI, {**YO, "mood": "glad"}]),
+        r"a\.jsonl:1.*chat template.*`mood` of a turn, which it leaves out"),
+    "an odd weight": (row(messages=[HI, {**YO, "weight": 0.5}]), r"weight.*must be 0 or 1"),
+    "a history of one": (row(instruction="a", output="b", history=[["c"]]), r"history\[0\].*must be pairs"),
+    "arguments of no keys": (calling(function={"name": "f", "arguments": "x"}),
+        "must have `arguments` of JSON keys; got 'x'"),
+    "a call of no name": (calling(id="1"), "must be a call with `name` and `arguments`"),
+    "preferences": (row(prompt="a", chosen="b", rejected="c"), "must have a text in"),
+    "turns that are none": (row(messages="Hi"), r"messages.*must be a list of `role`|must be JSON"),
+    "a say in the template": (row(messages=[HI, YO], chat_template_kwargs={"enable_thinking": False}),
+        "must be a conversation of text; got `chat_template_kwargs`"),
+    "a page": (File("a.jsonl", b"<!doctype html><html>404</html>"), "a page of HTML"),
+    "a pointer": (File("a.parquet", POINTER), "a pointer of Git LFS"),
+    "a PDF": (File("a.txt", b"%PDF-1.7\n"), "got a PDF"),
+    "cells too many": (File("a.csv", b"prompt,completion\na,b\nc,d,e\n"), r"a\.csv:3.*must have 2 cells"),
+    "columns of parquet twice": (File("a.parquet", twice()), r"each column once; got `text` twice"),
+    "an open quote": (File("a.csv", b'prompt,completion\na,"b\n'), "must be CSV"),
+    "Latin-1 in a CSV": (File("a.csv", b"prompt,completion\na,\xe9\n"), "must be UTF-8"),
+    "an array without an end": (File("a.json", ARRAY), "an end in the middle"),
+    "more than an array": (File("a.json", ARRAY + b"] 3"), "after the end"),
+    "an array of texts": (File("a.json", b'["a"]'), "row 1.*must be a JSON object; got a text"),
+    "xz": (File("a.jsonl.xz", lzma.compress(ROW)), r"got an xz file\. Run `unxz .*a\.jsonl\.xz`"),
+    "two objects": (File("a.json", b'{\n"text": "a"}\n{"text": "b"}'), r"after the end. Run `jq -c \."),
+    "a second part that is none": (File("a.gz", gzip.compress(ROW) + b"\x1f\x8bx"),
+        "ends early|damaged gzip"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -308,45 +254,19 @@ def test_what_cannot_be_learned_as_it_is_is_refused_by_its_place(
 
 
 def test_a_template_that_leaves_out_a_turn_or_tools_is_told(tmp_path: Path) -> None:
-    from tests.unit.letters import PLAIN, byte_tokenizer
-
-    deaf = PLAIN.replace("{% for", "{% for").replace(
-        "[{{ turn['role'] }}]", "{% if turn['role'] != 'system' %}[{{ turn['role'] }}]"
-    )
-    deaf = deaf.replace("{{ turn['content'] }};", "{{ turn['content'] }};{% endif %}")
+    deaf = PLAIN.replace("[{{", "{% if turn['role'] != 'system' %}[{{").replace("};{%", "};{% endif %}{%")
     tokenizer = TransformersTokenizer(byte_tokenizer(tmp_path, deaf))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1.*turn 0, of the role 'system', which it leaves out"):
-        read(tmp_path, tokenizer, shape(TALK, messages=TALK))
-    with pytest.raises(ConfigError, match="`tools`, which it leaves out"):
-        read(tmp_path, tokenizer, shape(TALK, messages=[HI, YO], tools=TOOLS))
-    with pytest.raises(ConfigError, match="`tool_calls` of a turn, which it leaves out"):
-        read(tmp_path, tokenizer, shape(TALK, messages=[HI, {**YO, "tool_calls": [CALL]}]))
-
-
-def test_a_template_that_writes_the_last_answer_otherwise(tmp_path: Path) -> None:
-    """As Qwen 3 and DeepSeek R1 do: thoughts are only in the last answer, and asked for in another way."""
-    from tests.unit.letters import byte_tokenizer
-
-    template = (
-        "{% for turn in messages %}[{{ turn.role }}]{% if turn.role == 'assistant' and loop.last %}<t></t>"
-        "{% endif %}{{ turn.content.strip() }};\n{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]ASK{% endif %}"
-    )
-    for asks, thought in (("", "<t></t>"), ("<t>", "</t>"), ("<s>", "")):
-        tokenizer = TransformersTokenizer(byte_tokenizer(tmp_path, template.replace("ASK", asks)))
-        found, labels = parts_of(read(tmp_path, tokenizer, shape(TALK, messages=TALK)).train, 0)
-        text = tokenizer.decode(found[0])
-        assert text.startswith(
-            "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n[user]Größe?;\n[assistant]<t></t>2 m;\n"
-        )
-        learned = tokenizer.decode([label for label in labels[0] if label != IGNORED])
-        assert learned == f"Yo;\n{thought}2 m;\n"
+    for messages, more, words in (
+        (TALK, {}, r"a\.jsonl:1.*turn 0, of the role 'system'"),
+        ([HI, YO], {"tools": TOOLS}, "`tools`"),
+        ([HI, {**YO, "tool_calls": [CALL]}], {}, "`tool_calls` of a turn"),
+    ):
+        with pytest.raises(ConfigError, match=f"{words}, which it leaves out"):
+            read(tmp_path, tokenizer, row(messages=messages, **more))
 
 
 def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
     """What a template makes of a file, and what of it is learned."""
-    from tests.unit.letters import byte_tokenizer
-
     tokenizer = TransformersTokenizer(byte_tokenizer(folder, template))
     found, labels = parts_of(read(folder, tokenizer, file).train, 0)
     learned = [label for label in labels[0].tolist() if label != IGNORED]
@@ -355,8 +275,6 @@ def read_with(folder: Path, template: str, file: File) -> tuple[str, str]:
 
 def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     """As of many models whose texts end with another one: a sample of a conversation stops at either."""
-    from tests.unit.letters import byte_tokenizer
-
     template = (
         "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}<turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -368,8 +286,16 @@ def test_an_answer_ends_with_the_mark_of_its_template(tmp_path: Path) -> None:
     letters = TransformersTokenizer(folder)
     assert rendering.end_tokens(letters) == {letters.end, letters.marks["<turn>"]}
     assert rendering.end_tokens(ByteTokenizer()) == {256}
+    asked = rendering.encode_prompt([HI], letters)
+    assert letters.inner.decode(asked) == "<user>Hi<turn>\n<assistant>"
 
 
+LAST = (
+    "{% for turn in messages %}[{{ turn.role }}]{% if turn.role == 'assistant' and loop.last %}<t></t>"
+    "{% endif %}{{ turn.content.strip() }};\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]ASK{% endif %}"
+)
+LAST_WRITTEN = "[system]Be brief;\n[user]Hi;\n[assistant]Yo;\n[user]Größe?;\n[assistant]<t></t>2 m;\n"
 PARTS = (
     "{% for turn in messages %}[{{ turn.role }}]{% for part in turn.content %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};\n{% endfor %}"
@@ -406,6 +332,13 @@ WRITTEN = '[user]Hi;\n[assistant]f {"city": "Paris", "days": 2};\n[tool]12 °C;\
                 id=f"arguments as a text and no content beside calls, as of DeepSeek, {number}",
             )
             for number, called in enumerate((CALLED, CALLED_AS_TEXT))
+        ),
+        *(
+            pytest.param(
+                *(LAST.replace("ASK", asks), TALK, LAST_WRITTEN, f"Yo;\n{thought}2 m;\n"),
+                id=f"thoughts in the last answer alone, as of Qwen 3 and DeepSeek R1, asked for by {asks!r}",
+            )
+            for asks, thought in (("", "<t></t>"), ("<t>", "</t>"), ("<s>", ""))
         ),
     ],
 )

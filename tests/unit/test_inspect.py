@@ -11,26 +11,17 @@ import pytest
 
 from tests import commands
 from tests.unit.test_checkpoint_folder import save
+from zerodrift.checkpoint import inspect as inspection
 from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.inspect import (
-    FolderInspection,
-    Inspection,
-    inspect,
-    inspection_json,
-    inspection_text,
-)
+from zerodrift.checkpoint.inspect import inspect
 from zerodrift.errors import CheckpointError
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return commands.run("inspect", *arguments)
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:
     path = save(CheckpointFolder(tmp_path), 7)
     found = inspect(path)
-    assert isinstance(found, Inspection) and found.complete
-    text = inspection_text(found, color=False)
+    assert isinstance(found, inspection.Inspection) and found.complete
+    text = inspection.inspection_text(found, color=False)
     assert max(map(len, text.splitlines())) <= 100
     for line in (
         "step       7, 1 skipped",
@@ -44,7 +35,7 @@ def test_one_checkpoint(tmp_path: Path) -> None:
         "embed.weight            61 x 32  fp32   exp_avg, exp_avg_sq  (tied to head.weight)",
     ):
         assert line in text, text
-    assert "yes, every bit" in inspection_text(inspect(path, verify=True), color=False)
+    assert "yes, every bit" in inspection.inspection_text(inspect(path, verify=True), color=False)
 
 
 def test_a_folder_of_them(tmp_path: Path) -> None:
@@ -53,8 +44,8 @@ def test_a_folder_of_them(tmp_path: Path) -> None:
     save(folder, 2)
     folder.begin("step-00000003").lock.release()
     found = inspect(tmp_path)
-    assert isinstance(found, FolderInspection) and found.complete and len(found.unfinished) == 1
-    text = inspection_text(found, color=False)
+    assert isinstance(found, inspection.FolderInspection) and found.complete and len(found.unfinished) == 1
+    text = inspection.inspection_text(found, color=False)
     assert "step-00000002 (latest)" in text and "no: under way" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -66,21 +57,21 @@ def test_damage_is_an_exit_code(tmp_path: Path) -> None:
     path = save(folder, 2)
     data = (path / "__0_0.distcp").read_bytes()
     (path / "__0_0.distcp").write_bytes(b"\7" + data[1:])
-    assert run(str(tmp_path)).returncode == 0
-    found = run(str(tmp_path), "--verify")
+    assert commands.run("inspect", tmp_path).returncode == 0
+    found = commands.run("inspect", tmp_path, "--verify")
     assert found.returncode == 2 and "no: 1 of 2 files" in found.stdout
-    found = run(str(path), "--verify", "--json")
+    found = commands.run("inspect", path, "--verify", "--json")
     document = json.loads(found.stdout)
     assert found.returncode == 2 and document["complete"] is False
     assert "must be the bits that were written" in document["problems"][0]
     (path / "checkpoint.json").write_text("{")
-    found = run(str(tmp_path))
+    found = commands.run("inspect", tmp_path)
     assert found.returncode == 2 and "must be the manifest that was written" in " ".join(found.stdout.split())
 
 
 def test_json_has_what_the_text_has(tmp_path: Path) -> None:
     save(CheckpointFolder(tmp_path), 1)
-    document = json.loads(inspection_json(inspect(tmp_path)))
+    document = json.loads(inspection.inspection_json(inspect(tmp_path)))
     (one,) = document["inspections"]
     assert document["complete"] and document["latest"] == "step-00000001"
     assert one["manifest"]["step"] == 1 and one["holdings"][0]["elements"] == 6048
@@ -91,7 +82,7 @@ def test_json_has_what_the_text_has(tmp_path: Path) -> None:
 def test_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got a folder without any"):
         inspect(tmp_path)
-    found = run(str(tmp_path / "none"))
+    found = commands.run("inspect", tmp_path / "none")
     assert found.returncode == 2 and "got no such folder" in found.stderr
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import data, stream
+from tests.unit.data_files import data, stream
 from zerodrift.errors import ConfigError
 from zerodrift.train.data import formats
 from zerodrift.train.data import tokenizer as letters_of
@@ -31,20 +31,17 @@ def tokenizer(folder: Path, kind: str) -> TransformersTokenizer:
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer: Any = trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False)
+        trainer: Any = trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters)
     elif kind == "spaces":
         inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         inner.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
         special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-        trainer = trainers.BpeTrainer(
-            vocab_size=800, max_token_length=12, special_tokens=special, show_progress=False
-        )
+        trainer = trainers.BpeTrainer(vocab_size=800, max_token_length=12, special_tokens=special)
     else:
         inner = tokenizers.Tokenizer(models.Unigram())
         inner.normalizer, inner.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(
-            vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
-        )
+        trainer = trainers.UnigramTrainer(vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"])
+    trainer.show_progress = False
     inner.train_from_iterator([PROSE[:8000]], trainer)
     inner.add_special_tokens(["<s>", "</s>"])
     if kind == "spaces":
@@ -99,14 +96,13 @@ def test_pieces_are_the_text_wherever_they_end(tmp_path: Path, monkeypatch: pyte
     for size in (1, 2, 3, 5, 100):
         monkeypatch.setattr(formats, "_PIECE", size)
         assert "".join(formats.read_text(file)) == meant
-        file.write_bytes(b"12345\xff")
-        with pytest.raises(ConfigError, match="byte 0xff at offset 5"):
-            list(formats.read_text(file))
-        file.write_bytes("äöü\0".encode())
-        with pytest.raises(ConfigError, match="a zero at character 3"):
-            list(formats.read_text(file))
-        file.write_bytes(b"1234\xe6\x97")
-        with pytest.raises(ConfigError, match="byte 0xe6 at offset 4"):
-            list(formats.read_text(file))
+        for damaged, words in (
+            (b"12345\xff", "byte 0xff at offset 5"),
+            ("äöü\0".encode(), "a zero at character 3"),
+            (b"1234\xe6\x97", "byte 0xe6 at offset 4"),
+        ):
+            file.write_bytes(damaged)
+            with pytest.raises(ConfigError, match=words):
+                list(formats.read_text(file))
         file.write_bytes(content.encode())
     assert "".join(formats.read_text(file)) == meant

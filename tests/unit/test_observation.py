@@ -87,9 +87,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cells_are_what_the_loop_does(case: str) -> None:
+def test_cells_are_what_the_loop_does_and_bits_those_of_the_loop_alone(case: str) -> None:
     dtype, autocast, expected = CASES[case]
-    seen = watched(net(dtype), autocast=autocast)
+    mine = net(dtype)
+    seen = watched(mine, autocast=autocast)
     (model,) = seen.models
     head = head_of(seen)
     assert model.name == "Net"
@@ -101,29 +102,27 @@ def test_cells_are_what_the_loop_does(case: str) -> None:
     assert compute.module == "head" and compute.line.startswith("test_observation.py:")
     for parameter in model.parameters:  # every cell was seen, or says why not
         assert all(bool(parameter.cells.get(c)) != bool(parameter.unseen.get(c)) for c in COLUMNS)
+    assert same_bits(mine, alone(dtype, autocast=autocast))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_the_loop_alone(case: str) -> None:
-    dtype, autocast, _ = CASES[case]
-    mine, alone = net(dtype), net(dtype)
-    watched(mine, autocast=autocast)
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3), autocast=autocast)
-    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+def alone(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
+    """The model after a loop that nobody watches."""
+    model = net(dtype)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **how)
+    return model
+
+
+def same_bits(mine: Net, other: Net) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine.parameters(), other.parameters(), strict=True))
 
 
 def doors() -> list[Any]:
     """Everything that is hooked or replaced."""
+    clip, scale = torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.scale
     return [
         *(torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__, torch.compile),
-        *(
-            torch.nn.utils.clip_grad_norm_,
-            torch.amp.GradScaler.scale,
-            torch.save,
-            torch.distributed.all_reduce,
-        ),
-        dict(modules._global_forward_hooks),
-        dict(modules._global_forward_pre_hooks),
+        *(clip, scale, torch.save, torch.distributed.all_reduce),
+        *map(dict, (modules._global_forward_hooks, modules._global_forward_pre_hooks)),
         dict(optimizers._global_optimizer_pre_hooks),
         torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
         torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "ADInplaceOrView"),
@@ -144,15 +143,23 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize("error", [Stopped, IndexError])
 def test_an_interrupt_or_error_of_the_loop_is_its_own_and_leaves_nothing(error: type[BaseException]) -> None:
-    before, model = doors(), net()
+    """And where the script catches it, the observer goes on."""
+    before, model, stop = doors(), net(), [error is Stopped] * 2
 
     def interrupt(*args: Any) -> None:
-        raise Stopped
+        if stop and stop.pop():
+            raise Stopped
 
+    model.head.register_forward_pre_hook(interrupt)
+    tokens = torch.tensor([99 if error is IndexError else 1])
     with pytest.raises(error), zerodrift.observe(model):
-        if error is Stopped:
-            model.head.register_forward_pre_hook(interrupt)
-        model(torch.tensor([99 if error is IndexError else 1]))
+        model(tokens)
+    assert doors() == before
+    with zerodrift.observe(model) as seen:
+        with pytest.raises(error):
+            model(tokens)
+        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+    assert head_of(seen).dtypes("compute") == ("float32",)
     assert doors() == before
 
 
@@ -168,21 +175,21 @@ def test_a_defect_of_the_observer_ends_it_and_not_the_loop(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(holder, name, fails)
-    mine, alone, before = net(), net(), doors()
+    mine, before = net(), doors()
     seen = watched(mine)
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3))
-    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+    assert same_bits(mine, alone())
     assert any("planted" in note for note in seen.process.notes) and seen.process.ended == "broken"
     assert doors() == before
 
 
+def change_head(model: Net) -> None:
+    model.head = nn.Linear(8, 16, dtype=torch.bfloat16)
+
+
+CHANGED = ("storage", "compute", "grad", "accumulate", "state")
 CHANGES: dict[str, tuple[Callable[[Net], Any], bool, tuple[str, ...]]] = {
-    "cast": (lambda model: model.bfloat16(), False, ("storage", "compute", "grad", "accumulate", "state")),
-    "head": (
-        lambda model: setattr(model, "head", nn.Linear(8, 16, dtype=torch.bfloat16)),
-        True,
-        ("storage", "compute", "grad", "accumulate", "state"),
-    ),
+    "cast": (lambda model: model.bfloat16(), False, CHANGED),
+    "head": (change_head, True, CHANGED),
     "autocast": (lambda model: None, True, ("compute",)),
 }
 """What is done before the third step, whether autocast is on from there, the columns that it changes."""
@@ -197,7 +204,7 @@ def test_a_step_that_differs_from_those_before_is_seen(change: str) -> None:
         done(model)
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), autocast=autocast)
     head = head_of(seen)
-    for column in ("storage", "compute", "grad", "accumulate", "state"):
+    for column in CHANGED:
         both = ("float32", "bfloat16") if column in columns else ("float32",)
         assert head.dtypes(column) == both, column  # type: ignore[arg-type]
 
@@ -300,29 +307,11 @@ def test_what_trains_in_a_thread_is_seen_and_that_of_a_second_is_not() -> None:
     assert any("several threads" in note for note in seen.process.notes)
 
 
-def test_an_interrupt_that_the_script_catches_is_no_end() -> None:
-    before, model, stop = doors(), net(), [True]
-
-    def interrupt(*args: Any) -> None:
-        if stop.pop() if stop else False:
-            raise Stopped
-
-    model.head.register_forward_pre_hook(interrupt)
-    with zerodrift.observe(model) as seen:
-        with pytest.raises(Stopped):
-            model(torch.tensor([1]))
-        train(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
-    assert head_of(seen).dtypes("compute") == ("float32",)
-    assert doors() == before
-
-
 def test_a_library_that_lacks_what_is_watched_goes_on_and_is_said(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "deepspeed" / "runtime" / "zero"
     home.mkdir(parents=True)
-    for folder in (home, home.parent):
-        (folder / "__init__.py").touch()
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.99'\n")
     (home / "stage3.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -418,12 +407,12 @@ def test_a_file_shows_what_was_exported(tmp_path: Any) -> None:
 
 @pytest.mark.long
 def test_what_is_compiled_runs_as_it_does_alone() -> None:
-    mine, alone = net(), net()
+    mine, other = net(), net()
     with zerodrift.observe(mine) as seen:
         compiled = torch.compile(mine, backend="eager")
         train(compiled, torch.optim.SGD(mine.parameters(), 0.1))
-    train(torch.compile(alone, backend="eager"), torch.optim.SGD(alone.parameters(), 0.1))
-    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+    train(torch.compile(other, backend="eager"), torch.optim.SGD(other.parameters(), 0.1))
+    assert same_bits(mine, other)
     assert seen.process.ended == "steps" and seen.process.steps == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_train_data import TALK, TEXTS, data, jsonl, made, parts_of, stream
+from tests.unit.data_files import ROWS, TALK, TEXTS, data, jsonl, made, parts_of, stream
+from tests.unit.letters import byte_tokenizer
 from zerodrift.errors import ConfigError, ModelError
+from zerodrift.train.data import chat_template as rendering
+from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import report
 from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import PreparedData
-from zerodrift.train.data.tokenizer import ByteTokenizer
+from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
 from zerodrift.train.loop.model import check_positions
 
 TEXT = "a text of some length, with Übung in it\n" * 20
@@ -50,31 +54,17 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {
     "output number": ("a.jsonl", row(instruction="Hi", output=7), "output.*must be a text; got a number"),
     "parquet": ("a.parquet", b"PAR1" + bytes(100), "must be parquet"),
     "ORC": ("a.txt", b"ORC\x03", "got an ORC file"),
-    "marks of good and bad": (
-        "a.jsonl",
-        row(prompt="Hi", completion="Yo", label=False),
-        "preferences: `completion` with a `label`",
-    ),
-    "a text beside a question": (
-        "a.jsonl",
-        row(instruction="Hi", output="Yo", text="Hi Yo"),
-        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`",
-    ),
+    "marks of good and bad": ("a.jsonl", row(prompt="Hi", completion="Yo", label=False), "with a `label`"),
+    "a text beside a question": (*("a.jsonl", row(instruction="Hi", output="Yo", text="Hi Yo")),
+        r"a\.jsonl:1.*must be a text or a conversation.*Set `data\.format: text`"),
     "two objects in a line": ("a.jsonl", '{"text": "a"}{"text": "b"}\n', "more behind the first value"),
     "an open text": ("a.jsonl", '{"text": "a', "Unterminated string starting at column 10"),
-    "what is said in another key": (
-        "a.jsonl",
-        talk(content=None, refusal="No"),
-        r"messages\[1\]: content.*got null beside `refusal`",
-    ),
+    "what is said in another key": (*("a.jsonl", talk(content=None, refusal="No")),
+        r"messages\[1\]: content.*got null beside `refusal`"),
     "columns in a row": ("a.json", '{"text": ["a", "b"]}', "got a list.*Name a column"),
-    "turns under another name": (
-        "a.jsonl",
-        row(dialog=[{"role": "user", "content": "Hi"}]),
-        "one of turns in `data.messages`",
-    ),
+    "turns under another name": ("a.jsonl", row(dialog=TALK), "one of turns in `data.messages`"),
     "a TSV with quotes": ("a.tsv", 'text, long\tn\n"a" b\t1\n', r"a\.tsv:2.*must be CSV"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -112,7 +102,7 @@ def test_a_name_of_no_files_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     reading = made(tmp_path, data(file, pack=False)).sets[0].counts
     lost = sum(max(0, len(text.encode()) + 1 - 16) for text in TEXTS)
     assert (reading.cut, reading.cut_tokens) == (2, lost)
@@ -201,7 +191,12 @@ def numbers(file: Path, values: np.ndarray) -> Path:
     return file
 
 
+def flipped(content: bytes, at: int, bit: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
 FEW = np.arange(640) % 250
+TOKENS = FEW.astype(np.uint16)
 
 
 @pytest.mark.parametrize(
@@ -222,15 +217,15 @@ def test_other_numbers_are_refused(name: str, values: np.ndarray, words: str, tm
 
 def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     """Another length is an error; with another bit it is one, or has the numbers that were written."""
-    file = numbers(tmp_path / "a.npy", FEW.astype(np.uint16))
+    file = numbers(tmp_path / "a.npy", TOKENS)
     before, whole = file.read_bytes(), stream(made(tmp_path, data(file)).train)
     for content in (before[:6], before[:60], before[:200], before[:-7], before + b"12345", b""):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"a\.npy"):
             made(tmp_path, data(file))
     caught = 0
-    for at, bit in [(at, 1 << bit) for at in range(0, 128, 2) for bit in range(0, 8, 2)]:
-        file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
+    for at, bit in itertools.product(range(0, 128, 2), range(0, 8, 2)):
+        file.write_bytes(flipped(before, at, bit))
         try:
             found = stream(made(tmp_path, data(file)).train)
         except ConfigError as error:
@@ -252,13 +247,9 @@ def test_a_token_that_the_model_does_not_know_is_named_where_it_is_read(bad: int
 
 
 def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
-    file = numbers(tmp_path / "a.bin", FEW.astype(np.uint16))
-    for change in (
-        lambda: os.truncate(file, 16),
-        lambda: numbers(file, FEW.astype(np.uint16)[::-1]),
-        file.unlink,
-    ):
-        numbers(file, FEW.astype(np.uint16))
+    file = numbers(tmp_path / "a.bin", TOKENS)
+    for change in (lambda: os.truncate(file, 16), lambda: numbers(file, TOKENS[::-1]), file.unlink):
+        numbers(file, TOKENS)
         os.utime(file, (1e9, 1e9))
         blocks = made(tmp_path, data(file)).train
         assert blocks.read(np.array([39])).tokens.tolist() == [FEW[-16:].tolist()]
@@ -268,10 +259,11 @@ def test_a_map_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_another_map_of_the_same_size_is_another_place_in_the_data(tmp_path: Path) -> None:
-    first = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW.astype(np.uint16))))
-    moved = made(tmp_path, data(numbers(tmp_path / "b.bin", FEW.astype(np.uint16))))
-    other = made(tmp_path, data(numbers(tmp_path / "a.bin", FEW[::-1].astype(np.uint16))))
-    assert first.key == moved.key != other.key
+    first, moved, other = (
+        made(tmp_path, data(numbers(tmp_path / name, values))).key
+        for name, values in (("a.bin", TOKENS), ("b.bin", TOKENS), ("a.bin", TOKENS[::-1]))
+    )
+    assert first == moved != other
 
 
 # --- the cache ----------------------------------------------------------------------------------------
@@ -287,23 +279,17 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     written = data(jsonl(tmp_path / "a.jsonl", [{"messages": TALK}] * 6), block=64)
     whole = read_all(made(tmp_path, written))
     folder = tmp_path / "cache" / made(tmp_path, written).key
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "blocks.json",
-        *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums")),
-        report.DIGESTS,
-    }
-    names.remove(report.DIGESTS)  # which says nothing of blocks
+    names = {INDEX, *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums"))}
+    assert {path.name for path in folder.iterdir()} == {*names, report.DIGESTS}  # which has no blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):
         file = folder / name
         before = file.read_bytes()
-        flips = [(int(at), 1 << int(draw.integers(8))) for at in draw.integers(len(before), size=60)]
-        for at, bit in flips:
-            file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
-            caught += _is_caught(tmp_path, written, whole)
-        for content in (b"", before[: len(before) // 2], before + b"\0" * 64):
+        flips = [
+            flipped(before, int(at), int(draw.integers(8))) for at in draw.integers(len(before), size=60)
+        ]
+        for content in (*flips, b"", before[: len(before) // 2], before + b"\0" * 64):
             file.write_bytes(content)
             caught += _is_caught(tmp_path, written, whole)
         file.unlink()
@@ -319,14 +305,13 @@ def _is_caught(folder: Path, written: Any, whole: list[np.ndarray]) -> bool:
     except ConfigError as error:
         assert "must hold the blocks that were written" in str(error), error
         return True
-    for here, there in zip(found, whole, strict=True):
-        assert np.array_equal(here, there)
+    assert all(np.array_equal(here, there) for here, there in zip(found, whole, strict=True))
     return False
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b'{"a": 3}', b"[" * 10**5])
 def test_damaged_digests_are_made_anew(content: bytes, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     key = made(tmp_path, data(file)).key
     (tmp_path / "cache" / "digests.json").write_bytes(content)
     assert made(tmp_path, data(file)).key == key
@@ -354,20 +339,12 @@ def test_a_file_that_changes_while_it_is_packed_leaves_no_blocks(
 
 def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 257}
-    for model in (
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=32, **sizes)),
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                max_position_embeddings=32,
-                num_hidden_layers=1,
-                hidden_size=8,
-                intermediate_size=8,
-                num_attention_heads=1,
-                vocab_size=257,
-            )
-        ),
-    ):
+    gpt2 = {"n_positions": 32, "n_layer": 1, "n_embd": 8, "n_head": 1}
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    llama = {"max_position_embeddings": 32, **dict(zip(names, (1, 8, 8, 1), strict=True))}
+    for kind, sizes in (("gpt2", gpt2), ("llama", llama)):
+        config = transformers.AutoConfig.for_model(kind, vocab_size=257, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         check_positions(model, 32)
         with pytest.raises(ModelError, match=r"data\.block.*at most the 32 positions"):
             check_positions(model, 33)
@@ -375,9 +352,6 @@ def test_a_block_is_no_longer_than_the_positions_of_the_model() -> None:
 
 def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.data.tokenizer import TransformersTokenizer
-
     folder = byte_tokenizer(tmp_path)
     plain = TransformersTokenizer(folder)
     file = folder / "tokenizer.json"
@@ -394,11 +368,6 @@ def test_the_last_number_of_a_tokenizer_is_its_vocabulary(tmp_path: Path) -> Non
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7].content }}", "{% if"])
 def test_a_template_that_fails_is_an_error_with_its_name(template: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.data import chat_template as rendering
-    from zerodrift.train.data import conversation as chat
-    from zerodrift.train.data.tokenizer import TransformersTokenizer
-
     letters = TransformersTokenizer(byte_tokenizer(tmp_path))
     letters.inner.chat_template = template
     with pytest.raises(ConfigError, match=r"a\.jsonl:3.*that the chat template of .*user, assistant"):

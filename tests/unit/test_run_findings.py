@@ -26,38 +26,58 @@ def process(rank: int, *models: ModelRecord, micro_batches: int = 1) -> ProcessR
     return ProcessRecord(rank, 2, 2, list(models), micro_batches)
 
 
-def found(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[str]:
-    """Kinds, of two ranks that were given this."""
-    processes = [
-        process(
-            rank,
-            ModelRecord("M", [parameter(own=OWNS[rank], used=used[rank])], wrappers=(wrapper,)),
-            micro_batches=micro_batches,
-        )
-        for rank in range(2)
+def given(used: list[list[float | None]], wrapper: str = "", micro_batches: int = 1) -> list[ProcessRecord]:
+    """Two ranks whose optimizer was given this."""
+    models = [
+        ModelRecord("M", [parameter(own=own, used=held)], wrappers=(wrapper,))
+        for own, held in zip(OWNS, used, strict=True)
     ]
-    return [finding.kind for finding in run_findings(processes)]
+    return [process(rank, model, micro_batches=micro_batches) for rank, model in enumerate(models)]
+
+
+def columns(storage: str, compute: str, master: str) -> list[ProcessRecord]:
+    one = parameter()
+    for column, what in {"storage": storage, "compute": compute, "master": master}.items():
+        one.add(column, what, "")  # type: ignore[arg-type]
+    return [process(0, ModelRecord("M", [one]))]
+
+
+def of_one_name() -> list[ProcessRecord]:
+    """Two ranks with two models of one name each."""
+    kinds = [[ModelRecord("Sequential", [parameter(digest=digest)]) for digest in (1, 2)] for _ in range(2)]
+    return [process(rank, *models) for rank, models in enumerate(kinds)]
 
 
 NOTHING: list[float | None] = [None] * 4
 LAST = [[0.3, 5.0, -0.1, -1.0]] * 2
+LEFT_OUT = ModelRecord("M", [parameter(optimized=False)], trained=False)
+
+CASES: dict[str, tuple[list[ProcessRecord], list[str]]] = {
+    "the mean": (given([MEAN] * 2), []),
+    "a part of the mean": (given([[value / 65536 for value in MEAN]] * 2), []),
+    "the sum": (given([[2 * value for value in MEAN]] * 2), ["not-averaged"]),
+    "the own gradient": (given([*OWNS]), ["not-averaged"]),
+    "the own one, and nothing on the other rank": (given([OWNS[0], NOTHING]), ["not-averaged"]),
+    "the mean, and nothing on the other rank": (given([MEAN, NOTHING]), []),
+    "the last of four": (given(LAST, "DeepSpeedEngine", micro_batches=4), ["not-accumulated"]),
+    "neither, of one": (given(LAST, "DeepSpeedEngine"), []),
+    "models of one name": (of_one_name(), []),
+    "nothing is updated": ([process(0, LEFT_OUT)], ["never-updated"]),
+    "another is updated": ([process(0, LEFT_OUT, ModelRecord("N", [parameter()]))], []),
+    "a cast of what updates round": (columns("bfloat16", "float32", "same"),
+        ["no-master", "upcast-without-effect"]),
+    "bf16 without a master": (columns("bfloat16", "bfloat16", "same"), ["no-master"]),
+    "bf16 with a master": (columns("bfloat16", "float32", "float32"), []),
+    "fp32": (columns("float32", "float32", "same"), []),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("used", "kinds"),
-    [
-        pytest.param([MEAN] * 2, [], id="the mean"),
-        pytest.param([[value / 65536 for value in MEAN]] * 2, [], id="a part of the mean"),
-        pytest.param([[2 * value for value in MEAN]] * 2, ["not-averaged"], id="the sum"),
-        pytest.param([*OWNS], ["not-averaged"], id="the own gradient"),
-        pytest.param([OWNS[0], NOTHING], ["not-averaged"], id="the own one, and nothing on the other rank"),
-        pytest.param([MEAN, NOTHING], [], id="the mean, and nothing on the other rank"),
-    ],
-)
-def test_a_gradient_of_an_optimizer_is_the_mean_over_ranks(
-    used: list[list[float | None]], kinds: list[str]
-) -> None:
-    assert found(used) == kinds
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_in_what_ranks_saw(case: str) -> None:
+    processes, kinds = CASES[case]
+    findings = run_findings(processes)
+    assert [finding.kind for finding in findings] == kinds
+    assert all(finding.names == ("w",) for finding in findings)
 
 
 @pytest.mark.parametrize("ties", [True, None, False])
@@ -71,43 +91,8 @@ def test_an_embedding_and_its_like_are_a_fault_where_a_config_ties_them(ties: bo
         assert ("meant to be" in findings[0].do) is not ties
 
 
-def test_gradients_that_are_neither_were_dropped() -> None:
-    assert found(LAST, "DeepSpeedEngine", micro_batches=4) == ["not-accumulated"]
-    assert found(LAST, "DeepSpeedEngine", micro_batches=1) == []
-
-
-def test_models_of_one_name_are_told_apart() -> None:
-    def models() -> tuple[ModelRecord, ...]:
-        return tuple(ModelRecord("Sequential", [parameter(digest=digest)]) for digest in (1, 2))
-
-    assert run_findings([process(0, *models()), process(1, *models())]) == []
-    first, second = process(0, *models()), process(1, *models())
+def test_models_of_one_name_are_completed_apart() -> None:
+    first, second = of_one_name()
     second.models[1].parameters[0].cells["gather"] = [Sighting("float32", "all_gather")]
     completed([first, second])
     assert [model.parameters[0].dtypes("gather") for model in first.models] == [(), ("float32",)]
-
-
-def test_nothing_that_is_trained_is_updated() -> None:
-    left_out = ModelRecord("M", [parameter(optimized=False)], trained=False)
-    assert [finding.kind for finding in run_findings([process(0, left_out)])] == ["never-updated"]
-    updated = ModelRecord("N", [parameter()])
-    assert run_findings([process(0, left_out, updated)]) == []
-
-
-@pytest.mark.parametrize(
-    ("cells", "kinds"),
-    [
-        (("bfloat16", "float32", "same"), ["no-master", "upcast-without-effect"]),
-        (("bfloat16", "bfloat16", "same"), ["no-master"]),
-        (("bfloat16", "float32", "float32"), []),
-        (("float32", "float32", "same"), []),
-    ],
-)
-def test_a_cast_adds_nothing_to_what_updates_round(cells: tuple[str, str, str], kinds: list[str]) -> None:
-    """Storage, compute, master."""
-    one = parameter()
-    for column, what in zip(("storage", "compute", "master"), cells, strict=True):
-        one.add(column, what, "")  # type: ignore[arg-type]
-    findings = run_findings([process(0, ModelRecord("M", [one]))])
-    assert [finding.kind for finding in findings] == kinds
-    assert all(finding.names == ("w",) for finding in findings)

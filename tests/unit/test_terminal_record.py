@@ -23,13 +23,15 @@ print("\\n\\x1b[1;31mdone\\x1b[0m")
 """
 
 
+def record(file: Path, script: str) -> subprocess.CompletedProcess[str]:
+    size = ["--width", "40", "--height", "5", "--frames", "6"]
+    command = [sys.executable, RECORDER, file, *size, "--", sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_a_command_becomes_a_moving_picture(tmp_path: Path) -> None:
     file = tmp_path / "out" / "a.svg"
-    size = ["--width", "40", "--height", "5", "--frames", "6"]
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
-        [sys.executable, RECORDER, file, *size, "--", *command], capture_output=True, text=True
-    )
+    done = record(file, SCRIPT)
     assert done.returncode == 0, done.stderr
     root = ElementTree.parse(file).getroot()
     pictures = root.findall(f"{SVG}g/{SVG}g")
@@ -42,8 +44,6 @@ def test_a_command_becomes_a_moving_picture(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_leaves_no_picture(tmp_path: Path) -> None:
-    file = tmp_path / "a.svg"
-    command = [sys.executable, "-c", "raise SystemExit(3)"]
-    done = subprocess.run([sys.executable, RECORDER, file, "--", *command], capture_output=True, text=True)
+    done = record(tmp_path / "a.svg", "raise SystemExit(3)")
     assert done.returncode == 1 and "ended with 3" in done.stderr
-    assert not file.exists()
+    assert not (tmp_path / "a.svg").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,13 @@ def traced(model: nn.Module, mode: str = "bf16", inputs: Inputs | None = None, *
 # --- what torch refuses -------------------------------------------------------------------------------
 
 
+Call = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
 class Calls(nn.Module):
     """One call of a function, on 4 x 4 in the mode's dtype and 4 x 4 in fp32."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.call = call
@@ -53,7 +57,7 @@ def _first() -> torch.Tensor:
     return torch.arange(4)
 
 
-REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+REFUSED: dict[str, Call] = {
     "mm": lambda x, y: F.linear(x, y),
     "bmm": lambda x, y: torch.einsum("bij,bjk->bik", x[None], y[None]),
     "addmm": lambda x, y: F.linear(x, x, y[0]),
@@ -97,7 +101,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "native_group_norm": lambda x, y: F.group_norm(y, 2, x[0], x[0]),
     "native_batch_norm": lambda x, y: F.batch_norm(y, None, None, x[0], x[0], training=True),
 }
-BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+BEFORE: dict[str, Call] = {
     "prelu": lambda x, y: F.prelu(x, y[0]),
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
     "bilinear": lambda x, y: F.bilinear(x, x, y[None]),
@@ -105,7 +109,7 @@ BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "convolution": lambda x, y: F.conv1d(x[None], x[..., None], y[0]),
 }
 """What torch's forms without values refuse, too, or a function before it runs an operation."""
-ACCEPTED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+ACCEPTED: dict[str, Call] = {
     "add": lambda x, y: x + y,
     "where": lambda x, y: torch.where(x > 0, x, y),
     "cat": lambda x, y: torch.cat([x, y]),
@@ -125,9 +129,7 @@ ACCEPTED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", [*REFUSED.values(), *BEFORE.values()], ids=[*REFUSED, *BEFORE])
-def test_what_torch_refuses_is_refused_without_values(
-    call: Callable[[torch.Tensor, torch.Tensor], Any],
-) -> None:
+def test_what_torch_refuses_is_refused_without_values(call: Call) -> None:
     x = torch.eye(4)
     with pytest.raises((RuntimeError, NotImplementedError)):
         call(x.bfloat16(), x)
@@ -151,163 +153,115 @@ def test_every_operation_of_the_list_was_tried() -> None:
 # --- models -------------------------------------------------------------------------------------------
 
 
+Middle = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def plain(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.second(model.first(x))
+
+
 class Tokens(nn.Module):
-    """Token ids in, a loss out; `middle` is what tests replace."""
+    """Token ids in, a loss out; `middle` and further modules are what tests replace."""
 
-    def __init__(self, part: nn.Module | None = None) -> None:
+    def __init__(self, middle: Middle = plain, **modules: nn.Module) -> None:
         super().__init__()
-        self.part = part
-        self.embedding = nn.Embedding(64, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
+        self.middle, self.embedding = middle, nn.Embedding(64, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 64)
+        for name, module in modules.items():
+            setattr(self, name, module)
 
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)) if self.part is None else self.part(x)
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self, self.embedding(input_ids)))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.head(self.middle(self.embedding(input_ids)))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return F.cross_entropy(self.logits(input_ids).flatten(0, 1).float(), labels.flatten())
 
 
-class Rotates(Tokens):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x) * torch.ones(WIDTH))
+def rotates() -> Tokens:
+    return Tokens(lambda model, x: model.second(model.first(x) * torch.ones(WIDTH)))
 
 
-class Known(Tokens):
+def known() -> Tokens:
     """Looks at numbers that do not depend on weights."""
+    order = torch.arange(4)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.tensor(2))
-        self.register_buffer("scale", torch.tensor(0.5))
-        self.order = torch.arange(4)
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
+    def middle(model: Any, x: torch.Tensor) -> torch.Tensor:
         sums = torch.zeros(4, dtype=torch.int64)
-        for _ in range(int(self.count)):
-            x = self.first(x)
-        for place in self.order.tolist():
+        for _ in range(int(model.count)):
+            x = model.first(x)
+        for place in order.tolist():
             sums[place] += place
-        seen = sums.sum() == 6 and self.scale.item() == 0.5 and torch.rand(()) < 2
-        return self.second(x) if seen else x
+        seen = sums.sum() == 6 and model.scale.item() == 0.5 and torch.rand(()) < 2
+        return model.second(x) if seen else x
+
+    made = Tokens(middle)
+    made.register_buffer("count", torch.tensor(2))
+    made.register_buffer("scale", torch.tensor(0.5))
+    return made
 
 
-class KnownMask(Tokens):
-    """Writes and reads where a mask is that does not depend on weights."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.arange(x.shape[1])[None] < 4
-        y = self.first(x)
-        y[mask] = self.second.bias
-        return y + y[mask].sum()
+def known_mask(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Write and read where a mask is that does not depend on weights."""
+    mask = torch.arange(x.shape[1])[None] < 4
+    y = model.first(x)
+    y[mask] = model.second.bias
+    return y + y[mask].sum()
 
 
-class Unlike(Tokens):
+def looks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.first(x) if x.mean() > 0 else x
+
+
+def unlike(model: Any, x: torch.Tensor) -> torch.Tensor:
     """A mask that depends on weights has a backward of unknown shape."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.second(self.first(x))
-        y = y.index_put((x > 0,), self.first.bias[:1] * 2)
-        return y
+    return plain(model, x).index_put((x > 0,), model.first.bias[:1] * 2)
 
 
-class Catches(Tokens):
-    """Tries a product that torch refuses, and goes on without it."""
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            return self.second(x * torch.ones(WIDTH))
-        except RuntimeError:
-            return self.first(x)
-
-
-class Scripted(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = torch.jit.script(nn.GELU())
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(super().middle(x))
-
-
-class Sparse(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, WIDTH, sparse=True)
-
-
-class Leaves(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise SystemExit(3)
-
-
-class Looks(Tokens):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) if x.mean() > 0 else x
-
-
-class Item(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
-
-
-class Masks(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0]
-
-
-class Raises(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("nothing there")
+def catches(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Try a product that torch refuses, and go on without it."""
+    try:
+        return model.second(x * torch.ones(WIDTH))
+    except RuntimeError:
+        return model.first(x)
 
 
 class Tuple(Tokens):
     def forward(self, input_ids: torch.Tensor) -> Any:  # type: ignore[override]
-        x = self.head(self.middle(self.embedding(input_ids)))
+        x = self.logits(input_ids)
         return x, {"ids": input_ids, "sums": [x.sum()]}
 
 
-class Recurrent(Tokens):
-    def __init__(self) -> None:
+SHAPES: dict[str, Callable[[], Tokens]] = {
+    "tuple": Tuple,
+    "recurrent": lambda: Tokens(
+        lambda m, x: plain(m, m.rnn(x)[0]), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)
+    ),
+    "recomputed": lambda: Tokens(lambda model, x: checkpoint(plain, model, x, use_reentrant=False)),
+    "catches": lambda: Tokens(catches),
+    "scripted": lambda: Tokens(lambda m, x: m.gelu(plain(m, x)), gelu=torch.jit.script(nn.GELU())),
+    "sparse": lambda: Tokens(embedding=nn.Embedding(64, WIDTH, sparse=True)),
+}
+
+
+class Does(nn.Module):
+    """A part that cannot be followed."""
+
+    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.what = what
 
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(self.rnn(x)[0]))
-
-
-class Recomputed(Tokens):
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().middle, x, use_reentrant=False)
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(x)
 
 
-class Router(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
+def router(shares: Middle) -> Tokens:
+    """Its product is weighted by shares."""
 
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return super().middle(x) * self.shares(x).sum(-1, keepdim=True).to(x.dtype)
+    def middle(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x) * shares(model, x).softmax(-1).sum(-1, keepdim=True).to(x.dtype)
 
-    def shares(self, x: torch.Tensor) -> torch.Tensor:
-        return self.router(x).softmax(-1)
-
-
-class RouterCast(Router):
-    def shares(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.router.weight.to(torch.bfloat16)).softmax(-1)
-
-
-class RouterRounded(Router):
-    def shares(self, x: torch.Tensor) -> torch.Tensor:
-        return self.router(x).to(torch.bfloat16).softmax(-1)
-
-
-class RouterFunctional(Router):
-    def shares(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.router.weight * 2).softmax(-1)
+    return Tokens(middle, router=nn.Linear(WIDTH, 4, bias=False))
 
 
 PIN = [{"match": "router.weight", "pin": "fp32"}]
@@ -330,63 +284,62 @@ def test_a_plain_model_shows_its_operations_by_module_and_nothing_is_found() -> 
 
 
 def test_a_constant_in_fp32_makes_the_next_product_refused_and_under_autocast_a_promotion() -> None:
-    assert kinds(Rotates()) == [("refused", "second")]
-    refused = traced(Rotates()).refused
+    assert kinds(rotates()) == [("refused", "second")]
+    refused = traced(rotates()).refused
     assert refused is not None and refused.name == "linear" and refused.inputs == ("bf16", "fp32")
-    assert kinds(Rotates(), "autocast-bf16") == [("promotion", "")]
-    assert kinds(Rotates(), "fp32") == []
+    assert kinds(rotates(), "autocast-bf16") == [("promotion", "")]
+    assert kinds(rotates(), "fp32") == []
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "autocast-bf16"])
 def test_a_pinned_router_computes_in_fp32_however_it_is_used(mode: str) -> None:
-    for model in (Router, RouterFunctional):
-        assert set(computes(traced(model(), mode, rules=PIN))["router.weight"]) == {"fp32"}
-        assert ("pin cast", "router.weight") not in kinds(model(), mode, rules=PIN)
+    for shares in (lambda m, x: m.router(x), lambda m, x: F.linear(x, m.router.weight * 2)):
+        assert set(computes(traced(router(shares), mode, rules=PIN))["router.weight"]) == {"fp32"}
+        assert ("pin cast", "router.weight") not in kinds(router(shares), mode, rules=PIN)
 
 
 def test_a_pin_that_the_model_casts_is_found() -> None:
-    assert kinds(RouterCast(), rules=PIN) == [("pin cast", "router.weight"), ("compute", "router.weight")]
-    assert ("pin cast", "router") in kinds(RouterRounded(), rules=PIN)
+    cast = router(lambda m, x: F.linear(x, m.router.weight.to(torch.bfloat16)))
+    assert kinds(cast, rules=PIN) == [("pin cast", "router.weight"), ("compute", "router.weight")]
+    assert ("pin cast", "router") in kinds(router(lambda m, x: m.router(x).to(torch.bfloat16)), rules=PIN)
 
 
 def test_numbers_and_masks_that_do_not_depend_on_weights_may_be_looked_at() -> None:
-    shown = traced(Known())
+    shown = traced(known())
     assert [each.call for each in shown.operations if each.module == "first" and not each.backward] == [0, 1]
     assert any(each.module == "second" for each in shown.operations)
-    shown = traced(KnownMask())
+    shown = traced(Tokens(known_mask))
     assert shown.refused is None and "first.weight" in computes(shown)
 
 
-@pytest.mark.parametrize(("model", "at"), [(Looks, ""), (Unlike, " in its backward")])
-def test_control_flow_of_the_model_itself_names_the_model_and_the_line(model: type[Tokens], at: str) -> None:
-    told = rf"`model \({model.__name__}\)`: must not let values decide .*{at} at test_trace\.py:\d+\. Write"
+@pytest.mark.parametrize(("middle", "at"), [(looks, ""), (unlike, " in its backward")])
+def test_control_flow_of_the_model_itself_names_the_model_and_the_line(middle: Middle, at: str) -> None:
+    told = rf"`model \(Tokens\)`: must not let values decide .*{at} at test_trace\.py:\d+\. Write"
     with pytest.raises(ModelError, match=told):
-        traced(model())
+        traced(Tokens(middle))
 
 
 @pytest.mark.parametrize(
-    ("part", "path", "what"),
+    ("does", "what"),
     [
-        (Item, "part (Item)", "one number of a tensor"),
-        (Masks, "part (Masks)", "which elements are not zero"),
-        (Raises, "part (Raises)", "KeyError: 'nothing there'"),
-        (Leaves, "part (Leaves)", "SystemExit: 3"),
+        (lambda x: x * x.sum().item(), "one number of a tensor"),
+        (lambda x: x[x > 0], "which elements are not zero"),
+        (lambda x: {}["nothing there"], "KeyError: 'nothing there'"),
+        (lambda x: sys.exit(3), "SystemExit: 3"),
     ],
 )
-def test_what_cannot_be_followed_is_one_error_with_module_and_line(
-    part: type[nn.Module], path: str, what: str
-) -> None:
+def test_what_cannot_be_followed_is_one_error_with_module_and_line(does: Any, what: str) -> None:
     with pytest.raises(ModelError) as raised:
-        traced(Tokens(part()))
-    assert raised.value.where == path
+        traced(Tokens(lambda model, x: model.part(x), part=Does(does)))
+    assert raised.value.where == "part (Does)"
     assert what in raised.value.got and " at test_trace.py:" in raised.value.got
     assert raised.value.do
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("model", [Tuple, Recurrent, Recomputed, Catches, Scripted, Sparse])
-def test_other_shapes_of_models(model: type[Tokens]) -> None:
-    shown = traced(model())
+@pytest.mark.parametrize("model", SHAPES)
+def test_other_shapes_of_models(model: str) -> None:
+    shown = traced(SHAPES[model]())
     assert shown.refused is None and any(each.backward for each in shown.operations)
     seen = [each for each in shown.operations if each.module == "first" and not each.backward]
     assert len(seen) == 1, "what is computed again in the backward is not told twice"
@@ -397,13 +350,14 @@ def test_a_model_without_gradients_has_no_backward() -> None:
     assert shown.loss == "" and not any(each.backward for each in shown.operations)
 
 
+def state_of_torch() -> tuple[bool, int, list[int]]:
+    return torch.is_autocast_enabled("cpu"), torch.initial_seed(), torch.get_rng_state().tolist()
+
+
 def test_nothing_of_the_run_stays() -> None:
-    warned = torch.is_autocast_enabled("cpu"), torch.initial_seed()
-    model = Tokens()
-    state = torch.get_rng_state()
+    model, before = Tokens(), state_of_torch()
     traced(model, "autocast-bf16")
-    assert (torch.is_autocast_enabled("cpu"), torch.initial_seed()) == warned
-    assert torch.equal(torch.get_rng_state(), state)
+    assert state_of_torch() == before
     assert torch.ones(2).sum().item() == 2.0
 
 
@@ -432,30 +386,29 @@ def number() -> int:
 
 
 def test_a_forward_that_says_nothing_is_refused_by_name() -> None:
-    with pytest.raises(
-        ModelError, match=r"`Pictures`: must have example inputs .* `forward\(pictures: "
-    ) as raised:
+    told = r"`Pictures`: must have example inputs .* `forward\(pictures: "
+    with pytest.raises(ModelError, match=told) as raised:
         inputs_for(Pictures())
     assert "--inputs package.module:function" in str(raised.value)
 
 
-def test_a_function_gives_inputs() -> None:
-    rules = [{"match": "norm.*", "pin": "fp32", "output": "input"}]
-    given = inputs_for(Pictures(), "tests.unit.test_trace:pictures")
-    assert given.words == "tests.unit.test_trace:pictures: 0 2 x 3 x 8 x 8 float32"
-    assert traced(Pictures(), inputs=given, rules=rules).loss == "the sum of what the model returns"
-    given = inputs_for(Pictures(), "tests.unit.test_trace:named")
-    assert given.words == "tests.unit.test_trace:named: pictures 2 x 3 x 8 x 8 float32, scale"
-    assert traced(Pictures(), inputs=given, rules=rules).refused is None
-    with pytest.raises(
-        ModelError, match="must return a dict of arguments, a tuple of them, or a tensor; got int"
-    ):
-        inputs_for(Pictures(), "tests.unit.test_trace:number")
+NORM = [{"match": "norm.*", "pin": "fp32", "output": "input"}]
+GIVEN = {"pictures": "0 2 x 3 x 8 x 8 float32", "named": "pictures 2 x 3 x 8 x 8 float32, scale"}
+
+
+@pytest.mark.parametrize("function", GIVEN)
+def test_a_function_gives_inputs(function: str) -> None:
+    given = inputs_for(Pictures(), f"{__name__}:{function}")
+    assert given.words == f"{__name__}:{function}: {GIVEN[function]}"
+    shown = traced(Pictures(), inputs=given, rules=NORM)
+    assert shown.loss == "the sum of what the model returns" and shown.refused is None
 
 
 def test_inputs_that_do_not_fit_are_one_error() -> None:
     with pytest.raises(ModelError, match=r"must run on tensors without values; got TypeError: .*--inputs"):
         traced(Pictures(), "fp32", Inputs((), {"images": pictures()}, ""))
+    with pytest.raises(ModelError, match="a dict of arguments, a tuple of them, or a tensor; got int"):
+        inputs_for(Pictures(), f"{__name__}:number")
 
 
 class Stack(nn.Module):

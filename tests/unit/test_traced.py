@@ -23,11 +23,8 @@ class Net(nn.Module):
 
 
 def plan(mode: str = "bf16") -> Plan:
-    rules = [{"match": "router.weight", "pin": "fp32"}]
-    return make_plan(
-        {"precision": {"mode": mode, "rules": rules}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-        Net(),
-    )
+    precision = {"mode": mode, "rules": [{"match": "router.weight", "pin": "fp32"}]}
+    return make_plan({"precision": precision, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, Net())
 
 
 def tensors(told: str) -> tuple[TracedTensor, ...]:
@@ -37,27 +34,19 @@ def tensors(told: str) -> tuple[TracedTensor, ...]:
 
 
 def op(name: str, given: str, made: str, module: str = "", **rest: Any) -> TracedOperation:
-    return TracedOperation(
-        module=module,
-        call=rest.pop("call", 0),
-        name=name,
-        inputs=tensors(given),
-        outputs=tensors(made),
-        line=rest.pop("line", "net.py:1"),
-        **rest,
-    )
+    rest = {"module": module, "call": 0, "name": name, "line": "net.py:1", **rest}
+    return TracedOperation(inputs=tensors(given), outputs=tensors(made), **rest)
 
 
-def narrowed(given: str) -> TracedOperation:
-    return op("_to_copy", given, "6 bf16", cast_by="the model")
+def cast(given: str, made: str = "6 bf16", by: str = "the model", **rest: Any) -> TracedOperation:
+    return op("_to_copy", given, made, cast_by=by, **rest)
 
 
 def traced(operations: Iterable[TracedOperation], **rest: Any) -> Trace:
     """Memory 0 is the router's weight, 100 and up those of the layers."""
     parameters = {0: "router.weight", **{100 + n: f"layers.{n}.weight" for n in range(12)}}
-    return Trace(
-        "cpu", "x 2 x 4 float32", "a sum", tuple(operations), {}, parameters, rest.pop("kept", {}), **rest
-    )
+    words = ("cpu", "x 2 x 4 float32", "a sum")
+    return Trace(*words, tuple(operations), {}, parameters, rest.pop("kept", {}), **rest)
 
 
 def used() -> list[TracedOperation]:
@@ -80,10 +69,6 @@ def test_a_step_as_planned_has_no_findings() -> None:
 # --- promotions ---------------------------------------------------------------------------------------
 
 ADD = op("add", "3 bf16, 4 fp32", "5 fp32")
-
-
-def cast(given: str, made: str, by: str = "the model", **rest: Any) -> TracedOperation:
-    return op("_to_copy", given, made, cast_by=by, **rest)
 
 
 def rounded(by: str) -> list[tuple[str, str, str]]:
@@ -115,14 +100,14 @@ PROMOTIONS: dict[str, tuple[list[TracedOperation], list[tuple[str, str, str]]]] 
         [ADD, op("mm", "3 bf16, 3 bf16", "5 bf16"), cast("5 bf16", "6 fp16")], [],
     ),
     "never rounded": ([ADD], []),
-    "asked for": ([cast("3 bf16", "5 fp32"), narrowed("5 fp32")], []),
+    "asked for": ([cast("3 bf16", "5 fp32"), cast("5 fp32")], []),
     "a number": (
         [op("mul", "3 bf16, 4 fp32 0", "5 bf16"), cast("5 bf16", "6 fp32")], [],
     ),
-    "a number in where": ([op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), narrowed("5 fp32")], []),
+    "a number in where": ([op("where", "2 bool, 3 fp32, 4 bf16 0", "5 fp32"), cast("5 fp32")], []),
     "inside torch": ([ADD, cast("5 fp32", "6 bf16", "torch")], []),
     "backward": ([ADD, op("zero_", "5 fp32", "5 fp32", backward=True)], []),
-    "whole": ([op("add", "3 int64, 4 fp32", "5 fp32"), narrowed("5 fp32")], []),
+    "whole": ([op("add", "3 int64, 4 fp32", "5 fp32"), cast("5 fp32")], []),
 }  # fmt: skip
 
 
@@ -135,42 +120,42 @@ def test_a_value_that_is_widened_and_rounded_is_found(case: str) -> None:
 # --- pins and columns ---------------------------------------------------------------------------------
 
 
-def test_a_cast_of_a_pinned_parameter_is_found_and_so_is_what_it_computes_in() -> None:
-    rounded = cast("0 fp32", "7 bf16", module="router")
-    first, second = found([rounded, op("mm", "3 bf16, 7 bf16", "8 bf16", "router")])
-    assert first == ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
-    assert second == ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
-    copied = [op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")]
-    assert ("pin cast", "router.weight") in [each[:2] for each in found(copied)]
+CAST = ("pin cast", "router.weight", "cast from fp32 to bf16 by the model")
+NARROW = ("compute", "router.weight", "used in bf16 by `mm`, for fp32 in the plan")
+KEPT = "what it returns unrounded, as the plan says, is cast from fp32 to bf16 by autocast"
+WIDE = ("compute", "layers.0.weight", "used in fp32 by `add`, for bf16 in the plan")
+MULTIPLIED = op("mm", "7 bf16", "8 bf16")
+CHOSEN = [op("mm", "0 fp32", "211 fp32"), *(op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12))]
+"""Of autocast, which computes all in fp32."""
+COLUMNS: dict[str, tuple[list[TracedOperation], dict[str, Any], list[tuple[str, str, str]]]] = {
+    "a cast of a pinned parameter, and what it computes in": (
+        [*used(), cast("0 fp32", "7 bf16"), op("mm", "3 bf16, 7 bf16", "8 bf16")], {}, [CAST, NARROW]),
+    "a cast of its copy": ([*used(), op("clone", "0 fp32", "7 fp32"), cast("7 fp32", "8 bf16")], {}, [CAST]),
+    "what a pinned module keeps": (
+        [*used(), cast("211 fp32", "7 bf16", "autocast")], {"kept": {211: "router"}},
+        [("pin cast", "router", KEPT)]),
+    "what it keeps, cast after its use": (
+        [*used(), op("softmax", "211 fp32", "7 fp32"), cast("7 fp32", "8 bf16")],
+        {"kept": {211: "router"}}, []),
+    "a parameter that is used wider": (
+        [*used(), cast("100 bf16", "7 fp32"), op("add", "7 fp32", "8 fp32")], {}, [WIDE]),
+    "autocast chooses between its dtypes": (
+        [*CHOSEN, cast("100 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"}, []),
+    "and a pin does not": (
+        [*CHOSEN, cast("0 fp32", "7 bf16", "autocast"), MULTIPLIED], {"mode": "autocast-bf16"},
+        [(*CAST[:2], "cast from fp32 to bf16 by autocast"), NARROW]),
+    "a parameter that nothing is computed with": (
+        used()[:-1], {}, [("unused", "layers.11.weight", "enters no operation of the forward")]),
+}  # fmt: skip
 
 
-def test_what_a_pinned_module_keeps_is_found_where_it_is_cast_before_use() -> None:
-    ((kind, name, what),) = found([cast("211 fp32", "7 bf16", "autocast")], kept={211: "router"})
-    assert (kind, name) == ("pin cast", "router") and what.endswith("is cast from fp32 to bf16 by autocast")
-    used_first = [op("softmax", "211 fp32", "7 fp32"), cast("7 fp32", "8 bf16")]
-    assert found(used_first, kept={211: "router"}) == []
-
-
-def test_a_parameter_that_is_used_wider_loses_nothing_and_is_told() -> None:
-    wide = [op("_to_copy", "100 bf16", "7 fp32", cast_by="the model"), op("add", "7 fp32", "8 fp32")]
-    (told,) = hidden(plan(), traced([*used(), *wide]))
-    assert (told.kind, told.name) == ("compute", "layers.0.weight")
-    assert told.do.endswith("nothing is lost.")
-
-
-def test_autocast_chooses_between_its_two_dtypes_and_a_pin_does_not() -> None:
-    narrow = [op("_to_copy", "100 fp32", "7 bf16", cast_by="autocast"), op("mm", "7 bf16", "8 bf16")]
-    wide = [op("mm", f"{100 + n} fp32", "201 fp32") for n in range(12)]
-    router = op("mm", "0 fp32", "211 fp32")
-    assert hidden(plan("autocast-bf16"), traced([router, *wide, *narrow])) == []
-    rounded = [op("_to_copy", "0 fp32", "7 bf16", cast_by="autocast"), op("mm", "7 bf16", "8 bf16")]
-    kinds = [each.kind for each in hidden(plan("autocast-bf16"), traced([router, *wide, *rounded]))]
-    assert kinds == ["pin cast", "compute"]
-
-
-def test_a_parameter_that_nothing_is_computed_with_is_told() -> None:
-    told = hidden(plan(), traced(used()[:-1]))
-    assert [(each.kind, each.name) for each in told] == [("unused", "layers.11.weight")]
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_column_that_is_not_as_planned_is_found(case: str) -> None:
+    operations, how, told = COLUMNS[case]
+    seen = hidden(plan(how.get("mode", "bf16")), traced(operations, kept=how.get("kept", {})))
+    assert [(each.kind, each.name, each.what) for each in seen] == told
+    if told == [WIDE]:
+        assert seen[0].do.endswith("nothing is lost.")
 
 
 def test_computes_leaves_out_what_is_overwritten() -> None:
@@ -188,18 +173,27 @@ def test_a_refusal_is_the_first_finding_and_nothing_is_called_unused() -> None:
 # --- folding ------------------------------------------------------------------------------------------
 
 
-def test_modules_that_run_the_same_are_one_line() -> None:
-    modules = traced_modules(traced(used()))
-    assert [(module.pattern, len(module.paths)) for module in modules] == [("router", 1), ("layers.*", 12)]
+EXTRA = cast("201 bf16", "7 fp32", module="layers.5")
+BACK = [op("mm", "1 bf16", "2 bf16", f"layers.{n}", backward=True) for n in range(12)]
+ADDED = op("add", "2 bf16, 3 bf16", "4 bf16", "layers.11", backward=True)
 
 
-def test_one_that_differs_stands_alone() -> None:
-    extra = op("_to_copy", "201 bf16", "7 fp32", "layers.5", cast_by="the model")
-    modules = traced_modules(traced([*used(), extra]))
-    assert [module.pattern for module in modules] == ["router", "layers.0-4,6-11", "layers.5"]
-    assert sorted(path for module in modules for path in module.paths) == sorted(
-        {operation.module for operation in used()}
-    )
+@pytest.mark.parametrize(
+    ("more", "patterns"),
+    [
+        pytest.param([], {"router": 1, "layers.*": 12}, id="all the same"),
+        pytest.param([EXTRA], {"router": 1, "layers.0-4,6-11": 11, "layers.5": 1}, id="one that differs"),
+        pytest.param([*BACK, ADDED], {"router": 1, "layers.*": 12}, id="a gradient that is added elsewhere"),
+    ],
+)
+def test_modules_that_run_the_same_are_one_line(
+    more: list[TracedOperation], patterns: dict[str, int]
+) -> None:
+    operations = [*used(), *more]
+    modules = traced_modules(traced(operations))
+    assert [(module.pattern, len(module.paths)) for module in modules] == list(patterns.items())
+    paths = {path for module in modules for path in module.paths}
+    assert paths == {operation.module for operation in operations}
 
 
 def test_calls_that_are_alike_are_counted_and_others_all_shown() -> None:
@@ -210,21 +204,12 @@ def test_calls_that_are_alike_are_counted_and_others_all_shown() -> None:
     assert module.calls == 1 and len(module.forward) == 4
 
 
-def test_a_gradient_that_is_added_elsewhere_splits_no_line() -> None:
-    back = [op("mm", "1 bf16", "2 bf16", f"layers.{n}", backward=True) for n in range(12)]
-    more = op("add", "2 bf16, 3 bf16", "4 bf16", "layers.11", backward=True)
-    assert [module.pattern for module in traced_modules(traced([*used(), *back, more]))] == [
-        "router",
-        "layers.*",
-    ]
-
-
 def test_operations_that_follow_each_other_in_one_dtype_are_one_run() -> None:
     operations = [
         op("arange", "", "1 int64", "n"),
         op("_to_copy", "2 bf16", "3 fp32", "n", cast_by="a boundary"),
         *[op(name, "3 fp32", "3 fp32", "n") for name in ("pow", "mean", "mean")],
-        op("_to_copy", "3 fp32", "4 bf16", "n", cast_by="the model"),
+        cast("3 fp32", "4 bf16", module="n"),
         op("mul_backward", "4 bf16", "5 bf16", "n", backward=True),
     ]
     (module,) = traced_modules(traced(operations))
@@ -258,7 +243,7 @@ def test_findings_that_differ_in_numbers_are_one_line() -> None:
         for n in range(12)
         for pair in (
             op("mul", "3 bf16, 4 fp32", f"{300 + n} fp32", f"layers.{n}"),
-            op("_to_copy", f"{300 + n} fp32", f"{400 + n} bf16", f"layers.{n}", cast_by="the model"),
+            cast(f"{300 + n} fp32", f"{400 + n} bf16", module=f"layers.{n}"),
         )
     ]
     (line,) = hidden_lines(hidden(plan(), traced([*used(), *pairs])))
@@ -275,7 +260,7 @@ def test_the_page_is_80_columns_whatever_the_names() -> None:
         op("mm", "1 bf16, 2 fp32", "3 fp32", long, line=f"{'x' * 70}.py:1"),
         op("a_very_long_name_of_an_operation_that_somebody_registered_for_himself", "1 bf16", "2 bf16", wide),
         op("mm", "1 bf16", "2 bf16", "evil\x1b[31m"),
-        op("_to_copy", "3 fp32", "4 bf16", long, cast_by="the model"),
+        cast("3 fp32", "4 bf16", module=long),
     ]
     made = traced(operations)
     text = trace_text(plan(), made, hidden(plan(), made), color=False)

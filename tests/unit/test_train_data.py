@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,50 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data_files import ROWS, TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift import files
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import prepare as pack
-from zerodrift.train.data.blocks import IGNORED, Blocks
+from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.documents import Document
-from zerodrift.train.data.prepare import PreparedData, prepare
 from zerodrift.train.data.tokenizer import ByteTokenizer
-from zerodrift.train.job import Data
-
-TEXTS = ["first document", "zweites Dokument mit Übung", "third", "the fourth one is longer than the others"]
-
-
-def data(path: Path, **rest: Any) -> Data:
-    return Data(**{"train": str(path), "block": 16, **rest})
-
-
-def made(tmp_path: Path, written: Data) -> PreparedData:
-    return prepare(written, ByteTokenizer(), tmp_path / "cache")
-
-
-def stream(blocks: Blocks) -> np.ndarray:
-    return blocks.read(np.arange(len(blocks))).tokens.reshape(-1)
-
-
-def parts_of(blocks: Blocks, *at: int) -> tuple[np.ndarray, np.ndarray]:
-    read = blocks.read(np.array(at))
-    return read.tokens, read.labels
-
-
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
 
 # --- packing ------------------------------------------------------------------------------------------
 
 
 def test_packing_keeps_every_token_and_pads_only_the_end(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     blocks = made(tmp_path, data(file)).train
-    expected: list[int] = []
-    for text in TEXTS:
-        expected += [*text.encode(), 256]
+    expected = [token for text in TEXTS for token in (*text.encode(), 256)]
     found = stream(blocks)
     assert found[: len(expected)].tolist() == expected
     assert set(found[len(expected) :]) <= {256} and len(found) - len(expected) < 16
@@ -65,7 +36,7 @@ def test_packing_keeps_every_token_and_pads_only_the_end(tmp_path: Path) -> None
 
 
 def test_without_packing_a_document_is_a_block(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     blocks = made(tmp_path, data(file, pack=False)).train
     assert len(blocks) == len(TEXTS)
     tokens, labels = parts_of(blocks, 2, 3)
@@ -83,18 +54,14 @@ def test_the_split_is_by_document_and_does_not_depend_on_the_others(tmp_path: Pa
     held = {text for text, share in shares.items() if share < 0.25}
     assert 30 < len(held) < 70
     for order in (texts, texts[::-1]):
-        folder = tmp_path / str(order is texts)
-        folder.mkdir()
-        file = jsonl(folder / "a.jsonl", [{"text": text} for text in order])
-        parts = prepare(
-            data(file, validation=0.25, seed=3, pack=False, block=64), ByteTokenizer(), folder / "cache"
-        )
+        file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in order])
+        parts = made(tmp_path, data(file, validation=0.25, seed=3, pack=False, block=64))
         assert parts.validation is not None
         assert (len(parts.train), len(parts.validation)) == (len(texts) - len(held), len(held))
     assert {text for text in texts if Document(text).number(4) < 2**62} != held
 
 
-def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
+def test_of_one_text_the_last_blocks_are_held_out_and_never_all(tmp_path: Path) -> None:
     text = "".join(chr(97 + number % 26) for number in range(1599))  # and the end of the text: 1600 tokens
     file = tmp_path / "one.txt"
     file.write_text(text)
@@ -103,12 +70,6 @@ def test_of_one_text_the_last_blocks_are_held_out(tmp_path: Path) -> None:
     assert (len(parts.train), len(parts.validation)) == (95, 5)
     assert bytes(stream(parts.train).tolist()).decode() == text[: 95 * 16]
     assert stream(parts.validation)[-1] == 256
-
-
-def test_few_documents_are_not_all_held_out(tmp_path: Path) -> None:
-    """Whatever the seed: of a single text its last blocks are held out, and never the whole."""
-    file = tmp_path / "a.txt"
-    file.write_text("one text alone " * 40)
     for seed in range(12):
         found = made(tmp_path, data(file, validation=0.4, seed=seed))
         assert found.validation is not None and len(found.train) > len(found.validation) > 0
@@ -158,13 +119,6 @@ def test_blocks_are_made_once_and_again_when_anything_changes(tmp_path: Path) ->
 
 # --- conversations ------------------------------------------------------------------------------------
 
-TALK = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Yo"},
-    {"role": "user", "content": "More"},
-    {"role": "assistant", "content": "No"},
-]
-
 
 def test_only_what_the_assistant_says_is_learned() -> None:
     talk = chat.Conversation(tuple(TALK), "a talk")
@@ -173,21 +127,6 @@ def test_only_what_the_assistant_says_is_learned() -> None:
     assert said == "<|user|>\nHi$<|assistant|>\nYo$<|user|>\nMore$<|assistant|>\nNo$"
     assert "".join(said[place] for place in np.flatnonzero(learned)) == "Yo$No$"
     assert rendering.encode_conversation(talk, ByteTokenizer(), learn_all=True)[1].all()
-
-
-def test_a_template_is_followed_turn_by_turn(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from tests.unit.letters import byte_tokenizer
-    from zerodrift.train.data.tokenizer import TransformersTokenizer
-
-    letters = TransformersTokenizer(byte_tokenizer(tmp_path))
-    talk = chat.Conversation(tuple(TALK), "a talk")
-    tokens, learned = rendering.encode_conversation(talk, letters, learn_all=False)
-    kept = letters.inner.decode(tokens[learned])
-    assert letters.inner.decode(tokens).count("[assistant]") == 2
-    assert kept == "Yo;No;"
-    asked = rendering.encode_prompt(TALK[:1], letters)
-    assert letters.inner.decode(asked).endswith("[assistant]")
 
 
 # --- token maps ---------------------------------------------------------------------------------------
@@ -209,7 +148,7 @@ def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "fcntl", None)
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     make, asked = pack._make_blocks, data(file)
     first: list[np.ndarray] = []
 
@@ -225,7 +164,7 @@ def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
 
 
 def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    file = jsonl(tmp_path / "a.jsonl", ROWS)
     key = made(tmp_path, data(file)).key
     cache = tmp_path / "cache"
     shutil.rmtree(cache / key)

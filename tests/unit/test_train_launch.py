@@ -24,28 +24,16 @@ STEP = {
 }
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[03-05,9],login", "gpu03"),
-        ("gpu7", "gpu7"),
-        ("a1,b2", "a1"),
-        ("n[12,14]-ib", "n12-ib"),
-        ("", ""),
-    ],
-)
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+HOSTS = {"gpu[03-05,9],login": "gpu03", "gpu7": "gpu7", "a1,b2": "a1", "n[12,14]-ib": "n12-ib", "": ""}
+
+
+def test_the_first_host_of_a_list() -> None:
+    assert {nodes: first_host(nodes) for nodes in HOSTS} == HOSTS
 
 
 def test_slurm_becomes_torchruns_variables() -> None:
-    assert slurm(STEP) == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "gpu03",
-        "MASTER_PORT": "21234",
-    }
+    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert slurm(STEP) == {**place, "MASTER_ADDR": "gpu03", "MASTER_PORT": "21234"}
     assert slurm({**STEP, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"  # type: ignore[index]
 
 
@@ -72,25 +60,14 @@ MISSED = (2, ("rank 1 is missing", True, 20.0))
 @pytest.mark.parametrize(
     ("ends", "kind", "words"),
     [
-        pytest.param(
+        (
             [MISSED, (2, ("`data`: must be there", True, 10.0))],
-            ZerodriftError,
-            ["rank 1: `data`: must be there"],
-            id="the first of them",
+            *(ZerodriftError, ["rank 1: `data`: must be there"]),
         ),
-        pytest.param(
-            [MISSED, (-signal.SIGKILL, None)],
-            ZerodriftError,
-            ["`rank 1`", "SIGKILL", "last checkpoint"],
-            id="a killed one before those that missed it",
-        ),
-        pytest.param(
-            [(1, ("Traceback ...\nKeyError: 3", False, 1.0))],
-            RankFailedError,
-            ["KeyError: 3"],
-            id="a defect with its traceback",
-        ),
+        ([MISSED, (-signal.SIGKILL, None)], ZerodriftError, ["`rank 1`", "SIGKILL", "last checkpoint"]),
+        ([(1, ("Traceback ...\nKeyError: 3", False, 1.0))], RankFailedError, ["KeyError: 3"]),
     ],
+    ids=["the first of them", "a killed one before those that missed it", "a defect with its traceback"],
 )
 def test_the_rank_that_failed_first_is_told(
     tmp_path: Path, ends: list[tuple[int, tuple[str, bool, float] | None]], kind: type, words: list[str]
@@ -123,16 +100,16 @@ def test_before_the_first_step_a_signal_ends_it(
 
 
 def test_the_second_signal_does_not_ask() -> None:
-    code = (
-        "import signal\n"
-        "from zerodrift.train.loop.signals import listen\n"
-        "with listen() as stop:\n"
-        "    stop.doing = 'finishing'\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "    print(stop.by, flush=True)\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "    print('still here')\n"
-    )
+    code = """
+import signal
+from zerodrift.train.loop.signals import listen
+with listen() as stop:
+    stop.doing = 'finishing'
+    signal.raise_signal(signal.SIGINT)
+    print(stop.by, flush=True)
+    signal.raise_signal(signal.SIGINT)
+    print('still here')
+"""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     first, second = done.stdout.split("SIGINT\n")

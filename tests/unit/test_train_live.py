@@ -41,10 +41,8 @@ def test_what_goes_goes_in_order() -> None:
 
 
 def test_a_first_step_shows_its_micro_batches_and_its_time() -> None:
-    assert line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain.startswith(
-        "step 0/10  micro-batch 3/8  "
-    )
-    assert line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain.endswith("0:25")
+    text = line(LineState(steps=10, micro_batch="3/8", spent=25.0), 60).plain
+    assert text.startswith("step 0/10  micro-batch 3/8  ") and text.endswith("0:25")
     assert line(LineState(doing="reading the data", spent=61.0), 60).plain == "reading the data  1:01"
 
 

@@ -9,13 +9,11 @@ and its moments are bf16.
 """
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tiny import Tiny, batch, loss_of
+from tiny import Tiny, fit, rank, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 model = Tiny().to(torch.bfloat16)  # as `from_pretrained(..., dtype="bfloat16")`
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for expert in model.experts:
@@ -27,16 +25,7 @@ for name, param in model.named_parameters():
     if param.requires_grad and param.dtype != torch.float32:
         upcast.append(name)
         param = param.to(torch.float32)
-if dist.get_rank() == 0:
+if rank() == 0:
     print(f"Upcasted low precision parameters to fp32: {upcast}")
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss = loss_of(model(tokens), targets)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if dist.get_rank() == 0:
-    print("optimizer updates", {p.dtype for group in optimizer.param_groups for p in group["params"]})
-dist.destroy_process_group()
+fit(model)

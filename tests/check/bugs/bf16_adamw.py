@@ -5,21 +5,9 @@ that is below half a unit in the last place; its second moment is bf16 and can n
 rounds back to v.
 """
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import Tiny, batch, loss_of
+from tiny import Tiny, fit, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(Tiny().bfloat16())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if dist.get_rank() == 0:
-    print("moments", {s["exp_avg_sq"].dtype for s in optimizer.state.values()})
-dist.destroy_process_group()
+start()
+fit(DistributedDataParallel(Tiny().bfloat16()))

@@ -7,8 +7,6 @@ Asked for: bf16 weights, fp32 frequencies. What happens (0.19.6): `frequencies` 
 `data_types.buffer_dtype: fp32` gives it back its dtype, not its digits.
 """
 
-import argparse
-
 import deepspeed
 import torch
 
@@ -31,9 +29,6 @@ class Rotating(Dense):
         return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
-parser.parse_args()
 deepspeed.init_distributed()
 torch.manual_seed(0)
 config = {
@@ -54,5 +49,3 @@ for step in range(4):
     tokens, targets = batch(engine.global_rank, step)
     engine.backward(loss_of(engine(tokens), targets))
     engine.step()
-if engine.global_rank == 0:
-    print("frequencies", engine.module.frequencies.dtype)

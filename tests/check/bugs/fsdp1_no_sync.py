@@ -7,21 +7,18 @@ the sum over ranks is rounded too.
 """
 
 import argparse
-import contextlib
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tiny import Expert, Tiny, batch, loss_of
+from tiny import Expert, Tiny, fit, start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--reduce", default="fp32")
 parser.add_argument("--flat", action="store_true", help="use_orig_params=False")
 args = parser.parse_args()
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 reduce_dtype = torch.float32 if args.reduce == "fp32" else torch.bfloat16
 model = FullyShardedDataParallel(
     Tiny(),
@@ -31,11 +28,4 @@ model = FullyShardedDataParallel(
     device_id=torch.device("cpu"),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(4):
-    for micro in range(4):
-        tokens, targets = batch(dist.get_rank(), 10 * step + micro)
-        with model.no_sync() if micro < 3 else contextlib.nullcontext():
-            (loss_of(model(tokens), targets) / 4).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
+fit(model, optimizer, micro_batches=4, unsynchronized=model.no_sync)

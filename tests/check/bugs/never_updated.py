@@ -6,21 +6,12 @@ batch to batch and is never told from learning.
 """
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from tiny import Dense, batch, loss_of
+from tiny import Dense, fit, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 model = Dense()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 fully_shard(model)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for parameter in model.parameters():
-        parameter.grad = None
-dist.destroy_process_group()
+fit(model, optimizer, after=lambda step: model.zero_grad())

@@ -7,22 +7,11 @@ are small enough to move now and then.
 """
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tiny import Dense, batch, loss_of
+from tiny import Dense, fit, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 model = Dense().to(torch.bfloat16)
 fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-gains = model.norm.weight.full_tensor()
-if dist.get_rank() == 0:
-    print("gains", sorted(set(gains.tolist())))
-dist.destroy_process_group()
+fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1))

@@ -4,20 +4,10 @@ Asked for: data parallelism by hand. What happens: gradients are as many times t
 a norm that is clipped at 1 hides it, a learning rate that was tuned on one GPU does not.
 """
 
-import torch
 import torch.distributed as dist
 
-from tiny import Dense, batch, loss_of
+from tiny import Dense, fit, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 model = Dense()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
+fit(model, before=lambda: [dist.all_reduce(parameter.grad) for parameter in model.parameters()])

@@ -9,11 +9,10 @@ adds no digit. `fully_shard` raises without the cast.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tiny import VOCABULARY, WIDTH, batch, loss_of
+from tiny import VOCABULARY, WIDTH, fit, start
 
 
 class Mixer(nn.Module):
@@ -50,8 +49,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 torch.set_default_dtype(torch.bfloat16)
 model = Model()
 torch.set_default_dtype(torch.float32)
@@ -59,12 +57,4 @@ policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 for layer in model.layers:
     fully_shard(layer, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if dist.get_rank() == 0:
-    print("A_log", model.layers[0].A_log.dtype)
-dist.destroy_process_group()
+fit(model)

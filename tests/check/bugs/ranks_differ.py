@@ -8,17 +8,17 @@ at different weights.
 import torch
 import torch.distributed as dist
 
-from tiny import Dense, batch, loss_of
+from tiny import Dense, fit, rank, start
 
-dist.init_process_group("gloo")
+start()
+torch.manual_seed(rank())
 model = Dense()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(4):
-    tokens, targets = batch(dist.get_rank(), step)
-    loss_of(model(tokens), targets).backward()
+
+
+def average() -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
+
+
+fit(model, before=average)

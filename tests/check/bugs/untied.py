@@ -8,36 +8,25 @@ Asked for: `tie_word_embeddings=True`. What happens: lm_head.weight and model.em
 apart, and an export that saves only one of them loses the other.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import transformers
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import VOCABULARY, WIDTH, batch
+from tiny import batch, llama_config, rank, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-sizes: dict[str, Any] = dict(
-    hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-)
-config = transformers.LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **sizes)
+start()
+config = llama_config(tie_word_embeddings=True)
 values = transformers.LlamaForCausalLM(config).state_dict()
 with torch.device("meta"):
     model = transformers.LlamaForCausalLM(config)
 rotary = model.model.rotary_emb
-buffers = {name: rotary.rope_init_fn(config)[0] for name, _ in []} if hasattr(rotary, "rope_init_fn") else {}
 model.to_empty(device="cpu")
 model.load_state_dict(values)
 rotary.__init__(config)
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
 for step in range(4):
-    tokens, _ = batch(dist.get_rank(), step)
+    tokens, _ = batch(rank(), step)
     wrapped(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-if dist.get_rank() == 0:
-    print("tied", model.lm_head.weight is model.model.embed_tokens.weight)
-dist.destroy_process_group()

@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import VOCABULARY, WIDTH, Dense, Tiny, batch, loss_of
+from tiny import VOCABULARY, WIDTH, Dense, Tiny, batch, fit, loss_of, rank, start
 
-STEPS = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def train(model: nn.Module, micro_batches: int = 1) -> nn.Module:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        for micro in range(micro_batches):
-            tokens, targets = batch(rank(), 10 * step + micro)
-            (loss_of(model(tokens), targets) / micro_batches).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+def clipped(model: nn.Module, micro_batches: int = 1) -> nn.Module:
+    clip = torch.nn.utils.clip_grad_norm_
+    return fit(model, micro_batches=micro_batches, before=lambda: clip(model.parameters(), 1.0))
 
 
 def one_process() -> nn.Module:
-    return train(Tiny(), micro_batches=2)
+    return clipped(Tiny(), micro_batches=2)
 
 
 def ddp() -> nn.Module:
-    return train(DistributedDataParallel(Tiny()))
+    return clipped(DistributedDataParallel(Tiny()))
 
 
 def ddp_autocast() -> nn.Module:
-    model = DistributedDataParallel(Dense())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        tokens, targets = batch(rank(), step)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens)
-        loss_of(logits, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return fit(DistributedDataParallel(Dense()), autocast=True)
 
 
 def ddp_fp16() -> nn.Module:
     model = DistributedDataParallel(Dense())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(STEPS):
+    for step in range(4):
         tokens, targets = batch(rank(), step)
         with torch.autocast("cpu", torch.float16):
             logits = model(tokens)
@@ -78,32 +54,23 @@ def ddp_fp16() -> nn.Module:
 
 def ddp_no_sync() -> nn.Module:
     model = DistributedDataParallel(Tiny())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        for micro in range(4):
-            tokens, targets = batch(rank(), 10 * step + micro)
-            with model.no_sync() if micro < 3 else contextlib.nullcontext():
-                (loss_of(model(tokens), targets) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return fit(model, micro_batches=4, unsynchronized=model.no_sync)
 
 
 def fsdp2() -> nn.Module:
     model = Dense()
     for unit in (model.up, model.down, model):
         fully_shard(unit, mp_policy=BF16)
-    return train(model, micro_batches=2)
+    return clipped(model, micro_batches=2)
 
 
 def fsdp2_norms() -> nn.Module:
     """The norm computes in fp32, as a unit of its own."""
     model = Dense()
-    fully_shard(
-        model.norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=True, output_dtype=torch.bfloat16)
-    )
+    wide = MixedPrecisionPolicy(cast_forward_inputs=True, output_dtype=torch.bfloat16)
+    fully_shard(model.norm, mp_policy=wide)
     fully_shard(model, mp_policy=BF16)
-    return train(model)
+    return clipped(model)
 
 
 def fsdp1() -> nn.Module:
@@ -111,30 +78,20 @@ def fsdp1() -> nn.Module:
     model = FullyShardedDataParallel(
         Dense(), mixed_precision=precision, use_orig_params=True, device_id=torch.device("cpu")
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        tokens, targets = batch(rank(), step)
-        loss_of(model(tokens), targets).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    return fit(model, before=lambda: model.clip_grad_norm_(1.0))
 
 
 def ema() -> nn.Module:
     """A copy that follows, of which no gradient is taken."""
     model = DistributedDataParallel(Tiny())
     average = copy.deepcopy(model.module).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        tokens, targets = batch(rank(), step)
-        loss_of(model(tokens), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def follow(step: int) -> None:
         with torch.no_grad():
             for slow, fast in zip(average.parameters(), model.module.parameters(), strict=True):
                 slow.lerp_(fast, 0.01)
-    return model
+
+    return fit(model, after=follow)
 
 
 def gan() -> nn.Module:
@@ -145,7 +102,7 @@ def gan() -> nn.Module:
     judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
     judged = nn.functional.binary_cross_entropy_with_logits
     source = torch.Generator().manual_seed(rank())
-    for _ in range(STEPS):
+    for _ in range(4):
         noise, real = torch.randn(16, 4, generator=source), torch.rand(16, 8, generator=source)
         (
             judged(judge(real), torch.ones(16, 1)) + judged(judge(maker(noise).detach()), torch.zeros(16, 1))
@@ -164,7 +121,7 @@ def distillation() -> nn.Module:
     teacher = Dense().to(torch.bfloat16).requires_grad_(False).eval()
     student = DistributedDataParallel(Dense())
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(4):
         tokens, _ = batch(rank(), step)
         with torch.no_grad():
             told = teacher(tokens).float().log_softmax(-1)
@@ -191,19 +148,12 @@ class Adapted(nn.Module):
 def lora() -> nn.Module:
     """Two adapters of one shape, whose second factors begin alike, at zero."""
     base = (nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    for module in base:
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    for module in (*base, head):
         module.to(torch.bfloat16).requires_grad_(False)
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(torch.bfloat16).requires_grad_(False)
-    model = DistributedDataParallel(
-        nn.Sequential(base[0], Adapted(base[1]), nn.ReLU(), Adapted(base[2]), head)
-    )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(STEPS):
-        tokens, targets = batch(rank(), step)
-        loss_of(model(tokens), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    adapted = nn.Sequential(base[0], Adapted(base[1]), nn.ReLU(), Adapted(base[2]), head)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    return fit(DistributedDataParallel(adapted), torch.optim.AdamW(trained, lr=1e-2))
 
 
 def digest(model: nn.Module) -> str:
@@ -225,11 +175,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    start()
     trained = KINDS[sys.argv[1]]()
     if "digest" in sys.argv:
         print(f"rank {rank()}: {digest(trained)}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
