@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, fitted, square
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, fitted, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -44,7 +44,9 @@ def ordered(loop: Loop, orders: Any) -> None:
 
 ORDERS: dict[str, Any] = {
     "blocks_that_are_dropped": lambda rank: [[0, 2], [1], [0, 1, 2], []],
-    "blocks_that_each_rank_drops": lambda rank: [[0, 2], [1, 2], [2]] if rank else [[1], [0, 1, 2], [0]],
+    "blocks_that_each_rank_drops": lambda rank: (
+        [[0, 2], [1, 2], [2], []] if rank else [[1], [0, 1, 2], [0], [0, 1, 2]]
+    ),
     "blocks_in_another_order": lambda rank: [[2, 1, 0], [1, 0, 2], [0, 1, 2]],
     "blocks_that_run_again": lambda rank: [[0, 1, 1, 1, 2], [0, 0, 0], [2, 0, 2]],
 }
@@ -80,16 +82,16 @@ class BlockThatNobodyCalls(Net):
         return self.head(self.blocks[2](self.blocks[0](self.into(x))))
 
 
-def towers(loop: Loop) -> None:
+class Towers(Net):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.into(x)
+        return [block(h) for block in self.blocks]
+
+
+@as_loss_of(Towers, 3)
+def towers(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Each rank's loss uses another block of those that ran."""
-
-    class Towers(Net):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            h = self.into(x)
-            return [block(h) for block in self.blocks]
-
-    net = loop.train(Towers())
-    fit(loop, net, lambda x: square(net(x)[loop.rank]), steps=3)
+    return square(net(x)[loop.rank])
 
 
 class ExpertsByRank(nn.Module):
@@ -113,21 +115,18 @@ class ExpertsByRank(nn.Module):
 class ForwardOfABlock(Net):
     """`block.forward(x)`: its hooks do not run."""
 
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block.forward(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = block.forward(h)
-        return self.head.forward(h)
+        return self.head.forward(self.trunk(x))
 
 
 class PartsOfBlocks(Net):
     """The parent calls what is in a block, and the block is only a holder."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = h + block.down(F.gelu(block.up(h)))
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block.down(F.gelu(block.up(x)))
 
 
 class Two(Block):
@@ -143,11 +142,8 @@ class Two(Block):
 class Auto(Net):
     """Calls them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = h + block.decode(block.encode(h))
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block.decode(block.encode(x))
 
 
 def units_that_are_written(loop: Loop) -> None:
@@ -155,15 +151,15 @@ def units_that_are_written(loop: Loop) -> None:
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
 
 
-def another_method_of_the_model(loop: Loop) -> None:
+class Losses(Net):
+    def loss(self, x: Tensor) -> Tensor:
+        return square(self(x))
+
+
+@as_loss_of(Losses)
+def another_method_of_the_model(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """`net.module.loss(x)`, with gradients."""
-
-    class Losses(Net):
-        def loss(self, x: Tensor) -> Tensor:
-            return square(self(x))
-
-    net = loop.train(Losses())
-    fit(loop, net, lambda x: net.module.loss(x))
+    return net.module.loss(x)
 
 
 class ListsOfLists(nn.Module):
@@ -253,24 +249,17 @@ class TiedByHand(Net):
 def tied_by_a_function(loop: Loop) -> None:
     """The embedding's weight in `F.linear`, transposed."""
 
-    class Tied(nn.Module):
+    class Tied(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens = nn.Embedding(11, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.into, self.head = nn.Embedding(11, WIDTH), nn.Identity()
 
         def forward(self, tokens: Tensor) -> Tensor:
-            h = self.tokens(tokens)
-            for block in self.blocks:
-                h = block(h)
-            return F.linear(h, self.tokens.weight)
+            return F.linear(self.trunk(tokens), self.into.weight)
 
     net = loop.train(Tied())
-    for number in range(2):
-        tokens = loop.integers(number, 11, 2, 5)
-        logits = net(tokens).float()
-        net.backward(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
-        net.step()
+    data = [loop.integers(number, 11, 2, 5) for number in range(2)]
+    step_on(net, (F.cross_entropy(net(x).float().flatten(0, 1), x.flatten()) for x in data))
 
 
 class OneBlockInTwoPlaces(Net):
@@ -434,9 +423,7 @@ def recurrent_layers_in_blocks(loop: Loop) -> None:
             return self.norm(x + self.rnn(x)[0])
 
     net = loop.train(Net(Block2))
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH))))
-        net.step()
+    step_on(net, (square(net(loop.data(number, 2, 5, WIDTH))) for number in range(2)))
 
 
 def a_recurrent_cell(loop: Loop) -> None:
@@ -471,9 +458,7 @@ def attention(loop: Loop) -> None:
 
     net = loop.train(Encoder())
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH), mask)))
-        net.step()
+    step_on(net, (square(net(loop.data(number, 2, 5, WIDTH), mask)) for number in range(2)))
     net.module.eval()
     # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
     loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
@@ -489,9 +474,13 @@ def an_encoder_and_a_decoder(loop: Loop) -> None:
             return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
 
     net = loop.train(Seq())
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH))))
-        net.step()
+    step_on(
+        net,
+        (
+            square(net(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH)))
+            for number in range(2)
+        ),
+    )
 
 
 def convolutions(loop: Loop) -> None:
@@ -545,9 +534,7 @@ def sparse_gradients(loop: Loop) -> None:
             return super().forward(self.tokens(tokens))
 
     net = loop.train(Sparse())
-    for number in range(2):
-        net.backward(square(net(loop.integers(number, 11, 2, 5))))
-        net.step()
+    step_on(net, (square(net(loop.integers(number, 11, 2, 5))) for number in range(2)))
 
 
 class ComplexNumbers(Block):

@@ -5,6 +5,7 @@ Invariant: what is read is right or an error, and what is written stays written.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -15,10 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
-from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
-
-ORDER = 2.0**-20
-"""fp32 sums in another order: some ulps of 2^-23."""
+from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, raised, square, step_on
 
 # --- reading --------------------------------------------------------------------------------------------
 
@@ -136,28 +134,20 @@ def a_pickled_model(loop: Loop) -> None:
     fit(loop, net)
 
 
-def a_penalty_on_weights(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_penalty_on_weights(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """An L1 term in the loss, over `parameters()`, inside `gathered`."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        out = square(net(x))
-        with net.gathered():
-            penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
-        return out + 0.01 * penalty
-
-    fit(loop, net, loss)
+    out = square(net(x))
+    with net.gathered():
+        penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
+    return out + 0.01 * penalty
 
 
-def a_penalty_outside_of_gathered(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_penalty_outside_of_gathered(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The same without `gathered`: right, or an error, and no NaN."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
-        return square(net(x)) + 0.01 * penalty
-
-    fit(loop, net, loss)
+    penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
+    return square(net(x)) + 0.01 * penalty
 
 
 def statistics_outside_of_gathered(loop: Loop) -> None:
@@ -303,13 +293,10 @@ def an_exception_while_writing(loop: Loop) -> None:
     net = loop.train(Net())
     fit(loop, net)
     if not loop.plain:  # what plain torch writes stays written
-        try:
-            with net.gathered(write=True) as full:
-                full["head.weight"].zero_()
-                net.module.blocks[1].up.bias.data.fill_(3.0)
-                raise KeyError("mine")
-        except KeyError:
-            pass
+        with contextlib.suppress(KeyError), net.gathered(write=True) as full:
+            full["head.weight"].zero_()
+            net.module.blocks[1].up.bias.data.fill_(3.0)
+            raise KeyError("mine")
     fit(loop, net, seed=3)
 
 
@@ -348,26 +335,18 @@ def operated(loop: Loop, change: Callable[[nn.Module, torch.dtype], Any]) -> Non
 
 SURGERY: dict[str, Any] = {
     # A new head; LoRA by hand; growing a model; as `resize_token_embeddings` does; gradual unfreezing.
-    "a_module_that_is_replaced": (
-        lambda model, dtype: setattr(model, "head", nn.Linear(WIDTH, 2).to(dtype)),
-        "`head",
-    ),
-    "a_module_that_is_added": (
-        lambda model, dtype: setattr(model, "head", Lora(model.head).to(dtype)),
-        "`head",
-    ),
-    "a_block_that_is_added": (lambda model, dtype: model.blocks.append(Block().to(dtype)), "`blocks.3"),
+    "a_module_that_is_replaced": (lambda net, to: setattr(net, "head", nn.Linear(WIDTH, 2).to(to)), "`head"),
+    "a_module_that_is_added": (lambda net, to: setattr(net, "head", Lora(net.head).to(to)), "`head"),
+    "a_block_that_is_added": (lambda net, to: net.blocks.append(Block().to(to)), "`blocks.3"),
     "a_parameter_that_is_replaced": (
-        lambda model, dtype: setattr(
-            model.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=dtype))
-        ),
+        lambda net, to: setattr(net.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=to))),
         "`head.weight`: must stay",
     ),
     "a_parameter_that_is_thawed": (
-        lambda model, dtype: model.blocks[2].up.requires_grad_(True),
+        lambda net, to: net.blocks[2].up.requires_grad_(True),
         "`blocks.2.up.weight`: must stay frozen",
     ),
-    "a_model_that_is_cast": (lambda model, dtype: model.double(), "`into.weight`: must"),
+    "a_model_that_is_cast": (lambda net, to: net.double(), "`into.weight`: must"),
 }
 
 
@@ -376,13 +355,6 @@ def a_parameter_that_is_frozen(loop: Loop) -> None:
     fit(loop, net)
     net.module.into.requires_grad_(False)
     fit(loop, net, seed=3)
-
-
-def a_model_that_is_cast(loop: Loop) -> None:
-    """`module.half()` and `.to(dtype)`."""
-    net = loop.train(Net())
-    net.module.double()
-    fit(loop, net, lambda x: square(net(x.double())))
 
 
 # --- gradients by hand ----------------------------------------------------------------------------------
@@ -478,9 +450,7 @@ def two_models_in_one(loop: Loop) -> None:
             return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
 
     net = loop.train(Both())
-    for number in range(4):
-        net.backward(square(net(loop.data(number), "critic" if number % 2 else "actor")))
-        net.step()
+    step_on(net, (square(net(loop.data(number), "critic" if number % 2 else "actor")) for number in range(4)))
 
 
 def an_engine_after_another(loop: Loop) -> None:
