@@ -18,8 +18,6 @@ from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
 
-STAGES = (0, 1, 2, 3)
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -67,31 +65,23 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # --- writing where a parameter is ---------------------------------------------------------------------------
 
 
-def through_data(head: nn.Linear) -> None:
-    head.weight.data.zero_()
-
-
-def detached(head: nn.Linear) -> None:
-    head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None])
-
-
-def one_element(head: nn.Linear) -> None:
-    head.weight.data[0, 3] = -7.0
-
-
-WRITES: tuple[Callable[[nn.Linear], None], ...] = (through_data, detached, one_element)
+WRITES: dict[str, Callable[[nn.Linear], Any]] = {
+    "through data": lambda head: head.weight.data.zero_(),
+    "detached": lambda head: head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None]),
+    "one element": lambda head: head.weight.data[0, 3].fill_(-7.0),
+}
 
 
 def written_outside(stage: int, mode: str) -> list[str]:
     """A write between steps is the master's new value, where it can be, and is an error by name where not."""
     wrong = []
-    for write in WRITES:
+    for name, write in WRITES.items():
         engine = engine_of(stage, mode)
         step(engine)
         before = engine.parameter("head.weight").master
         update = engine.plan.row("head.weight").columns.update
         head = engine.module.head
-        at = f"{write.__name__} {mode} stage {stage}"
+        at = f"{name} {mode} stage {stage}"
         if not engine.executor.segments[engine.plan.row("head.weight").segment].is_full:
             # torch refuses, or the next forward does: nothing is there that could be written to.
             with pytest.raises(
@@ -118,9 +108,8 @@ def written_outside(stage: int, mode: str) -> list[str]:
             if not torch.equal(found, torch.where(kept, before, shown.float())):
                 wrong.append(f"{at}: the master")
             write(head)
-        if not (step(engine).updated or mode == "fp16") or not all(
-            m.isfinite().all() for m in masters(engine).values()
-        ):
+        updated = step(engine).updated or mode == "fp16"
+        if not updated or not all(m.isfinite().all() for m in masters(engine).values()):
             wrong.append(f"{at}: the next step")
         engine.destroy()
     return wrong
@@ -178,40 +167,33 @@ def failing_writes(stage: int, mode: str) -> list[str]:
     other = Net()
     nn.init.ones_(other.head.weight)
 
-    def in_place(values: dict[str, Tensor]) -> None:
-        values["head.weight"].zero_()
-
-    def assigned(values: dict[str, Tensor]) -> None:
-        engine.module.load_state_dict(other.state_dict(), assign=True)
-
-    def replaced(values: dict[str, Tensor]) -> None:
-        engine.module.head.weight.data = torch.ones(1, 8)
-
     def nested(values: dict[str, Tensor]) -> None:
         with engine.gathered(["head.weight"], write=True) as inner:
             inner["head.weight"].fill_(3.0)
 
-    for spoil in (in_place, assigned, replaced, nested):
-        for culprit in (None, 1):
-            before = masters(engine)
-            mine = culprit in (None, engine.mesh.rank())
-            with (
-                pytest.raises(ValueError if mine else RankError, match="on purpose"),
-                engine.gathered(write=True) as values,
-            ):
-                spoil(values)
-                if mine:
-                    raise ValueError("on purpose")
-            at = f"{spoil.__name__} {mode} stage {stage}"
-            if not same(before, masters(engine)):
-                wrong.append(f"{at}: masters")
-            if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
-                wrong.append(f"{at}: parameters")
-            with engine.gathered() as values:
-                for name, value in values.items():
-                    if not torch.equal(before[name].to(value.dtype).float(), value.float()):
-                        wrong.append(f"{at}: what {name} shows")
-                    break
+    spoils: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+        "in place": lambda values: values["head.weight"].zero_(),
+        "assigned": lambda values: engine.module.load_state_dict(other.state_dict(), assign=True),
+        "replaced": lambda values: setattr(engine.module.head.weight, "data", torch.ones(1, 8)),
+        "nested": nested,
+    }
+    for (kind, spoil), culprit in itertools.product(spoils.items(), (None, 1)):
+        before = masters(engine)
+        mine = culprit in (None, engine.mesh.rank())
+        expected = pytest.raises(ValueError if mine else RankError, match="on purpose")
+        with expected, engine.gathered(write=True) as values:
+            spoil(values)
+            if mine:
+                raise ValueError("on purpose")
+        at = f"{kind} {mode} stage {stage}"
+        if not same(before, masters(engine)):
+            wrong.append(f"{at}: masters")
+        if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
+            wrong.append(f"{at}: parameters")
+        with engine.gathered() as values:
+            shown = {name: before[name].to(value.dtype).float() for name, value in values.items()}
+            if not same(shown, {name: value.float() for name, value in values.items()}):
+                wrong.append(f"{at}: what is shown")
     # An inner one that fails costs the outer one nothing.
     with engine.gathered(write=True) as values:
         values["head.bias"].fill_(2.0)
@@ -253,10 +235,7 @@ def kept_values(stage: int, mode: str) -> list[str]:
 
 
 def contexts(stage: int, mode: str) -> list[str]:
-    wrong = kept_values(stage, mode)
-    if mode != "autocast-bf16":
-        wrong += failing_writes(stage, mode)
-    return wrong
+    return kept_values(stage, mode) + (failing_writes(stage, mode) if mode != "autocast-bf16" else [])
 
 
 @halves(
@@ -279,36 +258,32 @@ class Wrapped(nn.Module):
         return self.inside(x)
 
 
+def rehang(model: Net) -> None:
+    head, model.head = model.head, nn.Linear(8, 1)
+    model.head.weight, model.head.bias = head.weight, head.bias
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "a frozen head": (lambda model: setattr(model, "head", nn.Linear(8, 1).requires_grad_(False)), "`"),
+    "a module that is added": (lambda model: setattr(model.blocks[1], "extra", nn.Linear(8, 8)), "`"),
+    "a parameter": (lambda model: setattr(model, "scale", nn.Parameter(torch.ones(8))), "`scale"),
+    "parameters elsewhere": (rehang, "`"),
+    "a module that is removed": (lambda model: model.blocks.pop(1), "`blocks.1."),
+}
+
+
 def changed_modules(stage: int) -> list[str]:
     wrong = []
-
-    def frozen_head(model: Net) -> None:
-        model.head = nn.Linear(8, 1).requires_grad_(False)
-
-    def added(model: Net) -> None:
-        model.blocks[1].extra = nn.Linear(8, 8)
-
-    def bare(model: Net) -> None:
-        model.scale = nn.Parameter(torch.ones(8))
-
-    def rehung(model: Net) -> None:
-        head, model.head = model.head, nn.Linear(8, 1)
-        model.head.weight, model.head.bias = head.weight, head.bias
-
-    def removed(model: Net) -> None:
-        del model.blocks[1]
-
-    for change in (frozen_head, added, bare, rehung, removed):
+    for what, (change, named) in CHANGES.items():
         engine = engine_of(stage, "fp32")
         change(engine.module)
         for _ in range(2):
             try:
                 engine(data())
-                wrong.append(f"{change.__name__}: no word at stage {stage}")
+                wrong.append(f"{what}: no word at stage {stage}")
             except ModelError as error:
-                name = {"removed": "blocks.1.", "bare": "scale"}.get(change.__name__, "")
-                if f"`{name}" not in str(error):
-                    wrong.append(f"{change.__name__}: {error}")
+                if named not in str(error):
+                    wrong.append(f"{what}: {error}")
         engine.destroy()
     # What has no parameters may come, go and wrap.
     engine = engine_of(stage, "fp32")
@@ -334,7 +309,7 @@ def changed_modules(stage: int) -> list[str]:
 
 
 def all_modules() -> list[str]:
-    return [entry for stage in (0, 3) for entry in changed_modules(stage)]
+    return changed_modules(0) + changed_modules(3)
 
 
 def test_a_changed_module_is_named_at_the_next_forward() -> None:
@@ -432,12 +407,10 @@ def _values(engine: Engine) -> dict[str, Tensor]:
         return dict(values)
 
 
-def all_copies() -> list[str]:
-    wrong = []
-    for stage, mode in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")):
-        wrong += copies(stage, mode) + again(stage, mode)
-    return wrong
+def copies_and_again(stage: int, mode: str) -> list[str]:
+    return copies(stage, mode) + again(stage, mode)
 
 
 def test_copies_are_plain_and_one_engine_follows_another() -> None:
-    assert run_ranks(all_copies, 2, timeout=240) == [[], []]
+    cells = [(0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")]
+    assert run_ranks(all_of, 2, copies_and_again, cells, timeout=240) == [[], []]
