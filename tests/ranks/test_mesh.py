@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +25,16 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
-def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment in which nobody has launched anything."""
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An environment in which nobody has launched anything; called, what a launcher sets."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+
+    def launch(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
 
 
 # The arithmetic
@@ -44,23 +51,18 @@ def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShap
     coordinates = itertools.product(range(shape.pipeline), range(shape.replicate), range(shape.shard))
     for rank, (stage, replica, shard) in enumerate(coordinates):
         lines = {name: _line(shape, rank, name) for name in AXES}
-        assert lines["shard"].index(rank) == shard
-        assert lines["replicate"].index(rank) == replica
-        assert lines["pipeline"].index(rank) == stage
-        assert lines["data"].index(rank) == shard + shape.shard * replica
-        assert lines["world"].index(rank) == rank
+        wanted: dict[str, tuple[int, int]] = {
+            "shard": (shard, shape.shard),
+            "replicate": (replica, shape.replicate),
+            "pipeline": (stage, shape.pipeline),
+            "data": (shard + shape.shard * replica, shape.data),
+            "world": (rank, shape.world),
+            "tensor": (0, 1),
+        }
+        assert {name: (lines[name].index(rank), len(lines[name])) for name in wanted} == wanted
         assert lines["expert"].index(rank) == shard % shape.expert
         assert lines["expert_shard"].index(rank) == shard // shape.expert
-        assert sorted({*lines["expert"], *lines["expert_shard"]} - {*lines["shard"]}) == []
-        wanted: dict[str, int] = {
-            "shard": shape.shard,
-            "replicate": shape.replicate,
-            "pipeline": shape.pipeline,
-            "data": shape.data,
-            "world": shape.world,
-            "tensor": 1,
-        }
-        assert {name: len(line) for name, line in lines.items() if name in wanted} == wanted
+        assert {*lines["expert"], *lines["expert_shard"]} <= {*lines["shard"]}
         for name, line in lines.items():
             assert all(_line(shape, peer, name) == line for peer in line)
 
@@ -83,49 +85,46 @@ def test_each_rank_of_a_tensor_axis_has_the_other_axes_to_itself() -> None:
 
 
 @pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_one_rank_needs_no_process_group(variables: pytest.MonkeyPatch, launched: dict[str, str]) -> None:
-    for name, value in launched.items():
-        variables.setenv(name, value)
+def test_one_rank_needs_no_process_group(launch: Callable[..., None], launched: dict[str, str]) -> None:
+    launch(**launched)
     mesh = start(lambda world: fit(world, 0, 0, 1), device="cpu")
-    assert [(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES] == [(1, 0, None)] * len(
-        AXES
-    )
+    assert {(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES} == {(1, 0, None)}
     assert not dist.is_initialized()
     mesh.stop()
     mesh.stop()
 
 
+NUMBER = "must be a whole number; got"
+
+
 @pytest.mark.parametrize(
     ("launched", "shown"),
     [
-        ({"RANK": "0"}, "`WORLD_SIZE`: must be a whole number; got nothing"),
-        ({"WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got nothing"),
-        ({"RANK": "zero", "WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got 'zero'"),
+        ({"RANK": "0"}, f"`WORLD_SIZE`: {NUMBER} nothing"),
+        ({"WORLD_SIZE": "2"}, f"`RANK`: {NUMBER} nothing"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, f"`RANK`: {NUMBER} 'zero'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "`RANK`: must be at least 0 and below WORLD_SIZE=2; got 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "1. `MASTER_ADDR`: must be set to join 2 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, "`LOCAL_RANK`: must be a whole number; got ''"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, f"`LOCAL_RANK`: {NUMBER} ''"),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(
-    variables: pytest.MonkeyPatch, launched: dict[str, str], shown: str
+    launch: Callable[..., None], launched: dict[str, str], shown: str
 ) -> None:
-    for name, value in launched.items():
-        variables.setenv(name, value)
-    with pytest.raises(MeshError) as caught:
+    launch(**launched)
+    with pytest.raises(MeshError, match=re.escape(shown)):
         start(MeshShape(), device="cpu")
-    assert shown in str(caught.value)
 
 
-def test_a_shape_of_another_size_is_refused_before_anybody_joins(variables: pytest.MonkeyPatch) -> None:
-    for name, value in zip(LAUNCHED, ("0", "3", "0", "127.0.0.1", "1"), strict=True):
-        variables.setenv(name, value)
+def test_a_shape_of_another_size_is_refused_before_anybody_joins(launch: Callable[..., None]) -> None:
+    launch(**dict(zip(LAUNCHED, ("0", "3", "0", "127.0.0.1", "1"), strict=True)))
     with pytest.raises(MeshError, match=r"replicate 2 x shard 2 = 4 for 3\. Start 4 ranks"):
         start(MeshShape(shard=2, replicate=2), device="cpu")
     assert not dist.is_initialized()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_the_device_is_the_cpu_without_cuda(variables: pytest.MonkeyPatch) -> None:
+def test_the_device_is_the_cpu_without_cuda(launch: Callable[..., None]) -> None:
     assert start(MeshShape()).device == torch.device("cpu")
     with pytest.raises(MeshError, match="`cuda`, where torch finds no GPU"):
         start(MeshShape(), device="cuda")
