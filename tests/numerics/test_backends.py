@@ -89,11 +89,8 @@ def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: 
 
 
 REPLICAS = {"sharding": {"replicate": 2}}
-WIRES = (
-    {"wire": "bf16", "when": "every"},
-    {"wire": "bf16", "sum": "bf16", "when": "last"},
-    {"wire": "fp32", "when": "last"},
-)
+LAST, EVERY = {"when": "last"}, {"when": "every"}
+WIRES = ({"wire": "bf16", **EVERY}, {"wire": "bf16", "sum": "bf16", **LAST}, {"wire": "fp32", **LAST})
 AVERAGES = (
     {"prescale_gradients": True},
     {"gradient_predivide_factor": 2.0},
@@ -104,15 +101,13 @@ OPTIMIZERS = (
     {"type": "SGD", "params": {"lr": 0.1}},
     {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
 )
+KEEP = ("micro-batch", "step")
 WAYS: dict[str, tuple[int, list[Case]]] = {
     "one rank": (1, [(3, "bf16", 2, False, {})]),
     "four ranks": (4, [(stage, "bf16", 1, False, {}) for stage in (0, 2, 3)]),
     "replicas": (4, [(stage, "bf16", micro, False, REPLICAS) for stage, micro in ((3, 1), (3, 2), (1, 2))]),
     "wires": (2, [(3, "bf16", 2, False, {"precision": {"reduce": wire}}) for wire in WIRES]),
-    "how long units stay": (
-        2,
-        [(3, "bf16", 2, False, {"sharding": {"keep_gathered": keep}}) for keep in ("micro-batch", "step")],
-    ),
+    "how long units stay": (2, [(3, "bf16", 2, False, {"sharding": {"keep_gathered": k}}) for k in KEEP]),
     "averages": (2, [(stage, "fp32", 2, False, way) for way in AVERAGES for stage in (0, 3)]),
     "optimizers": (2, [(3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in OPTIMIZERS]),
     # Experts that get no token on one rank only, too: the four of them share twelve tokens.
@@ -141,20 +136,15 @@ def test_every_way_is_the_native_bits(name: str) -> None:
 
 
 def odd() -> tuple[list[float], list[float], float]:
-    native, fsdp2 = (train(make(_odd(backend), _Odd()), 3, data=_row) for backend in ("native", "fsdp2"))
-    worst = max(
-        float(((fsdp2.masters[n] - m).abs() / m.abs().clamp(min=1e-3)).max())
-        for n, m in native.masters.items()
+    def rows(step: int, rank: int, micro: int) -> torch.Tensor:
+        return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    native, fsdp2 = (
+        train(make(config(3, "fp32", backend=backend), _Odd()), 3, data=rows)
+        for backend in ("native", "fsdp2")
     )
-    return native.losses, fsdp2.losses, worst
-
-
-def _odd(backend: str) -> dict[str, Any]:
-    return config(3, "fp32", backend=backend)
-
-
-def _row(step: int, rank: int, micro: int) -> torch.Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+    off = [((fsdp2.masters[n] - m).abs() / m.abs().clamp(min=1e-3)).max() for n, m in native.masters.items()]
+    return native.losses, fsdp2.losses, float(max(off))
 
 
 class _Odd(torch.nn.Module):
@@ -205,29 +195,29 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     rank = engine.mesh.rank("data")
     first, second = batch(step, rank, 0), batch(step, rank, 1)
     losses: list[torch.Tensor] = []
-    if kind == "no_sync":
-        with engine.no_sync():  # the last one is not synchronised either: `step` must do it
-            for tokens in (first, second):
-                losses.append(engine(tokens))
-                engine.backward(losses[-1])
-    elif kind == "late boundary":
-        engine.progress.boundary = False
-        for tokens in (first, second, first):
+
+    def train_on(*several: torch.Tensor) -> None:
+        for tokens in several:
             losses.append(engine(tokens))
             engine.backward(losses[-1])
+
+    if kind == "no_sync":
+        with engine.no_sync():  # the last one is not synchronised either: `step` must do it
+            train_on(first, second)
+    elif kind == "late boundary":
+        engine.progress.boundary = False
+        train_on(first, second, first)
         engine.progress.boundary = True
     elif kind == "two at once":
         losses += [engine(first), engine(second)]
         for loss in losses:
             engine.backward(loss)
     elif kind == "evaluated between":
-        losses.append(engine(first))
-        engine.backward(losses[-1])
+        train_on(first)
         with torch.no_grad():
             losses.append(engine.eval()(second))
         engine.train()
-        losses.append(engine(second))
-        engine.backward(losses[-1])
+        train_on(second)
         with torch.no_grad():
             losses.append(engine(first))  # leaves the root gathered, of values that are about to change
     elif kind == "failed":
@@ -238,9 +228,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
                 engine.backward(output)
             with pytest.raises((TypeError, RuntimeError, AttributeError)):
                 engine("not tokens")
-        for tokens in (first, second):
-            losses.append(engine(tokens))
-            engine.backward(losses[-1])
+        train_on(first, second)
     result = engine.step()
     engine.progress.boundary = None
     assert result.updated, kind
@@ -256,13 +244,10 @@ def test_no_average_is_lost(stage: int) -> None:
 
 
 def replicated(backend: str) -> list[list[float]]:
-    engine = make(
-        config(3, "fp32", 2, backend=backend, sharding={"replicate": 2}, zero_optimization={"stage": 3}),
-        GPT(layers=1),
-    )
-    return [
-        _loop(kind, engine, step) for step, kind in enumerate(("no_sync", "late boundary", "two at once"))
-    ]
+    rest = {"sharding": {"replicate": 2}, "zero_optimization": {"stage": 3}}
+    engine = make(config(3, "fp32", 2, backend=backend, **rest), GPT(layers=1))
+    kinds = ("no_sync", "late boundary", "two at once")
+    return [_loop(kind, engine, step) for step, kind in enumerate(kinds)]
 
 
 @pytest.mark.long
@@ -272,10 +257,8 @@ def test_no_average_is_lost_between_replicas() -> None:
 
 def overflowing(backend: str, power: int, steps: int) -> list[Any]:
     """fp16 with a scale that overflows first."""
-    fp16 = {"initial_scale_power": power, "hysteresis": 1}
-    engine = make(
-        config(3, "fp16", 1, backend=backend, precision={"storage": "fp32"}, fp16=fp16), GPT(layers=1)
-    )
+    rest = {"precision": {"storage": "fp32"}, "fp16": {"initial_scale_power": power, "hysteresis": 1}}
+    engine = make(config(3, "fp16", 1, backend=backend, **rest), GPT(layers=1))
     found: list[Any] = []
     for step in range(steps):
         loss = engine(batch(step, engine.mesh.rank("data")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -67,14 +67,7 @@ def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
     return config(stage, mode, 1, optimizer={"type": "Muon", "params": PARAMS}, **rest)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products gain nothing from more, and torch's fused AdamW rounds the end of each thread's part in
-    another way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the definition -----------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,14 +70,9 @@ class Wide(GPT):
 def pinned_and_tied() -> list[list[float]]:
     """A tied parameter that differs from its unit: its two modules are one group."""
     found = []
+    precision = {"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]}
     for backend in ("native", "fsdp2"):
-        written = config(
-            3,
-            "bf16",
-            backend=backend,
-            precision={"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]},
-        )
-        engine = make(written, Wide())
+        engine = make(config(3, "bf16", backend=backend, precision=precision), Wide())
         if backend == "fsdp2":
             assert ("embed", "head") in [unit.spec.paths for unit in engine.executor.units]
         found.append([step(engine, number) for number in range(3)])
@@ -98,21 +95,17 @@ class Experts(nn.Module):
         return self.plain(sum(expert(x).to(x.dtype) for expert in self.experts))
 
 
-def containers() -> list[tuple[str, ...]]:
+def containers() -> None:
+    """A container is no group, but its children are."""
     model = GPT(layers=1)
     model.layers[0].mlp = Experts()
     precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
     engine = make(fsdp2(3, "bf16", precision=precision), model)
     step(engine)
-    paths = [unit.spec.paths for unit in engine.executor.units]
-    engine.destroy()
-    return paths
-
-
-def test_a_container_is_no_group_but_its_children_are() -> None:
-    made = run_ranks(containers, 2)[0]
+    made = [unit.spec.paths for unit in engine.executor.units]
     assert ("layers.0.mlp.experts.0",) in made and ("layers.0.mlp.experts.1",) in made
     assert ("layers.0.mlp.experts",) not in made
+    engine.destroy()
 
 
 class Listed(nn.Module):
@@ -127,25 +120,21 @@ class Listed(nn.Module):
         return self.plain(x @ self.weights[0])
 
 
-def uncalled(pinned: str) -> str:
-    model = GPT(layers=1)
-    model.layers[0].mlp = Listed()
-    written = fsdp2(3, "bf16", precision={"rules": [{"match": pinned, "pin": "fp32"}]})
-    try:
-        step(make(written, model))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def test_pinned_parameters_in_a_module_that_is_not_called_are_refused() -> None:
-    assert "`layers.0.mlp.weights`" in run_ranks(uncalled, 2, "*.mlp.weights.*")[0]
-    assert run_ranks(uncalled, 2, "*.norm*.*") == ["", ""]
+def uncalled() -> None:
+    """Pinned parameters in a module that is not called are refused, other ones are not."""
+    for pinned in ("*.norm*.*", "*.mlp.weights.*"):
+        model = GPT(layers=1)
+        model.layers[0].mlp = Listed()
+        written = fsdp2(3, "bf16", precision={"rules": [{"match": pinned, "pin": "fp32"}]})
+        if "mlp" not in pinned:
+            step(make(written, model))
+            continue
+        with pytest.raises(ModelError, match=r"`layers.0.mlp.weights`"):
+            step(make(written, model))
 
 
 def lora(backend: str) -> list[float]:
-    model = GPT(layers=2)
-    model.requires_grad_(False)
+    model = GPT(layers=2).requires_grad_(False)
     for layer in model.layers:
         layer.attention.out.requires_grad_(True)
     engine = make(config(3, "bf16", backend=backend, precision={"storage": "fp32"}), model)
@@ -192,25 +181,22 @@ def written() -> None:
     assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
 
-def loaded(assign: bool) -> None:
-    engine = make(fsdp2(3, "fp32"), GPT(layers=1))
-    other = GPT(layers=1, seed=9)
-    step(engine)
-    with pytest.raises(ModelError, match="gathered"):
-        engine.module.load_state_dict(other.state_dict())
-    with engine.gathered(write=True):
-        engine.module.load_state_dict(other.state_dict(), assign=assign)
-        shown = dict(engine.module.named_parameters())
-        assert torch.equal(shown["norm.weight"], other.norm.weight)
-    for name, value in other.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value), name
-    step(engine)
-    assert not torch.equal(engine.parameter("embed.weight").master, other.embed.weight)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_loading_a_state_dict(assign: bool) -> None:
-    run_ranks(loaded, 2, assign)
+def loaded() -> None:
+    for assign in (False, True):
+        engine = make(fsdp2(3, "fp32"), GPT(layers=1))
+        other = GPT(layers=1, seed=9)
+        step(engine)
+        with pytest.raises(ModelError, match="gathered"):
+            engine.module.load_state_dict(other.state_dict())
+        with engine.gathered(write=True):
+            engine.module.load_state_dict(other.state_dict(), assign=assign)
+            shown = dict(engine.module.named_parameters())
+            assert torch.equal(shown["norm.weight"], other.norm.weight)
+        for name, value in other.named_parameters():
+            assert torch.equal(engine.parameter(name).master, value), name
+        step(engine)
+        assert not torch.equal(engine.parameter("embed.weight").master, other.embed.weight)
+        engine.destroy()
 
 
 def left() -> None:
@@ -378,7 +364,9 @@ def held() -> None:
 class Recomputed(GPT):
     """Blocks under activation checkpointing."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.reentrant = reentrant
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -387,17 +375,11 @@ class Recomputed(GPT):
         return self.head(self.norm(x))
 
 
-class Reentrant(Recomputed):
-    reentrant = True
-
-
 def recomputed() -> list[list[float]]:
     found = []
-    for kind in (GPT, Recomputed, Reentrant):
-        engine = make(
-            fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]}),
-            kind(layers=1, moe=True),
-        )
+    written = fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]})
+    for kind in (GPT, partial(Recomputed, False), partial(Recomputed, True)):
+        engine = make(written, kind(layers=1, moe=True))
         run = train(engine, 2, 2)
         found.append([*run.losses, *(float(f"{norm:.14g}") for norm in run.norms)])
         engine.destroy()
@@ -440,46 +422,39 @@ class Skipping(GPT):
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        layers = list(self.layers)
-        for layer in layers if torch.distributed.get_rank() == 0 else reversed(layers):
+        for layer in list(self.layers)[:: -1 if torch.distributed.get_rank() else 1]:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-def disordered() -> str:
+def disordered() -> None:
+    """Different orders are an error before anything is updated."""
     engine = make(fsdp2(3), Skipping())
     engine.backward(engine(batch(0)))
-    try:
+    with pytest.raises(RankError, match="same order"):
         engine.step()
-    except RankError as error:
-        return str(error)
-    return ""
 
 
-def test_different_orders_are_an_error_before_anything_is_updated() -> None:
-    assert all("same order" in text for text in run_ranks(disordered, 2))
+def own(kind: str) -> None:
+    """A caller's optimizer of two groups, beside the native backend."""
+    found = []
+    for backend in ("native", "fsdp2"):
+        model = GPT(layers=1)
+        decay, plain = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
+        optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
+        written = config(3, "fp32", backend=backend)
+        del written["optimizer"]
+        engine = make(written, model, optimizer=optimizer)
+        assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
+        found.append([step(engine, number) for number in range(4)])
+        engine.destroy()
+    assert found[0] == pytest.approx(found[1], rel=2e-6)
 
 
-def own(backend: str, kind: str) -> list[float]:
-    model = GPT(layers=1)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
-    optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
-    written = config(3, "fp32", backend=backend)
-    del written["optimizer"]
-    engine = make(written, model, optimizer=optimizer)
-    assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
-    losses = [step(engine, number) for number in range(4)]
-    engine.destroy()
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
-def test_an_optimizer_of_the_callers(kind: str) -> None:
-    native, fsdp = run_ranks(own, 2, "native", kind), run_ranks(own, 2, "fsdp2", kind)
-    for one, other in zip(native, fsdp, strict=True):
-        assert one == pytest.approx(other, rel=2e-6)
+def own_optimizers() -> None:
+    own("AdamW")
+    own("RMSprop")
 
 
 class Twice(nn.Module):
@@ -504,18 +479,17 @@ def used_twice() -> list[str]:
     """Where the sum of a weight's uses is not that in fp32, whatever the dtype of each."""
     found = []
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for again in ("", "non-reentrant", "reentrant"):
-        for stage in range(4):
-            torch.manual_seed(0)
-            block = Twice(again)
-            uses = [block.weight.detach().bfloat16().requires_grad_() for _ in range(2)]
-            block.products(x, *uses).float().square().sum().backward()
-            wanted = uses[0].grad.float() + uses[1].grad.float()
-            engine = make(fsdp2(stage, "bf16"), Alone(block))
-            engine.backward(engine(x))
-            if not torch.equal(engine.parameter("block.weight").gradient, wanted):
-                found.append(f"stage {stage}, {again or 'no'} recomputation")
-            engine.destroy()
+    for again, stage in itertools.product(("", "non-reentrant", "reentrant"), range(4)):
+        torch.manual_seed(0)
+        block = Twice(again)
+        uses = [block.weight.detach().bfloat16().requires_grad_() for _ in range(2)]
+        block.products(x, *uses).float().square().sum().backward()
+        engine = make(fsdp2(stage, "bf16"), Alone(block))
+        engine.backward(engine(x))
+        wanted = uses[0].grad.float() + uses[1].grad.float()
+        if not torch.equal(engine.parameter("block.weight").gradient, wanted):
+            found.append(f"stage {stage}, {again or 'no'} recomputation")
+        engine.destroy()
     return found
 
 
@@ -542,6 +516,20 @@ def unscaled() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("body", [parameters, written, left, held, unscaled])
+ON_TWO_RANKS = [
+    parameters,
+    containers,
+    uncalled,
+    written,
+    loaded,
+    left,
+    held,
+    disordered,
+    own_optimizers,
+    unscaled,
+]
+
+
+@pytest.mark.parametrize("body", ON_TWO_RANKS)
 def test_two_ranks_see(body: Callable[[], None]) -> None:
     run_ranks(body, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.described import found_elsewhere
 from tests.numerics.networks import GPT
@@ -63,10 +64,8 @@ def spread(folder: str) -> None:
     for rest in ({"sharding": {"replicate": 2}}, {"zero_optimization": {"stage": 1}}):
         engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
         Checkpoints(engine, folder).load()
-        for name, master in torch.load(f"{folder}.masters").items():
-            assert torch.equal(engine.parameter(name).master, master), name
-        moments = dict(engine.parameter("embed.weight").state)
-        assert moments["exp_avg_sq"].gt(0).any()
+        require_masters(engine, torch.load(f"{folder}.masters"))
+        assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
         train(engine, 1, 2)
         engine.destroy()
 
@@ -76,17 +75,20 @@ def test_on_other_ranks(tmp_path: Path) -> None:
     run_ranks(spread, 4, str(tmp_path))
 
 
+def require_masters(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(engine.parameter(name).master, value.detach()), name
+
+
 def streamed(folder: str) -> None:
-    source = GPT(layers=1, moe=True, seed=3)
+    expected = dict(GPT(layers=1, moe=True, seed=3).named_parameters())
     with empty():
         model = GPT(layers=1, moe=True)
     engine = make(written("fsdp2"), model, weights=f"{folder}/model.safetensors")
-    for name, value in source.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value.detach()), name
+    require_masters(engine, expected)
     train(engine, 1, 2)
     load_weights(engine, f"{folder}/model.safetensors", quiet=True)
-    for name, value in source.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value.detach()), name
+    require_masters(engine, expected)
     assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
 
 
@@ -103,9 +105,7 @@ def first_values() -> None:
     for backend in ("native", "fsdp2"):
         torch.manual_seed(4)
         with empty():
-            model = torch.nn.Sequential(
-                torch.nn.Linear(6, 10), torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
-            )
+            model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3))
         engine = make(config(3, "fp32", backend=backend), model)
         found.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()

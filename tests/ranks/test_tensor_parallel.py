@@ -51,12 +51,14 @@ def network() -> GPT:
     return model
 
 
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
 def divided(model: GPT, ranks: int) -> GPT:
     """Both feed-forwards over two neighbours; everything else is plain."""
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(model.layers[0].mlp, mesh, styles)
-    parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **styles})
+    parallelize_module(model.layers[0].mlp, mesh, STYLES)
+    parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **STYLES})
     model.layers[1].mlp.mesh = mesh
     return model
 
@@ -80,17 +82,17 @@ def run(
     return losses, norms, {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
+CLIPPED = {"optimizer": SGD, "gradient_clipping": 0.1}
+slow = pytest.mark.slow
 CASES = [
     (2, 3, "fp32", 1, {"optimizer": SGD}),
-    pytest.param(4, 0, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
     (2, 0, "fp32", 2, {"optimizer": SGD}),
-    pytest.param(4, 1, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
-    (2, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}),
-    pytest.param(4, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}, marks=pytest.mark.slow),
-    pytest.param(4, 3, "fp32", 1, {"optimizer": SGD, "gradient_clipping": 0.1}, marks=pytest.mark.slow),
+    (2, 2, "fp32", 2, CLIPPED),
     (2, 3, "fp32", 1, {}),
-    pytest.param(4, 3, "fp32", 1, {}, marks=pytest.mark.slow),
     (4, 3, "bf16", 2, {"optimizer": SGD}),
+    *(pytest.param(4, stage, "fp32", 2, {"optimizer": SGD}, marks=slow) for stage in (0, 1)),
+    *(pytest.param(4, stage, "fp32", micro, CLIPPED, marks=slow) for stage, micro in ((2, 2), (3, 1))),
+    pytest.param(4, 3, "fp32", 1, {}, marks=slow),
 ]
 
 
@@ -194,20 +196,17 @@ def refused(what: str) -> str:
     sizes, names = {
         "layout": ((2, ranks // 2), ("tp", "dp")),
         "alone": ((1, ranks), ("dp", "tp")),
-        "uneven": ((ranks // 2, 2), ("dp", "tp")),
-    }.get(what, ((0, 0), ("", "")))
-    try:
-        if not sizes[0]:
-            divided(model, ranks)
-        elif what == "uneven":
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
+    }.get(what, ((ranks // 2, 2), ("dp", "tp")))
+    if what in ("native", "nothing"):
+        divided(model, ranks)
+    else:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
+        if what == "uneven":
             parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         else:
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
-            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(model.layers[0].mlp, mesh, styles)
-        backend = "native" if what in ("native", "alone") else "fsdp2"
-        make(config(3, "fp32", backend=backend), model)
+            parallelize_module(model.layers[0].mlp, mesh, STYLES)
+    try:
+        make(config(3, "fp32", backend="native" if what in ("native", "alone") else "fsdp2"), model)
     except (ConfigError, MeshError, ModelError) as error:
         return str(error)
     return ""
@@ -234,12 +233,9 @@ def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
 
 
 def unread(folder: str) -> str:
-    model = divided(network(), 2)
-    try:
-        make(config(3, "fp32", backend="fsdp2"), model, weights=folder)
-    except ModelError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ModelError) as caught:
+        make(config(3, "fp32", backend="fsdp2"), divided(network(), 2), weights=folder)
+    return str(caught.value)
 
 
 def test_files_are_read_before_a_model_is_divided(tmp_path: Path) -> None:
