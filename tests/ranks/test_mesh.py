@@ -156,15 +156,16 @@ def describe(shape: MeshShape) -> dict[str, tuple[int, list[int], bool]]:
 
 
 def test_axes_have_groups_and_share_equal_ones() -> None:
-    found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
+    everybody = (2, [0, 1, 2, 3], True)
     wanted = {
         "shard": (0, [2, 3], False),
         "replicate": (1, [0, 2], False),
         "pipeline": (0, [2], False),
-        "data": (2, [0, 1, 2, 3], True),
-        "world": (2, [0, 1, 2, 3], True),
+        "data": everybody,
+        "world": everybody,
         "tensor": (0, [2], False),
     }
+    found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
     assert {name: axis for name, axis in found[2].items() if name in wanted} == wanted
     found = run_ranks(describe, 4, MeshShape(shard=2, pipeline=2))
     assert found[1]["pipeline"] == (0, [1, 3], False)

@@ -193,10 +193,9 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
 
 def refused(what: str) -> str:
     ranks, model = torch.distributed.get_world_size(), network()
-    sizes, names = {
-        "layout": ((2, ranks // 2), ("tp", "dp")),
-        "alone": ((1, ranks), ("dp", "tp")),
-    }.get(what, ((ranks // 2, 2), ("dp", "tp")))
+    sizes, names = {"layout": ((2, ranks // 2), ("tp", "dp")), "alone": ((1, ranks), ("dp", "tp"))}.get(
+        what, ((ranks // 2, 2), ("dp", "tp"))
+    )
     if what in ("native", "nothing"):
         divided(model, ranks)
     else:

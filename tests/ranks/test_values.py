@@ -13,32 +13,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.habits import networks
+from tests.habits.networks import Made, square
 from tests.numerics.runs import config, make
 from tests.ranks.harness import run_ranks
+from tests.ranks.plain import weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
 
 
-class Block(nn.Module):
+class Net(networks.Net):
+    """Returns a loss."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 1)
+        super().__init__(out=1, blocks=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float().square().mean()
+        return square(super().forward(x))
 
 
 def engine_of(stage: int, mode: str, model: nn.Module | None = None, **more: Any) -> Engine:
@@ -249,13 +241,8 @@ def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> N
 # --- another model ------------------------------------------------------------------------------------------
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
+def wrapped(inside: nn.Module) -> nn.Module:
+    return Made(lambda self, x: self.inside(x), inside=inside)
 
 
 def rehang(model: Net) -> None:
@@ -288,8 +275,8 @@ def changed_modules(stage: int) -> list[str]:
     # What has no parameters may come, go and wrap.
     engine = engine_of(stage, "fp32")
     engine.module.dropout = nn.Dropout()
-    engine.module.blocks[0] = Wrapped(engine.module.blocks[0])
-    engine.module.head = Wrapped(engine.module.head)
+    engine.module.blocks[0] = wrapped(engine.module.blocks[0])
+    engine.module.head = wrapped(engine.module.head)
     before = engine.parameter("head.weight").master
     step(engine)
     if torch.equal(before, engine.parameter("head.weight").master):
@@ -335,15 +322,14 @@ def copies(stage: int, mode: str) -> list[str]:
         if away:
             with pytest.raises(ModelError, match=r"inside `engine.gathered"):
                 way()
-        with engine.gathered() as values:
-            then = {key: value.clone() for key, value in values.items()}
+        with engine.gathered():
+            then = weights(engine)
             copied = way()
         step(engine)
         found = {key: p.detach() for key, p in copied.named_parameters()}
         if not same(then, found):
             wrong.append(f"{name} at stage {stage}: values")
-        copied(data().to(copied.head.weight.dtype)).backward()
-        if any(p.grad is None or p.grad.dtype is not p.dtype for p in copied.parameters()):
+        if not is_plain(copied):
             wrong.append(f"{name} at stage {stage}: gradients")
         engine_of(0, "fp32", copied.float()).destroy()
     engine.destroy()
@@ -371,17 +357,16 @@ def again(stage: int, mode: str) -> list[str]:
     with pytest.raises(ModelError, match="`model`: must not have another engine"):
         engine_of(stage, mode, model)
     step(engine)
-    full = {name: value.clone() for name, value in _values(engine).items()}
+    full = weights(engine)
     with engine.gathered():
         engine.destroy()
     if not same(full, {name: p.detach() for name, p in model.named_parameters()}):
         wrong.append(f"stage {stage} {mode}: what is left")
-    model(data().to(model.head.weight.dtype)).backward()
-    if any(p.grad is None or p.grad.dtype is not p.dtype for p in model.parameters()):
+    if not is_plain(model):
         wrong.append(f"stage {stage} {mode}: it is a plain model")
     model.zero_grad()
     second = engine_of(stage, mode, model)
-    if not same(full, _values(second)):
+    if not same(full, weights(second)):
         wrong.append(f"stage {stage} {mode}: what is taken over")
     step(second)
     away = not all(segment.is_full for segment in second.executor.segments)
@@ -402,9 +387,10 @@ def again(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def _values(engine: Engine) -> dict[str, Tensor]:
-    with engine.gathered() as values:
-        return dict(values)
+def is_plain(model: nn.Module) -> bool:
+    """Whether a backward gives each parameter a gradient of its own dtype."""
+    model(data().to(model.head.weight.dtype)).backward()
+    return all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
 
 
 def copies_and_again(stage: int, mode: str) -> list[str]:
