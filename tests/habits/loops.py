@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
-from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, square, step_on
+from tests.habits.networks import ORDER, WIDTH, Block, Made, Net, as_loss_of, fit, square, step_on, steps_of
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
@@ -136,14 +136,20 @@ def zero_grad_in_every_way(loop: Loop) -> None:
         fit(loop, net, steps=1, seed=number)
 
 
-def schedules_of_torch(loop: Loop) -> None:
+def scheduled(loop: Loop, make: Callable[[torch.optim.Optimizer], tuple[Any, ...]]) -> None:
     """A scheduler over the optimizer, stepped by hand."""
     net = loop.train(Net())
-    schedule = torch.optim.lr_scheduler.StepLR(net.optimizer, 2, 0.5)
-    for number in range(5):
-        fit(loop, net, steps=1, seed=number)
-        schedule.step()
-        loop.see("lr", schedule.get_last_lr())
+    schedule, *told = make(net.optimizer)
+    for _ in steps_of(loop, net, 5):
+        schedule.step(*told)
+        loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
+
+
+SCHEDULES: dict[str, Any] = {
+    "schedules_of_torch": lambda of: (torch.optim.lr_scheduler.StepLR(of, 2, 0.5),),
+    # Told what the loss was.
+    "a_plateau": lambda of: (torch.optim.lr_scheduler.ReduceLROnPlateau(of, factor=0.5, patience=0), 1.0),
+}
 
 
 def learning_rates_by_hand(loop: Loop) -> None:
@@ -168,16 +174,6 @@ def a_gradient_scaler(loop: Loop) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(square(net(loop.data(0)))).backward()
     scaler.step(net.optimizer)
-
-
-def a_plateau(loop: Loop) -> None:
-    """ReduceLROnPlateau, told what the loss was."""
-    net = loop.train(Net())
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(net.optimizer, factor=0.5, patience=0)
-    for number in range(4):
-        fit(loop, net, steps=1, seed=number)
-        schedule.step(1.0)
-        loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
 
 
 # --- evaluation -----------------------------------------------------------------------------------------
@@ -410,17 +406,12 @@ def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
     """A teacher in an engine, a student in DDP whose forward asks it."""
     teacher = loop.train(Net())
 
-    class Student(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(WIDTH, WIDTH)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return square(self.head(x.float()) - target)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = teacher(x)
-            return square(self.head(x.float()) - target)
-
-    student = nn.parallel.DistributedDataParallel(Student())
+    student = nn.parallel.DistributedDataParallel(Made(forward, head=nn.Linear(WIDTH, WIDTH)))
     for number in range(2):
         loss = student(loop.data(number))
         loop.see("loss", loss)
@@ -433,8 +424,7 @@ def attributes_of_the_model(loop: Loop) -> None:
     net = loop.train(Net())
     net.module.step_count = 0
     net.module.history = []
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for number in steps_of(loop, net):
         net.module.step_count += 1
         net.module.history.append(number)
         net.module.blocks[0].extra = torch.ones(3) * number
@@ -476,6 +466,7 @@ FAILURES = {
 HABITS = habits_of(
     globals(),
     *each(failing, FAILURES),
+    *each(scheduled, SCHEDULES),
     *each(on_one_rank, CHANGES),
     *each(surrounded, SURROUNDINGS),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),

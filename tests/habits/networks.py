@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,19 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Made(nn.Module):
+    """Parts, and a forward that is a function of this module and of its inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward_of = forward
+
+    def forward(self, *args: Any) -> Any:
+        return self._forward_of(self, *args)
+
+
 class Net(nn.Module):
     """Blocks between two matrices."""
 
@@ -36,9 +49,12 @@ class Net(nn.Module):
     def through(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
         return block(x, *rest)
 
+    def chosen(self) -> Iterable[nn.Module]:
+        return self.blocks
+
     def trunk(self, x: Tensor, *rest: Any) -> Tensor:
         h = self.into(x)
-        for block in self.blocks:
+        for block in self.chosen():
             h = self.through(block, h, *rest)
         return h
 
@@ -68,6 +84,13 @@ def fit(
     """Some steps of training on the loop's data."""
     batches = map(loop.data, range(seed, seed + steps))
     step_on(net, (loss_of(x) if loss_of else square(net(x)) for x in batches))
+
+
+def steps_of(loop: Loop, net: Trainer, count: int = 3) -> Iterator[int]:
+    """Fit step by step: what a loop over these does comes after each."""
+    for number in range(count):
+        fit(loop, net, steps=1, seed=number)
+        yield number
 
 
 def as_loss_of(model: Callable[[], nn.Module], steps: int = 2, micro: int = 1) -> Any:

@@ -90,17 +90,14 @@ class Cached(Net):
         return self.trunk(x, cache, past)
 
 
-def a_cache_that_blocks_write(loop: Loop) -> None:
+@as_loss_of(Cached)
+def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Truncated backpropagation: the second call reads what the first has written, in one graph."""
-    net = loop.train(Cached())
-    for number in range(2):
-        cache: dict[int, Tensor] = {}
-        past: list[Tensor] = []
-        one = net(loop.data(2 * number), cache, past)
-        two = net(loop.data(2 * number + 1), cache, past=past)
-        loop.see("cache", [sorted(cache), len(past), past])
-        net.backward(square(one) + square(two))
-        net.step()
+    cache: dict[int, Tensor] = {}
+    past: list[Tensor] = []
+    one, two = net(x, cache, past), net(x + 1.0, cache, past=past)
+    loop.see("cache", [sorted(cache), len(past), past])
+    return square(one) + square(two)
 
 
 def a_cache_in_evaluation(loop: Loop) -> None:
@@ -337,19 +334,18 @@ def integers_bools_and_nothing(loop: Loop) -> None:
         net.step()
 
 
-def integer_inputs_keep_their_dtype(loop: Loop) -> None:
+class Sees(Net):
+    def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
+        return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
+
+
+@as_loss_of(Sees, 1)
+def integer_inputs_keep_their_dtype(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """int16, uint8 and float64 numbers that stand beside a tensor."""
-
-    class Sees(Net):
-        def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
-            return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
-
-    net = loop.train(Sees())
-    rest = (torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8), 2.5, "text", None, True)
-    out, dtypes = net(loop.data(0), *rest)
+    short, byte = torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8)
+    out, dtypes = net(x, short, byte, 2.5, "text", None, True)
     loop.see("dtypes", dtypes)
-    net.backward(square(out))
-    net.step()
+    return square(out)
 
 
 # --- outputs --------------------------------------------------------------------------------------------
