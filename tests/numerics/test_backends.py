@@ -16,7 +16,7 @@ import torch
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.policy.nouns import Mode
 from zerodrift.policy.support import table
 
@@ -62,7 +62,11 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
 # --- every cell of the support table ------------------------------------------------------------------
 
 
-def cells(mode: str, stages: tuple[int, ...]) -> list[str]:
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+@on_ranks(2, timeout=240)
+def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: str) -> list[str]:
     """What differs in any cell that is supported; every other cell is refused in `unit/test_support.py`."""
     found = []
     for cell in table():
@@ -76,13 +80,6 @@ def cells(mode: str, stages: tuple[int, ...]) -> list[str]:
         assert all(torch.isfinite(torch.tensor(runs["fsdp2"].losses)))
         found += [f"{cell}: {what}" for what in differs(runs["native"], runs["fsdp2"])]
     return found
-
-
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
-def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: str) -> None:
-    assert run_ranks(cells, 2, mode, stages, timeout=240) == [[], []]
 
 
 # --- parity beyond the cells --------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -108,6 +110,31 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.end()
+
+
+def on_ranks(
+    world_size: int = 0, timeout: float = 60.0
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a function that runs on so many ranks, and on none may return what counts as true.
+
+    Without a number it is the test's own parameter `world`."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**values: Any) -> None:
+            place = (body.__module__, body.__name__)
+            ranks = run_ranks(_run_body, world_size or values["world"], place, values, timeout=timeout)
+            for rank, found in enumerate(ranks):
+                assert not found, f"rank {rank}: {found}"
+
+        return test
+
+    return decorate
+
+
+def _run_body(place: tuple[str, str], values: dict[str, Any]) -> Any:
+    module, name = place
+    return getattr(importlib.import_module(module), name).__wrapped__(**values)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import ModelError, RankError, UnsupportedError
@@ -80,9 +80,10 @@ def pinned_and_tied() -> list[list[float]]:
     return found
 
 
-def test_a_tied_parameter_of_its_own_kind() -> None:
-    for native, other in run_ranks(pinned_and_tied, 2):
-        assert native == other
+@on_ranks(2)
+def test_a_tied_parameter_of_its_own_kind() -> bool:
+    native, other = pinned_and_tied()
+    return native != other
 
 
 class Experts(nn.Module):
@@ -145,8 +146,15 @@ def lora(backend: str) -> list[float]:
     return [*losses, frozen]
 
 
-def test_frozen_parameters() -> None:
-    assert run_ranks(lora, 2, "native") == run_ranks(lora, 2, "fsdp2")
+@on_ranks(2)
+def test_frozen_parameters() -> bool:
+    return lora("native") != lora("fsdp2")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_experts_without_a_token_count_as_zero(stage: int) -> bool:
+    return picky("native", stage) != picky("fsdp2", stage)
 
 
 # --- values in and out --------------------------------------------------------------------------------
@@ -166,19 +174,6 @@ def written() -> None:
     assert torch.equal(engine.parameter("norm.weight").master, torch.full((WIDTH,), 2.0))
     assert torch.equal(engine.parameter("layers.0.mlp.down.bias").master, torch.full((WIDTH,), 3.0))
     assert isinstance(engine.module.norm.weight, DTensor)
-
-    engine.parameter("norm.bias").master = torch.linspace(0, 1, WIDTH)
-    assert torch.equal(engine.parameter("norm.bias").master, torch.linspace(0, 1, WIDTH))
-    loss = engine(batch(0, rank))
-    engine.backward(loss)
-    gradient = engine.parameter("norm.bias").gradient
-    engine.parameter("norm.bias").gradient = 2 * gradient
-    assert torch.equal(engine.parameter("norm.bias").gradient, 2 * gradient)
-    engine.backward(engine(batch(1, rank)))
-    assert engine.step().updated
-    moments = dict(engine.parameter("norm.bias").state)
-    engine.parameter("norm.bias").state["exp_avg"] = moments["exp_avg"] + 1
-    assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
 
 def loaded() -> None:
@@ -387,9 +382,10 @@ def recomputed() -> list[list[float]]:
 
 
 @pytest.mark.long
-def test_activation_checkpointing_changes_nothing() -> None:
-    for plain, other, reentrant in run_ranks(recomputed, 2):
-        assert plain == other == reentrant
+@on_ranks(2)
+def test_activation_checkpointing_changes_nothing() -> bool:
+    plain, *others = recomputed()
+    return any(other != plain for other in others)
 
 
 class Picky(nn.Module):
@@ -410,11 +406,6 @@ def picky(backend: str, stage: int) -> list[list[float]]:
     run = train(engine, 3, 2)
     engine.destroy()
     return [run.losses, run.masters["layers.0.mlp.experts.1.weight"].flatten().tolist()]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_experts_without_a_token_count_as_zero(stage: int) -> None:
-    assert run_ranks(picky, 2, "native", stage) == run_ranks(picky, 2, "fsdp2", stage)
 
 
 class Skipping(GPT):
@@ -475,7 +466,8 @@ class Twice(nn.Module):
         return checkpoint(nn.functional.linear, hidden, second, use_reentrant=self.again == "reentrant")
 
 
-def used_twice() -> list[str]:
+@on_ranks(2)
+def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> list[str]:
     """Where the sum of a weight's uses is not that in fp32, whatever the dtype of each."""
     found = []
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -500,10 +492,6 @@ class Alone(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(x).float().square().sum()
-
-
-def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> None:
-    assert run_ranks(used_twice, 2) == [[], []]
 
 
 def unscaled() -> None:

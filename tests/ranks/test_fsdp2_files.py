@@ -13,7 +13,7 @@ from torch import nn
 from tests.described import found_elsewhere
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import empty
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.weights.export import export
@@ -99,7 +99,8 @@ def test_weights_stream_into_shards(tmp_path: Path) -> None:
     run_ranks(streamed, 2, str(tmp_path))
 
 
-def first_values() -> None:
+@on_ranks(2)
+def test_an_empty_model_gets_its_first_values() -> None:
     """A model without memory gets what its own module would have done, whoever executes the plan."""
     found = []
     for backend in ("native", "fsdp2"):
@@ -112,10 +113,6 @@ def first_values() -> None:
     native, fsdp2 = found
     assert all(torch.equal(native[name], fsdp2[name]) for name in native)
     assert any(value.abs().sum() > 0 for value in native.values())
-
-
-def test_an_empty_model_gets_its_first_values() -> None:
-    run_ranks(first_values, 2)
 
 
 def exported(backend: str, folder: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import rendezvous
 from zerodrift.comm.mesh import AXES, _line, start
 from zerodrift.errors import MeshError, RankError
@@ -172,21 +172,16 @@ def test_axes_have_groups_and_share_equal_ones() -> None:
     assert found[1]["data"] == found[1]["shard"] == (1, [0, 1], False)
 
 
-def borrow() -> list[bool]:
-    """A running default group is borrowed: `stop` leaves it, and a new mesh can start."""
-    good = []
+@on_ranks(2)
+def test_stop_leaves_the_callers_group_running() -> None:
+    """A running default group is borrowed, and a new mesh can start."""
     for _ in range(2):
         mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
-        good.append(mesh.group("world") is not dist.group.WORLD)
+        assert mesh.group("world") is not dist.group.WORLD
         mesh.stop()
         total = torch.ones(())
         dist.all_reduce(total)
-        good.append(bool(total == 2))
-    return good
-
-
-def test_stop_leaves_the_callers_group_running() -> None:
-    assert run_ranks(borrow, 2) == [[True] * 4] * 2
+        assert total == 2
 
 
 def _launch(rank: int, world: int, port: int) -> None:
@@ -196,42 +191,35 @@ def _launch(rank: int, world: int, port: int) -> None:
     os.environ.update(zip(LAUNCHED, values, strict=True))
 
 
-def join_from_variables(port: int) -> list[bool]:
-    _launch(dist.get_rank(), 2, port)
-    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
-    total = torch.full((), float(mesh.rank()))
-    dist.all_reduce(total, group=mesh.group("shard"))
-    running = dist.is_initialized()
-    mesh.stop()
-    mesh.stop()
-    return [bool(total == 1), running, dist.is_initialized()]
-
-
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def test_ranks_join_from_the_launchers_variables() -> None:
-    assert run_ranks(join_from_variables, 2, free_port()) == [[True, True, False]] * 2
+@on_ranks(2)
+def test_ranks_join_from_the_launchers_variables(port: int) -> None:
+    _launch(dist.get_rank(), 2, port)
+    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
+    total = torch.full((), float(mesh.rank()))
+    dist.all_reduce(total, group=mesh.group("shard"))
+    assert total == 1 and dist.is_initialized()
+    mesh.stop()
+    mesh.stop()
+    assert not dist.is_initialized()
 
 
-def join_alone(port: int) -> str:
+@on_ranks(1)
+def test_a_rank_that_never_joins_is_an_error(port: int) -> None:
     _launch(0, 2, port)
-    with pytest.raises(RankError) as caught:
+    told = r"all 2 ranks must join within 1 s; got .* on rank 0\. .*MASTER_ADDR '127.0.0.1'"
+    with pytest.raises(RankError, match=told):
         start(lambda world: MeshShape(shard=world), device="cpu", timeout=1.0)
-    return str(caught.value)
 
 
-def test_a_rank_that_never_joins_is_an_error() -> None:
-    (text,) = run_ranks(join_alone, 1, free_port())
-    assert "all 2 ranks must join within 1 s; got " in text and " on rank 0. " in text
-    assert "MASTER_ADDR '127.0.0.1'" in text
-
-
-def listens(port: int) -> list[str]:
-    """Addresses that this process listens on, once it has joined."""
+@on_ranks(2)
+def test_ranks_that_meet_on_loopback_listen_there_alone(port: int) -> None:
     _launch(dist.get_rank(), 2, port)
     mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
     opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
@@ -242,12 +230,7 @@ def listens(port: int) -> list[str]:
             if words[3] == "0A" and f"socket:[{words[9]}]" in opened:
                 found.append(words[1].split(":")[0])
     mesh.stop()
-    return found
-
-
-def test_ranks_that_meet_on_loopback_listen_there_alone() -> None:
-    for found in run_ranks(listens, 2, free_port()):
-        assert found and set(found) == {"0100007F"}
+    assert found and set(found) == {"0100007F"}
 
 
 def test_every_start_has_a_name_of_its_own_in_a_store_that_is_kept() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import deepspeed
 from zerodrift.deepspeed.functions import logger
 from zerodrift.deepspeed.monitor.config import get_monitor_config
@@ -84,9 +84,10 @@ def test_a_loss_scale_is_one_of_them(tmp_path: Path) -> None:
     assert curves(str(tmp_path))["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "4,16.0"]
 
 
-def lost(folder: str) -> None:
-    """A second run adds to the files of the first, and goes on where nothing can be written any more."""
+@on_ranks(1)
+def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: Path) -> None:
     said: list[str] = []
+    folder = str(tmp_path / "curves")
     for _ in range(2):
         engine = engine_of(**csv_block(folder))
         steps(engine, 1)
@@ -102,10 +103,6 @@ def lost(folder: str) -> None:
     assert engine.global_steps == 3
     (line,) = [each for each in said if "csvMonitor" in each]
     assert "nothing more is written" in line and "lr.csv" in line
-
-
-def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: Path) -> None:
-    run_ranks(lost, 1, str(tmp_path / "curves"))
 
 
 def test_no_block_writes_nothing() -> None:

@@ -13,7 +13,7 @@ import zerodrift as zd
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config
 from tests.numerics.test_pipelines import COUNT, LAYERS, PARTS
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ZerodriftError
 
@@ -153,7 +153,9 @@ def test_what_is_wrong_with_micro_batches_is_one_error_on_every_rank() -> None:
 # --- one parameter ----------------------------------------------------------------------------------------
 
 
-def written(executor: str) -> None:
+@pytest.mark.parametrize("executor", EXECUTORS)
+@on_ranks(2)
+def test_what_is_assigned_to_a_parameter_is_what_is_read(executor: str) -> None:
     engine = engine_of(executor, "bf16")
     for parameter in map(engine.parameter, NAMES):
         wanted = torch.linspace(-1, 1, parameter.master.numel()).view(parameter.shape)
@@ -191,11 +193,6 @@ def written(executor: str) -> None:
         assert all((value == 0.25).all() for value in shown.values())
     engine.train_batch(data(1))
     engine.destroy()
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_is_assigned_to_a_parameter_is_what_is_read(executor: str) -> None:
-    run_ranks(written, 2, executor)
 
 
 def refused(executor: str) -> dict[str, str]:

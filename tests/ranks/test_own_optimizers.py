@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.numerics.networks import GPT, batch
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import initialize
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.errors import UnsupportedError
@@ -218,7 +218,9 @@ def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
         assert max(off.values(), default=0.0) < 1e-4
 
 
-def continue_with(folder: str, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> list[str]:
     """Parameters that four steps make otherwise when an engine ends after two, and another goes on."""
     ends = []
     for parts in ((4,), (2, 2)):
@@ -227,7 +229,7 @@ def continue_with(folder: str, stage: int) -> list[str]:
             model = GPT(tied=False)
             optimizer = make("Lookahead around Adagrad", model)
             engine = initialize(model, optimizer, settings(stage), elementwise=True, device="cpu", quiet=True)
-            checkpoints = Checkpoints(engine, folder, quiet=True)
+            checkpoints = Checkpoints(engine, tmp_path, quiet=True)
             if done:
                 checkpoints.load()
             for number in range(done, done + steps):
@@ -241,11 +243,6 @@ def continue_with(folder: str, stage: int) -> list[str]:
             engine.destroy()
         ends.append(end)
     return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(continue_with, 2, str(tmp_path), stage) == [[], []]
 
 
 # --- what is refused ------------------------------------------------------------------------------------
@@ -275,7 +272,8 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def refused_all() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> list[str]:
     """What no message says."""
     return [
         f"{kind} {elementwise} {written}: {part!r} is not in {message!r}"
@@ -284,10 +282,6 @@ def refused_all() -> list[str]:
         for part in parts
         if part not in message
     ]
-
-
-def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> None:
-    assert run_ranks(refused_all, 2) == [[], []]
 
 
 def under_the_drop_in(untested: bool) -> str:

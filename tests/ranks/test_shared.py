@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zerodrift as zd
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.test_collectives import joined, values_of
 from zerodrift.comm import pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
@@ -240,11 +240,8 @@ def trained(stage: int, mode: str, least: int) -> torch.Tensor:
     return values
 
 
-def trained_both_ways() -> list[tuple[int, str]]:
+@linux
+@on_ranks(2)
+def test_training_has_the_same_bits_with_and_without() -> list[tuple[int, str]]:
     cells = [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
     return [cell for cell in cells if not torch.equal(trained(*cell, 1), trained(*cell, 1 << 40))]
-
-
-@linux
-def test_training_has_the_same_bits_with_and_without() -> None:
-    assert run_ranks(trained_both_ways, 2) == [[]] * 2

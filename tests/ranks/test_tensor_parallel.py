@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
@@ -121,10 +121,11 @@ def test_it_trains_as_the_plain_model_does(
 # --- values, the precision line, an exception -----------------------------------------------------------
 
 
-def values() -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_values_and_what_is_observed(world: int) -> None:
     plain = dict(network().named_parameters())
-    ranks = torch.distributed.get_world_size()
-    engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), ranks))
+    engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), world))
     name, row = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
     assert isinstance(engine.executor.members[name].sharded, DTensor)
     assert [type(p) for p in engine.executor.members[row].sharded.placements] == [Shard, Shard]
@@ -160,19 +161,15 @@ def values() -> None:
     cells = {column: seen.seen(row, column) for column in compare.COLUMNS}
     assert cells["compute"] == {"bfloat16"} and cells["accumulate"] == {"float32"} == cells["state"]
     assert [column for column, found in cells.items() if not found] == (
-        [] if ranks > 2 else ["gather", "reduce"]
+        [] if world > 2 else ["gather", "reduce"]
     )
 
     with pytest.raises(UnsupportedError, match="`checkpoint`: must be written"):
         engine.pieces()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_values_and_what_is_observed(ranks: int) -> None:
-    run_ranks(values, ranks)
-
-
-def poisoned() -> None:
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
     """A gradient that is not finite on one rank of the axis only skips the step on both."""
     engine: Any = make(config(3, "fp32", 1, backend="fsdp2"), divided(network(), 2))
     before = engine.parameter("layers.0.mlp.up.weight").master
@@ -182,10 +179,6 @@ def poisoned() -> None:
     result = engine.step()
     assert result.skipped and result.bad == ("layers.0.mlp.up.weight",)
     assert torch.equal(engine.parameter("layers.0.mlp.up.weight").master, before)
-
-
-def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
-    run_ranks(poisoned, 2)
 
 
 # --- what is refused ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from tests.ranks.plain import differs, differs_more, left_behind, on_every_cell, pair
 from zerodrift.errors import RankError
 
@@ -134,12 +134,9 @@ def set_on_one_rank(stage: int) -> Any:
     return wrong
 
 
-def set_at_every_stage() -> list[str]:
+@on_ranks(2)
+def test_a_gradient_that_was_set_on_one_rank_is_told_on_all() -> list[str]:
     return [f"stage {stage}: {wrong}" for stage in range(4) for wrong in set_on_one_rank(stage)]
-
-
-def test_a_gradient_that_was_set_on_one_rank_is_told_on_all() -> None:
-    assert run_ranks(set_at_every_stage, 2) == [[], []]
 
 
 def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from zerodrift.errors import ModelError
 
 WIDTH = 8
@@ -98,7 +98,9 @@ def with_other_values(b: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(b, {name: value * 2 for name, value in b.named_parameters()}, (x,))
 
 
-def everything(backend: str) -> list[str]:
+@pytest.mark.parametrize("backend", ["native", "fsdp2"])
+@on_ranks(2, timeout=120.0)
+def test_units_are_found_or_named(backend: str) -> list[str]:
     """The native backend needs no names: what is used outside of its block is gathered where it is used.
 
     It has the bits of stage 0. `fully_shard` lays parameters out by itself, and on some processors the last
@@ -135,8 +137,3 @@ def everything(backend: str) -> list[str]:
     compare("a weight used outside", Block, lambda b, x: linear(b(x), b.a.weight), [], outside, 1e-6)
     compare("called with other values", Block, with_other_values, [], "`blocks.0.", 1e-6)
     return problems
-
-
-@pytest.mark.parametrize("backend", ["native", "fsdp2"])
-def test_units_are_found_or_named(backend: str) -> None:
-    assert run_ranks(everything, 2, backend, timeout=120.0) == [[], []]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.habits import networks
 from tests.habits.networks import Made, square
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from tests.ranks.plain import weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
@@ -107,18 +107,6 @@ def written_outside(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def written_on_one_rank(stage: int, mode: str) -> list[str]:
-    engine = engine_of(stage, mode)
-    step(engine)
-    if engine.mesh.rank() == 1:
-        engine.module.head.weight.data.add_(1.0)
-    engine.backward(engine(data()))
-    with pytest.raises((RankError, ModelError), match=r"engine.gathered"):
-        engine.step()
-    engine.destroy()
-    return []
-
-
 Cell = tuple[int, str]
 """(stage, mode)."""
 
@@ -130,21 +118,27 @@ def halves(some: Sequence[Cell], every: Iterable[Cell]) -> Any:
     return pytest.mark.parametrize("cells", cases)
 
 
-def all_of(check: Callable[[int, str], list[str]], cells: Sequence[Cell]) -> list[str]:
-    return [wrong for stage, mode in cells for wrong in check(stage, mode)]
-
-
 @halves(
     [(0, "fp32"), (2, "bf16"), (3, "bf16"), (2, "fp16"), (3, "autocast-bf16")],
     itertools.product((0, 2, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
 )
-def test_a_write_outside_is_taken_over_or_named(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, written_outside, cells, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_a_write_outside_is_taken_over_or_named(cells: list[Cell]) -> list[str]:
+    return [wrong for cell in cells for wrong in written_outside(*cell)]
 
 
 @halves([(0, "fp32"), (1, "fp16")], itertools.product((0, 1), ("fp32", "fp16")))
+@on_ranks(2)
 def test_a_write_on_one_rank_is_an_error_on_all(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, written_on_one_rank, cells) == [[], []]
+    for stage, mode in cells:
+        engine = engine_of(stage, mode)
+        step(engine)
+        if engine.mesh.rank() == 1:
+            engine.module.head.weight.data.add_(1.0)
+        engine.backward(engine(data()))
+        with pytest.raises((RankError, ModelError), match=r"engine.gathered"):
+            engine.step()
+        engine.destroy()
 
 
 # --- contexts -----------------------------------------------------------------------------------------------
@@ -226,16 +220,17 @@ def kept_values(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def contexts(stage: int, mode: str) -> list[str]:
-    return kept_values(stage, mode) + (failing_writes(stage, mode) if mode != "autocast-bf16" else [])
-
-
 @halves(
     [(0, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"), (0, "fp16"), (1, "autocast-bf16")],
     itertools.product((0, 1, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
 )
-def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, contexts, cells, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> list[str]:
+    wrong = []
+    for stage, mode in cells:
+        wrong += kept_values(stage, mode)
+        wrong += failing_writes(stage, mode) if mode != "autocast-bf16" else []
+    return wrong
 
 
 # --- another model ------------------------------------------------------------------------------------------
@@ -295,12 +290,9 @@ def changed_modules(stage: int) -> list[str]:
     return wrong
 
 
-def all_modules() -> list[str]:
+@on_ranks(2, timeout=240)
+def test_a_changed_module_is_named_at_the_next_forward() -> list[str]:
     return changed_modules(0) + changed_modules(3)
-
-
-def test_a_changed_module_is_named_at_the_next_forward() -> None:
-    assert run_ranks(all_modules, 2, timeout=240) == [[], []]
 
 
 # --- copies, and one engine after another -------------------------------------------------------------------
@@ -393,10 +385,7 @@ def is_plain(model: nn.Module) -> bool:
     return all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
 
 
-def copies_and_again(stage: int, mode: str) -> list[str]:
-    return copies(stage, mode) + again(stage, mode)
-
-
-def test_copies_are_plain_and_one_engine_follows_another() -> None:
+@on_ranks(2, timeout=240)
+def test_copies_are_plain_and_one_engine_follows_another() -> list[str]:
     cells = [(0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")]
-    assert run_ranks(all_of, 2, copies_and_again, cells, timeout=240) == [[], []]
+    return [wrong for cell in cells for wrong in (*copies(*cell), *again(*cell))]
