@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
 from zerodrift.comm.fold import Sum
@@ -222,8 +222,11 @@ def test_broadcasts_count_their_source_along_the_axis_and_objects_go_round() -> 
 # Handles
 
 
-def overlap(order: list[int], carrier: Carrier) -> list[bool]:
-    """Three operations under way at once, waited for in another order on every rank."""
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+@on_ranks(3)
+def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
+    """Three under way at once, waited for in another order on every rank."""
     comm = joined(carrier)
     small_messages()
     line = comm.mesh.axis("shard")
@@ -242,17 +245,10 @@ def overlap(order: list[int], carrier: Carrier) -> list[bool]:
         time.sleep(0.02 * rank)
     for handle in handles:
         handle.wait()  # a second time: nothing
-    good = [same_bits(gathered, torch.cat([values_of(peer, count, FP32) for peer in range(size)]))]
+    assert same_bits(gathered, torch.cat([values_of(peer, count, FP32) for peer in range(size)]))
     for seed in (0, 1):
         parts = [line.slice(part, rank) for part in every[seed]]
-        good.append(same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed])))
-    return good
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
-    assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
+        assert same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed]))
 
 
 # Rows to other ranks
@@ -303,7 +299,8 @@ def test_every_carrier_brings_every_bit(
 # What is recorded
 
 
-def record_a_step() -> tuple[list[Recorded], list[Recorded]]:
+@on_ranks(4)
+def test_the_record_is_the_list_of_calls() -> None:
     comm = joined(replicate=2, shard=2)
     full, slice_ = torch.ones(512, dtype=BF16), torch.ones(256, dtype=FP32)
     large = torch.ones(collectives.DIRECT)
@@ -318,11 +315,6 @@ def record_a_step() -> tuple[list[Recorded], list[Recorded]]:
         comm.broadcast(slice_, 0, "data")
         comm.all_gather_object("unseen")
     comm.all_reduce_sum(torch.zeros(2, dtype=FP64), "world")
-    return outer, inner
-
-
-def test_the_record_is_the_list_of_calls() -> None:
-    large = collectives.DIRECT
     reduced = [
         Recorded("reduce_scatter", DType.BF16, 512, "shard", DType.FP32),
         Recorded("all_reduce", DType.FP32, 256, "replicate", DType.FP32),
@@ -330,11 +322,11 @@ def test_the_record_is_the_list_of_calls() -> None:
     whole = [
         Recorded("all_gather", DType.BF16, 512, "shard", None),
         *reduced,
-        Recorded("all_reduce", DType.FP32, large, "world", DType.FP32),
+        Recorded("all_reduce", DType.FP32, collectives.DIRECT, "world", DType.FP32),
         Recorded("all_reduce", DType.FP64, 2, "world", DType.FP64),
         Recorded("broadcast", DType.FP32, 256, "data", None),
     ]
-    assert run_ranks(record_a_step, 4) == [(whole, reduced)] * 4
+    assert (outer, inner) == (whole, reduced)
 
 
 # Ranks that are missing
@@ -438,22 +430,16 @@ def test_different_plans_are_an_error_everywhere_with_the_first_row_and_equal_on
         assert shown in said
 
 
-def objects_of_many() -> list[bool]:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_objects_that_are_the_same_on_all_ranks_are_not_sent(world: int) -> None:
     """As on more ranks than are asked at once."""
     collectives.SEVERAL = 1
     comm = joined()
-    rank, size = comm.mesh.rank(), comm.mesh.size("world")
-    same = comm.all_gather_object({"a": [1.5, None]}) == [{"a": [1.5, None]}] * size
-    other = comm.all_gather_object("last" if rank == size - 1 else "first")
-    try:
-        with raise_on_all_ranks(comm):
-            if rank == 1:
-                raise ValueError("on one rank")
-    except (ValueError, RankError) as error:
-        said = "on one rank" in str(error)
-    return [same, other == ["first"] * (size - 1) + ["last"], said]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_objects_that_are_the_same_on_all_ranks_are_not_sent(world: int) -> None:
-    assert run_ranks(objects_of_many, world) == [[True] * 3] * world
+    rank = comm.mesh.rank()
+    assert comm.all_gather_object({"a": [1.5, None]}) == [{"a": [1.5, None]}] * world
+    other = comm.all_gather_object("last" if rank == world - 1 else "first")
+    assert other == ["first"] * (world - 1) + ["last"]
+    with pytest.raises((ValueError, RankError), match="on one rank"), raise_on_all_ranks(comm):
+        if rank == 1:
+            raise ValueError("on one rank")

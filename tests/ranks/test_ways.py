@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from tests.ranks.test_own_optimizers import listen
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import Collectives
@@ -65,8 +65,10 @@ def test_where_all_can_or_need_not_nothing_is_said(obstacles: list[str | None], 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 
 
-def counted(rest: dict[str, Any]) -> tuple[int, int, list[str]]:
-    """On one rank: slices that the agreed way stepped, those it should have, what a plain run leaves else."""
+@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
+@on_ranks(2)
+def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> list[str]:
+    """Each slice by the agreed way, with the bits of a plain run."""
     calls: list[Any] = []
 
     def way(*arguments: Any) -> None:
@@ -79,11 +81,5 @@ def counted(rest: dict[str, Any]) -> tuple[int, int, list[str]]:
         run = train(engine, 2)
     updates = [segment.columns.update for segment in engine.plan.segments]
     expected = sum(update is not None and update.optimizer != "Muon" for update in updates)
-    return len(calls), 2 * expected, run.differs(train(make(config(3, "bf16", **rest)), 2))
-
-
-@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
-def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> None:
-    for calls, expected, differs in run_ranks(counted, 2, rest):
-        assert calls == expected > 0
-        assert differs == []
+    assert len(calls) == 2 * expected > 0
+    return run.differs(train(make(config(3, "bf16", **rest)), 2))
