@@ -80,23 +80,21 @@ def require_masters(engine: Any, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(engine.parameter(name).master, value.detach()), name
 
 
-def streamed(folder: str) -> None:
-    expected = dict(GPT(layers=1, moe=True, seed=3).named_parameters())
+@on_ranks(2)
+def test_weights_stream_into_shards(tmp_path: Path) -> None:
+    source = GPT(layers=1, moe=True, seed=3)
+    expected, file = dict(source.named_parameters()), tmp_path / "model.safetensors"
+    if torch.distributed.get_rank() == 0:
+        save_file({name: value.detach() for name, value in expected.items()} | {"scale": source.scale}, file)
+    torch.distributed.barrier()
     with empty():
         model = GPT(layers=1, moe=True)
-    engine = make(written("fsdp2"), model, weights=f"{folder}/model.safetensors")
+    engine = make(written("fsdp2"), model, weights=str(file))
     require_masters(engine, expected)
     train(engine, 1, 2)
-    load_weights(engine, f"{folder}/model.safetensors", quiet=True)
+    load_weights(engine, str(file), quiet=True)
     require_masters(engine, expected)
     assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
-
-
-def test_weights_stream_into_shards(tmp_path: Path) -> None:
-    model = GPT(layers=1, moe=True, seed=3)
-    tensors = {name: value.detach() for name, value in model.named_parameters()}
-    save_file({**tensors, "scale": model.scale}, tmp_path / "model.safetensors")
-    run_ranks(streamed, 2, str(tmp_path))
 
 
 @on_ranks(2)
@@ -115,15 +113,13 @@ def test_an_empty_model_gets_its_first_values() -> None:
     assert any(value.abs().sum() > 0 for value in native.values())
 
 
-def exported(backend: str, folder: str) -> None:
-    engine = make(written(backend), GPT(layers=1, moe=True))
-    train(engine, 2, 2)
-    export(engine, f"{folder}/{backend}")
-    engine.destroy()
-
-
+@on_ranks(2)
 def test_an_export_has_the_bytes_of_the_native_backends(tmp_path: Path) -> None:
     for backend in ("native", "fsdp2"):
-        run_ranks(exported, 2, backend, str(tmp_path))
+        engine = make(written(backend), GPT(layers=1, moe=True))
+        train(engine, 2, 2)
+        export(engine, str(tmp_path / backend))
+        engine.destroy()
+    torch.distributed.barrier()
     first, second = (tmp_path / backend / "model.safetensors" for backend in ("native", "fsdp2"))
     assert first.read_bytes() == second.read_bytes()
