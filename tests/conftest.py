@@ -29,6 +29,18 @@ SHARE_RANKS = ("dropin", "numerics", "models", "ranks")
 """Folders."""
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more, and torch's fused AdamW rounds the end of each thread's part in
+    another way."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     chosen.mark(items)

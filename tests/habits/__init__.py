@@ -12,7 +12,8 @@ second time it gives an engine. Compared are, bit for bit unless the habit says 
 In bf16 the plain loop keeps fp32 masters, which the optimizer updates, and the model sees them rounded.
 
 To add one: write a function of a loop alone in the file of its kind, with one line that says what people do;
-`habits_of` finds it. A script that differs in a detail is one with a table (`each`). A model takes
+`habits_of` finds it. One that is a loss of a model has `@as_loss_of(model)`, and a script that differs in a
+detail is one with a table (`each`). A model takes
 `loop.data(...)`, which differs by rank and is in the mode's dtype already. Where an engine cannot do it
 honestly, `refused` has words of the error that must be raised on every rank, at every stage, and the reason.
 A habit that hangs, kills its rank or raises anything else has failed.

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, fitted, raised, square
-
-ORDER = 2.0**-20
-"""fp32 sums in another order: some ulps of 2^-23."""
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.networks import ORDER, WIDTH, Block, Net, as_loss_of, fit, fitted, raised, square, step_on
 
 # --- several losses, several backwards ------------------------------------------------------------------
 
@@ -29,9 +26,7 @@ class TwoHeads(Net):
         self.other = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.into(x)
-        for block in self.blocks:
-            h = block(h)
+        h = self.trunk(x)
         return self.head(h), self.other(h)
 
 
@@ -59,53 +54,40 @@ def losses_by_hand(loop: Loop) -> None:
 def a_sum_over_micro_batches(loop: Loop) -> None:
     """One backward of what several forwards gave."""
     net = loop.train(Net())
-    for step in range(2):
-        loss = sum(square(net(loop.data(3 * step + number))) for number in range(3)) / 3
-        net.backward(loss)
-        net.step()
+    three = [[loop.data(3 * step + number) for number in range(3)] for step in range(2)]
+    step_on(net, (sum(square(net(x)) for x in data) / 3 for data in three))
 
 
-def two_views_of_one_batch(loop: Loop) -> None:
+@as_loss_of(Net)
+def two_views_of_one_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Contrastive: two forwards, one loss of both."""
-    net = loop.train(Net())
-    for number in range(2):
-        x = loop.data(number)
-        one, two = net(x + 0.1), net(x - 0.1)
-        logits = F.normalize(one.float(), dim=-1) @ F.normalize(two.float(), dim=-1).T
-        net.backward(F.cross_entropy(logits, torch.arange(4)))
-        net.step()
+    one, two = net(x + 0.1), net(x - 0.1)
+    logits = F.normalize(one.float(), dim=-1) @ F.normalize(two.float(), dim=-1).T
+    return F.cross_entropy(logits, torch.arange(4))
 
 
-def a_target_of_ones_own_without_gradients(loop: Loop) -> None:
+@as_loss_of(Net, 3)
+def a_target_of_ones_own_without_gradients(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """BYOL, self-distillation: the second forward is without gradients."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = net(x + 0.1)
-        return square(net(x) - target)
-
-    fit(loop, net, loss, 3)
+    with torch.no_grad():
+        target = net(x + 0.1)
+    return square(net(x) - target)
 
 
-def a_forward_that_is_thrown_away(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_forward_that_is_thrown_away(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """With gradients on, and no backward: the sample that is only looked at."""
-    net = loop.train(Net())
-    for number in range(2):
-        loop.see("looked at", net(loop.data(10 + number)))
-        net.backward(square(net(loop.data(number))))
-        net.step()
+    loop.see("looked at", net(x + 1.0))
+    return square(net(x))
 
 
-def a_forward_between_forward_and_backward(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_forward_between_forward_and_backward(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Evaluation without gradients between the two."""
-    net = loop.train(Net())
-    for number in range(2):
-        out = net(loop.data(number))
-        with torch.inference_mode():
-            loop.see("evaluated", net(loop.data(5)).clone())
-        net.backward(square(out))
-        net.step()
+    out = net(x)
+    with torch.inference_mode():
+        loop.see("evaluated", net(loop.data(5)).clone())
+    return square(out)
 
 
 def the_model_is_called_in_pieces(loop: Loop) -> None:
@@ -143,38 +125,31 @@ def torch_autograd_backward(loop: Loop) -> None:
 # --- gradients of other things --------------------------------------------------------------------------
 
 
-def saliency(loop: Loop) -> None:
+@as_loss_of(Net, micro=2)
+def saliency(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The gradient of the input, between two micro-batches of a step."""
-    net = loop.train(Net(), 2)
-    for number in range(4):
-        x = loop.data(number).requires_grad_()
-        out = net(x)
-        (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
-        loop.see("saliency", found)
-        net.backward(square(out))
-        loop.see("updated", net.step())
+    x.requires_grad_()
+    out = net(x)
+    (found,) = torch.autograd.grad(out.float().sum(), x, retain_graph=True)
+    loop.see("saliency", found)
+    return square(out)
 
 
-def adversarial_examples(loop: Loop) -> None:
+@as_loss_of(Net)
+def adversarial_examples(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """FGSM: a gradient of the input, then training on what it gives."""
-    net = loop.train(Net())
-    for number in range(2):
-        x = loop.data(number).requires_grad_()
-        (found,) = torch.autograd.grad(square(net(x)), x)
-        net.backward(square(net((x + 0.1 * found.sign()).detach())))
-        loop.see("updated", net.step())
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(square(net(x)), x)
+    return square(net((x + 0.1 * found.sign()).detach()))
 
 
-def adversarial_examples_by_backward(loop: Loop) -> None:
+@as_loss_of(Net)
+def adversarial_examples_by_backward(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """PGD with `x.grad`, the model's gradients thrown away."""
-    net = loop.train(Net())
-    for number in range(2):
-        x = loop.data(number).requires_grad_()
-        square(net(x)).backward()
-        loop.see("x.grad", x.grad)
-        net.zero_grad()
-        net.backward(square(net((x + 0.1 * x.grad.sign()).detach())))
-        net.step()
+    square(net(x.requires_grad_())).backward()
+    loop.see("x.grad", x.grad)
+    net.zero_grad()
+    return square(net((x + 0.1 * x.grad.sign()).detach()))
 
 
 def free_adversarial_training(loop: Loop) -> None:
@@ -190,29 +165,20 @@ def free_adversarial_training(loop: Loop) -> None:
     loop.see("noise", noise)
 
 
-def a_gradient_penalty(loop: Loop) -> None:
+@as_loss_of(lambda: Net(out=1))
+def a_gradient_penalty(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """WGAN-GP: a gradient of a gradient."""
-    net = loop.train(Net(out=1))
-
-    def loss(x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        out = net(x)
-        (found,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
-        return square(out) + (found.float().norm(dim=1) - 1).square().mean()
-
-    fit(loop, net, loss)
+    out = net(x.requires_grad_())
+    (found,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+    return square(out) + (found.float().norm(dim=1) - 1).square().mean()
 
 
-def a_penalty_on_its_own(loop: Loop) -> None:
+@as_loss_of(lambda: Net(out=1))
+def a_penalty_on_its_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """R1: only the gradient's norm is in the loss."""
-    net = loop.train(Net(out=1))
-
-    def loss(x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        (found,) = torch.autograd.grad(net(x).float().sum(), x, create_graph=True)
-        return square(found)
-
-    fit(loop, net, loss)
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(net(x).float().sum(), x, create_graph=True)
+    return square(found)
 
 
 def forces(loop: Loop) -> None:
@@ -304,18 +270,15 @@ def a_jacobian_of_the_model(loop: Loop) -> None:
     fit(loop, net)
 
 
-def other_weights_for_a_call(loop: Loop) -> None:
+@as_loss_of(Net)
+def other_weights_for_a_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """`functional_call` with weights of the user's own, as in meta-learning."""
-    net = loop.train(Net())
-    for number in range(2):
-        with net.gathered() as full:
-            fast = {name: value.detach().clone().requires_grad_() for name, value in full.items()}
-        x = loop.data(number)
-        inner = square(torch.func.functional_call(net.module, fast, (x,)))
-        grads = torch.autograd.grad(inner, list(fast.values()))
-        loop.see("inner", [inner, grads[0]])
-        net.backward(square(net(x)))
-        net.step()
+    with net.gathered() as full:
+        fast = {name: value.detach().clone().requires_grad_() for name, value in full.items()}
+    inner = square(torch.func.functional_call(net.module, fast, (x,)))
+    grads = torch.autograd.grad(inner, list(fast.values()))
+    loop.see("inner", [inner, grads[0]])
+    return square(net(x))
 
 
 # --- checkpointing --------------------------------------------------------------------------------------
@@ -328,11 +291,8 @@ class Recomputed(Net):
         super().__init__(block)
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, *rest, use_reentrant=self.reentrant)
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        return checkpoint(block, x, *rest, use_reentrant=self.reentrant)
 
 
 def checkpointed_blocks_with_dropout(loop: Loop) -> None:
@@ -366,15 +326,15 @@ class CheckpointedSegments(Net):
         return self.head(checkpoint_sequential(list(self.blocks), 2, self.into(x), use_reentrant=False))
 
 
-def a_checkpoint_around_the_call(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_checkpoint_around_the_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """`checkpoint(net, x)`: gradient caching, GradCache."""
-    net = loop.train(Net())
-    fit(loop, net, lambda x: square(checkpoint(net, x, use_reentrant=False)))
+    return square(checkpoint(net, x, use_reentrant=False))
 
 
-def a_reentrant_checkpoint_around_the_call(loop: Loop) -> None:
-    net = loop.train(Net())
-    fit(loop, net, lambda x: square(checkpoint(net, x.requires_grad_(), use_reentrant=True)))
+@as_loss_of(Net)
+def a_reentrant_checkpoint_around_the_call(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
+    return square(checkpoint(net, x.requires_grad_(), use_reentrant=True))
 
 
 def a_checkpointed_block_with_a_list(loop: Loop) -> None:
@@ -448,38 +408,26 @@ class WeightsOnTheContext(Block):
         return x + Attribute.apply(Attribute.apply(x, self.up.weight), self.down.weight)
 
 
-def activations_on_the_host(loop: Loop) -> None:
+@as_loss_of(Net)
+def activations_on_the_host(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """`save_on_cpu` around the forward."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return square(net(x))
-
-    fit(loop, net, loss)
+    with torch.autograd.graph.save_on_cpu():
+        return square(net(x))
 
 
-def hooks_on_what_is_saved(loop: Loop) -> None:
+@as_loss_of(Net)
+def hooks_on_what_is_saved(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The user packs what autograd saves: copies, in another dtype."""
-    net = loop.train(Net())
     packed = []
 
     def pack(tensor: Tensor) -> Any:
         packed.append(tensor.numel())
         return tensor.dtype, tensor.double() if tensor.is_floating_point() else tensor
 
-    def loss(x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[1].to(held[0])):
-            return square(net(x))
-
-    fit(loop, net, loss)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[1].to(held[0])):
+        found = square(net(x))
     loop.see("packed", len(packed) > 0)
-
-
-def anomaly_mode(loop: Loop) -> None:
-    net = loop.train(Net())
-    with torch.autograd.detect_anomaly(check_nan=True):
-        fit(loop, net)
+    return found
 
 
 def a_tensor_that_was_changed(loop: Loop) -> None:
@@ -514,11 +462,9 @@ class Adds(Block):
 class ChangesItsInput(Net):
     """A residual stream that blocks add to in place; they return nothing."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            block(h)
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        block(x)
+        return x
 
 
 def a_block_that_changes_and_returns_its_input(loop: Loop) -> None:
@@ -603,10 +549,7 @@ FITTED: dict[str, Any] = {
     "weights_on_the_context": (lambda: Net(WeightsOnTheContext), 2),
     "a_block_that_changes_its_input": (lambda: ChangesItsInput(Adds), 2),
     "a_buffer_that_blocks_fill": (lambda: FilledByBlocks(Fills), 2),
-    "a_buffer_that_blocks_fill_and_return_nothing": (
-        lambda: FilledByRows(FillsRow),
-        3,
-    ),
+    "a_buffer_that_blocks_fill_and_return_nothing": (lambda: FilledByRows(FillsRow), 3),
     "no_grad_around_a_part": (lambda: NoGradAroundAPart(), 2),
 }
 """Name of the habit -> (its model, the steps that it is trained)."""

@@ -11,34 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, square
+from tests.habits.loop import Loop, Trainer, each, habits_of
+from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
 
 
-def features_by_a_hook(loop: Loop) -> None:
-    """Distillation: a loss on what a hook caught inside a block, beside the model's own."""
+def caught_in(loop: Loop, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A loss of the model's output and of what a hook caught inside a block."""
     net = loop.train(Net())
     caught: list[Tensor] = []
     net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
-
-    def loss(x: Tensor) -> Tensor:
-        out = net(x)
-        return square(out) + 0.1 * square(caught.pop())
-
-    fit(loop, net, loss)
+    fit(loop, net, lambda x: loss_of(net(x), caught.pop()))
 
 
-def features_alone(loop: Loop) -> None:
-    """A perceptual loss: nothing of the output is in it."""
-    net = loop.train(Net())
-    caught: list[Tensor] = []
-    net.module.blocks[1].up.register_forward_hook(lambda module, args, out: caught.append(out))
-
-    def loss(x: Tensor) -> Tensor:
-        net(x)
-        return square(caught.pop())
-
-    fit(loop, net, loss)
+CAUGHT: dict[str, Any] = {
+    "features_by_a_hook": lambda out, caught: square(out) + 0.1 * square(caught),  # distillation
+    "features_alone": lambda out, caught: square(caught),  # perceptual: nothing of the output is in it
+}
 
 
 def features_of_a_block(loop: Loop) -> None:
@@ -56,21 +44,17 @@ def features_of_a_block(loop: Loop) -> None:
     fit(loop, net, loss)
 
 
-def features_by_attribute(loop: Loop) -> None:
+class KeepsFeatures(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.up(x))
+        return x + self.down(self.kept)
+
+
+@as_loss_of(lambda: Net(KeepsFeatures))
+def features_by_attribute(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """A block that keeps what it computed, as attention keeps its weights."""
-
-    class Keeps(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = torch.tanh(self.up(x))
-            return x + self.down(self.kept)
-
-    net = loop.train(Net(Keeps))
-
-    def loss(x: Tensor) -> Tensor:
-        out = net(x)
-        return square(out) + sum(square(block.kept) for block in net.module.blocks)
-
-    fit(loop, net, loss)
+    out = net(x)
+    return square(out) + sum(square(block.kept) for block in net.module.blocks)
 
 
 def a_teacher_and_hooks(loop: Loop) -> None:
@@ -248,4 +232,4 @@ def a_hook_that_raises(loop: Loop) -> None:
     fit(loop, net)
 
 
-HABITS = habits_of(globals(), *each(hooks_that_read_weights, READERS))
+HABITS = habits_of(globals(), *each(caught_in, CAUGHT), *each(hooks_that_read_weights, READERS))

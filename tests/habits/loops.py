@@ -6,28 +6,25 @@ Invariant: a loop that runs with plain torch on every rank runs with the engine.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, square
-
-ORDER = 2.0**-20
-"""fp32 sums in another order: some ulps of 2^-23."""
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.networks import ORDER, WIDTH, Block, Made, Net, as_loss_of, fit, square, step_on, steps_of
 
 # --- micro-batches --------------------------------------------------------------------------------------
 
 
-def micro_batches(loop: Loop) -> None:
-    net = loop.train(Net(), 4)
-    for number in range(8):
-        net.backward(square(net(loop.data(number))))
-        loop.see("updated", net.step())
+@as_loss_of(Net, micro=4)
+def micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
+    return square(net(x))
 
 
 def micro_batches_without_sync(loop: Loop) -> None:
@@ -64,10 +61,9 @@ def a_batch_that_is_skipped(loop: Loop) -> None:
 def on_one_rank(loop: Loop, change: Callable[[Tensor], Tensor]) -> None:
     """A rank finds its batch bad and changes the loss; the others do not."""
     net = loop.train(Net())
-    for number in range(3):
-        loss = square(net(loop.data(number)))
-        net.backward(change(loss) if number == 1 and loop.rank == 1 else loss)
-        net.step()
+    fit(loop, net, steps=1)
+    fit(loop, net, lambda x: change(square(net(x))) if loop.rank == 1 else square(net(x)), 1, seed=1)
+    fit(loop, net, steps=1, seed=2)
 
 
 CHANGES: dict[str, Any] = {
@@ -79,12 +75,9 @@ CHANGES: dict[str, Any] = {
 def a_loss_that_is_not_finite(loop: Loop) -> None:
     """NaN on one rank: no update on any, and training goes on."""
     net = loop.train(Net())
-    for number in range(4):
+    for number, first in enumerate([1.0, float("nan") if loop.rank == 1 else 1.0, float("inf"), 1.0]):
         x = loop.data(number)
-        if number == 1 and loop.rank == 1:
-            x[0, 0] = float("nan")
-        if number == 2:
-            x[0, 0] = float("inf")
+        x[0, 0] = first
         net.backward(square(net(x)))
         loop.see("updated", net.step())
 
@@ -104,17 +97,16 @@ def a_bad_loss_that_is_not_used(loop: Loop) -> None:
 def batches_of_every_size(loop: Loop) -> None:
     """Other sizes on other ranks, and none at all on one."""
     net = loop.train(Net())
-    for number, sizes in enumerate([(4, 2), (1, 7), (3, 0), (0, 5)]):
-        net.backward(net(loop.data(number, sizes[loop.rank], WIDTH)).float().square().sum())
-        net.step()
+    sizes = [pair[loop.rank] for pair in [(4, 2), (1, 7), (3, 0), (0, 5)]]
+    data = [loop.data(number, size, WIDTH) for number, size in enumerate(sizes)]
+    step_on(net, (net(x).float().square().sum() for x in data))
 
 
 def lengths_of_every_size(loop: Loop) -> None:
     """Sequences of other lengths on other ranks and in every batch."""
     net = loop.train(Net())
-    for number in range(3):
-        net.backward(square(net(loop.data(number, 2, 1 + number + 2 * loop.rank, WIDTH))))
-        net.step()
+    lengths = [1 + number + 2 * loop.rank for number in range(3)]
+    step_on(net, (square(net(loop.data(number, 2, length, WIDTH))) for number, length in enumerate(lengths)))
 
 
 def a_data_loader(loop: Loop) -> None:
@@ -122,9 +114,8 @@ def a_data_loader(loop: Loop) -> None:
     net = loop.train(Net())
     source = torch.Generator().manual_seed(loop.rank)
     dataset = TensorDataset(loop.data(0, 10, WIDTH), loop.integers(0, WIDTH, 10))
-    for x, y in DataLoader(dataset, 4, shuffle=True, generator=source):
-        net.backward(nn.functional.cross_entropy(net(x).float(), y))
-        net.step()
+    batches = DataLoader(dataset, 4, shuffle=True, generator=source)
+    step_on(net, (nn.functional.cross_entropy(net(x).float(), y) for x, y in batches))
 
 
 # --- zero_grad, schedules, clipping ---------------------------------------------------------------------
@@ -133,25 +124,32 @@ def a_data_loader(loop: Loop) -> None:
 def zero_grad_in_every_way(loop: Loop) -> None:
     """Before the forward, by the module, by the optimizer, set to zero and to none."""
     net = loop.train(Net())
-    for number in range(4):
-        if number == 0:
-            net.optimizer.zero_grad()
-        if number == 1:
-            net.module.zero_grad(set_to_none=False)
-        if number == 2:
-            net.module.zero_grad()
-            net.optimizer.zero_grad(set_to_none=False)
+    clearing = (
+        (net.optimizer.zero_grad,),
+        (partial(net.module.zero_grad, set_to_none=False),),
+        (net.module.zero_grad, partial(net.optimizer.zero_grad, set_to_none=False)),
+        (),
+    )
+    for number, calls in enumerate(clearing):
+        for call in calls:
+            call()
         fit(loop, net, steps=1, seed=number)
 
 
-def schedules_of_torch(loop: Loop) -> None:
+def scheduled(loop: Loop, make: Callable[[torch.optim.Optimizer], tuple[Any, ...]]) -> None:
     """A scheduler over the optimizer, stepped by hand."""
     net = loop.train(Net())
-    schedule = torch.optim.lr_scheduler.StepLR(net.optimizer, 2, 0.5)
-    for number in range(5):
-        fit(loop, net, steps=1, seed=number)
-        schedule.step()
-        loop.see("lr", schedule.get_last_lr())
+    schedule, *told = make(net.optimizer)
+    for _ in steps_of(loop, net, 5):
+        schedule.step(*told)
+        loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
+
+
+SCHEDULES: dict[str, Any] = {
+    "schedules_of_torch": lambda of: (torch.optim.lr_scheduler.StepLR(of, 2, 0.5),),
+    # Told what the loss was.
+    "a_plateau": lambda of: (torch.optim.lr_scheduler.ReduceLROnPlateau(of, factor=0.5, patience=0), 1.0),
+}
 
 
 def learning_rates_by_hand(loop: Loop) -> None:
@@ -178,16 +176,6 @@ def a_gradient_scaler(loop: Loop) -> None:
     scaler.step(net.optimizer)
 
 
-def a_plateau(loop: Loop) -> None:
-    """ReduceLROnPlateau, told what the loss was."""
-    net = loop.train(Net())
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(net.optimizer, factor=0.5, patience=0)
-    for number in range(4):
-        fit(loop, net, steps=1, seed=number)
-        schedule.step(1.0)
-        loop.see("lr", [group["lr"] for group in net.optimizer.param_groups])
-
-
 # --- evaluation -----------------------------------------------------------------------------------------
 
 
@@ -205,23 +193,20 @@ def evaluation_between_steps(loop: Loop) -> None:
         loop.see("with gradients", net(loop.data(92)))
 
 
-def evaluation_between_micro_batches(loop: Loop) -> None:
-    net = loop.train(Net(), 2)
-    for number in range(4):
-        net.backward(square(net(loop.data(number))))
-        with torch.no_grad():
-            loop.see("evaluated", net(loop.data(90)))
-        net.step()
+@as_loss_of(Net, micro=2)
+def evaluation_between_micro_batches(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        loop.see("evaluated", net(loop.data(90)))
+    return square(net(x))
 
 
 def evaluation_as_a_decorator(loop: Loop) -> None:
-    """`@torch.no_grad()` on a function, and on a generator of predictions."""
+    """`@torch.no_grad()` on a function that generates predictions."""
     net = loop.train(Net())
 
     @torch.no_grad()
     def predictions() -> Iterator[Tensor]:
-        for number in range(3):
-            yield net(loop.data(90 + number))
+        yield from (net(loop.data(90 + number)) for number in range(3))
 
     fit(loop, net)
     loop.see("predictions", list(predictions()))
@@ -271,9 +256,7 @@ def inference_tensors(loop: Loop) -> None:
     net = loop.train(Net())
     with torch.inference_mode():
         x = loop.data(0) * 2
-    for number in range(2):
-        net.backward(square(net(x.clone() + loop.data(number))))
-        net.step()
+    step_on(net, (square(net(x.clone() + loop.data(number))) for number in range(2)))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------
@@ -308,17 +291,17 @@ def failing(loop: Loop, error: BaseException) -> None:
         net.step()
 
 
+def _fail(grad: Tensor) -> None:
+    raise ValueError("mine")
+
+
 def an_exception_in_the_backward(loop: Loop) -> None:
     """A hook on a tensor raises."""
     net = loop.train(Net())
     for number in range(3):
         out = net(loop.data(number))
         if number == 1:
-
-            def fail(grad: Tensor) -> None:
-                raise ValueError("mine")
-
-            out.register_hook(fail)
+            out.register_hook(_fail)
         try:
             net.backward(square(out))
         except ValueError:
@@ -329,16 +312,6 @@ def an_exception_in_the_backward(loop: Loop) -> None:
 
 
 # --- surroundings ---------------------------------------------------------------------------------------
-
-
-def another_default_dtype(loop: Loop) -> None:
-    """`torch.set_default_dtype(float64)` around training."""
-    net = loop.train(Net())
-    torch.set_default_dtype(torch.float64)
-    try:
-        fit(loop, net)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def a_default_device(loop: Loop) -> None:
@@ -359,65 +332,66 @@ def gradients_off_around(loop: Loop) -> None:
 def a_thread(loop: Loop) -> None:
     """Training in a thread that is not the main one, as servers and notebooks do."""
     net = loop.train(Net())
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            fit(loop, net)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fit, loop, net).result()
     fit(loop, net, seed=2)
 
 
-def deterministic_algorithms(loop: Loop) -> None:
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
-        fit(loop, loop.train(Net()))
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def a_dispatch_mode(loop: Loop) -> None:
-    """A counter of operations around a step."""
-    from torch.utils.flop_counter import FlopCounterMode
+@contextlib.contextmanager
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
+
+def surrounded(loop: Loop, case: tuple[Callable[[], Any], Callable[[Any], bool]]) -> None:
+    """Training inside somebody's context, and what that says of it."""
+    around, counted = case
     net = loop.train(Net())
-    with FlopCounterMode(display=False) as counter:
+    with around() as held:
         fit(loop, net)
-    loop.see("flops", counter.get_total_flops() > 0)
+    loop.see("counted", counted(held))
 
 
-def a_profiler(loop: Loop) -> None:
-    net = loop.train(Net())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fit(loop, net)
-    loop.see("profile", len(profile.events()) > 0)
+SURROUNDINGS: dict[str, Any] = {
+    "another_default_dtype": (double_by_default, bool),
+    "deterministic_algorithms": (deterministic, bool),
+    "a_dispatch_mode": (lambda: FlopCounterMode(display=False), lambda held: held.get_total_flops() > 0),
+    "a_profiler": (
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        lambda held: len(held.events()) > 0,
+    ),
+    "anomaly_mode": (lambda: torch.autograd.detect_anomaly(check_nan=True), bool),
+}
 
 
-def collectives_of_ones_own(loop: Loop) -> None:
+class GathersFeatures(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        found = [torch.zeros_like(out) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(found, out.detach())
+        return out - torch.stack(found).mean((0, 1))
+
+
+@as_loss_of(GathersFeatures)
+def collectives_of_ones_own(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Losses averaged for a log, a gather of features inside the model."""
-
-    class Gathers(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            found = [torch.zeros_like(out) for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather(found, out.detach())
-            return out - torch.stack(found).mean((0, 1))
-
-    net = loop.train(Gathers())
-    for number in range(2):
-        loss = square(net(loop.data(number)))
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        loop.see("mean", mean)
-        net.backward(loss)
-        net.step()
+    loss = square(net(x))
+    mean = loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    loop.see("mean", mean)
+    return loss
 
 
 def a_model_in_ddp(loop: Loop) -> None:
@@ -432,17 +406,12 @@ def a_model_that_another_in_ddp_calls(loop: Loop) -> None:
     """A teacher in an engine, a student in DDP whose forward asks it."""
     teacher = loop.train(Net())
 
-    class Student(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(WIDTH, WIDTH)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return square(self.head(x.float()) - target)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = teacher(x)
-            return square(self.head(x.float()) - target)
-
-    student = nn.parallel.DistributedDataParallel(Student())
+    student = nn.parallel.DistributedDataParallel(Made(forward, head=nn.Linear(WIDTH, WIDTH)))
     for number in range(2):
         loss = student(loop.data(number))
         loop.see("loss", loss)
@@ -455,8 +424,7 @@ def attributes_of_the_model(loop: Loop) -> None:
     net = loop.train(Net())
     net.module.step_count = 0
     net.module.history = []
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for number in steps_of(loop, net):
         net.module.step_count += 1
         net.module.history.append(number)
         net.module.blocks[0].extra = torch.ones(3) * number
@@ -498,7 +466,9 @@ FAILURES = {
 HABITS = habits_of(
     globals(),
     *each(failing, FAILURES),
+    *each(scheduled, SCHEDULES),
     *each(on_one_rank, CHANGES),
+    *each(surrounded, SURROUNDINGS),
     Habit(micro_batches_without_sync, close=ORDER, why="stage 3 reduces after every backward"),
     Habit(an_optimizer_that_is_stepped, refused=STEPPED, why="the engine has the gradients"),
     Habit(a_gradient_scaler, refused=STEPPED, why="the engine has the gradients"),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, fitted, square
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.networks import WIDTH, Block, Made, Net, as_loss_of, fit, fitted, square, step_on
 
 # --- which blocks run, and how --------------------------------------------------------------------------
 
@@ -23,15 +23,10 @@ from tests.habits.networks import WIDTH, Block, Net, fit, fitted, square
 class Skips(Net):
     """Runs some of its blocks, in an order of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[int] = [0, 1, 2]
+    order: list[int]
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for number in self.order:
-            h = self.blocks[number](h)
-        return self.head(h)
+    def chosen(self) -> list[nn.Module]:
+        return [self.blocks[number] for number in self.order]
 
 
 def ordered(loop: Loop, orders: Any) -> None:
@@ -44,7 +39,9 @@ def ordered(loop: Loop, orders: Any) -> None:
 
 ORDERS: dict[str, Any] = {
     "blocks_that_are_dropped": lambda rank: [[0, 2], [1], [0, 1, 2], []],
-    "blocks_that_each_rank_drops": lambda rank: [[0, 2], [1, 2], [2]] if rank else [[1], [0, 1, 2], [0]],
+    "blocks_that_each_rank_drops": lambda rank: (
+        [[0, 2], [1, 2], [2], []] if rank else [[1], [0, 1, 2], [0], [0, 1, 2]]
+    ),
     "blocks_in_another_order": lambda rank: [[2, 1, 0], [1, 0, 2], [0, 1, 2]],
     "blocks_that_run_again": lambda rank: [[0, 1, 1, 1, 2], [0, 0, 0], [2, 0, 2]],
 }
@@ -62,34 +59,31 @@ class StochasticDepth(Block):
 class RandomNumberOfBlocks(Net):
     """Python's own random numbers, the same on all ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks[: random.randint(1, 3)]:
-            h = block(h)
-        return self.head(h)
+    def chosen(self) -> Any:
+        return self.blocks[: random.randint(1, 3)]
 
 
 class BlockThatNobodyCalls(Net):
-    """A part that is there for another task."""
+    """A part that is there for another task, and blocks that are."""
 
     def __init__(self) -> None:
         super().__init__(blocks=4)
         self.spare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks[2](self.blocks[0](self.into(x))))
+    def chosen(self) -> list[nn.Module]:
+        return [self.blocks[0], self.blocks[2]]
 
 
-def towers(loop: Loop) -> None:
+class Towers(Net):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.into(x)
+        return [block(h) for block in self.blocks]
+
+
+@as_loss_of(Towers, 3)
+def towers(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Each rank's loss uses another block of those that ran."""
-
-    class Towers(Net):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            h = self.into(x)
-            return [block(h) for block in self.blocks]
-
-    net = loop.train(Towers())
-    fit(loop, net, lambda x: square(net(x)[loop.rank]), steps=3)
+    return square(net(x)[loop.rank])
 
 
 class ExpertsByRank(nn.Module):
@@ -113,21 +107,18 @@ class ExpertsByRank(nn.Module):
 class ForwardOfABlock(Net):
     """`block.forward(x)`: its hooks do not run."""
 
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block.forward(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = block.forward(h)
-        return self.head.forward(h)
+        return self.head.forward(self.trunk(x))
 
 
 class PartsOfBlocks(Net):
     """The parent calls what is in a block, and the block is only a holder."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = h + block.down(F.gelu(block.up(h)))
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block.down(F.gelu(block.up(x)))
 
 
 class Two(Block):
@@ -143,11 +134,8 @@ class Two(Block):
 class Auto(Net):
     """Calls them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = h + block.decode(block.encode(h))
-        return self.head(h)
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block.decode(block.encode(x))
 
 
 def units_that_are_written(loop: Loop) -> None:
@@ -155,62 +143,58 @@ def units_that_are_written(loop: Loop) -> None:
     fit(loop, loop.train(Auto(Two), sharding={"units": ["blocks.*.*"]}), steps=3)
 
 
-def another_method_of_the_model(loop: Loop) -> None:
+class Losses(Net):
+    def loss(self, x: Tensor) -> Tensor:
+        return square(self(x))
+
+
+@as_loss_of(Losses)
+def another_method_of_the_model(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """`net.module.loss(x)`, with gradients."""
-
-    class Losses(Net):
-        def loss(self, x: Tensor) -> Tensor:
-            return square(self(x))
-
-    net = loop.train(Losses())
-    fit(loop, net, lambda x: net.module.loss(x))
+    return net.module.loss(x)
 
 
-class ListsOfLists(nn.Module):
+def lists_of_lists() -> nn.Module:
     """Blocks that are lists of modules."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         for attention, feed in self.layers:
             x = feed(attention(x))
         return x
 
+    return Made(forward, layers=nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)))
 
-class ListsOfDicts(nn.Module):
+
+def lists_of_dicts() -> nn.Module:
     """Blocks that are dicts of modules, with a bare parameter beside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"attention": Block(), "norm": nn.LayerNorm(WIDTH)}) for _ in range(2)
-        )
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer["norm"](layer["attention"](x)) * self.scale
         return x
 
+    layers = (nn.ModuleDict({"attention": Block(), "norm": nn.LayerNorm(WIDTH)}) for _ in range(2))
+    return Made(forward, layers=nn.ModuleList(layers), scale=nn.Parameter(torch.ones(WIDTH)))
 
-def lists_of_parameters(loop: Loop) -> None:
+
+def bare() -> nn.Module:
     """ParameterList and ParameterDict."""
 
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(3))
-            self.named = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(())})
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight + self.named["a"])
+        return x * self.named["b"]
 
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = torch.tanh(x @ weight + self.named["a"])
-            return x * self.named["b"]
+    return Made(
+        forward,
+        weights=nn.ParameterList(torch.randn(WIDTH, WIDTH) / 3 for _ in range(3)),
+        named=nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(())}),
+    )
 
-    fit(loop, loop.train(Net(Bare)))
-    fit(loop, loop.train(Bare()))
+
+def lists_of_parameters(loop: Loop) -> None:
+    fit(loop, loop.train(Net(bare)))
+    fit(loop, loop.train(bare()))
 
 
 def one_layer_alone(loop: Loop) -> None:
@@ -241,44 +225,34 @@ class WeightOfABlockElsewhere(Net):
         return super().forward(x) + self.blocks[1].down.bias
 
 
-class TiedByHand(Net):
+def tied_by_hand() -> Net:
     """An embedding that is the head, and two blocks that share a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.into.weight
-        self.blocks[2].up.weight = self.blocks[0].up.weight
+    model = Net()
+    model.head.weight, model.blocks[2].up.weight = model.into.weight, model.blocks[0].up.weight
+    return model
 
 
 def tied_by_a_function(loop: Loop) -> None:
     """The embedding's weight in `F.linear`, transposed."""
 
-    class Tied(nn.Module):
+    class Tied(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens = nn.Embedding(11, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.into, self.head = nn.Embedding(11, WIDTH), nn.Identity()
 
         def forward(self, tokens: Tensor) -> Tensor:
-            h = self.tokens(tokens)
-            for block in self.blocks:
-                h = block(h)
-            return F.linear(h, self.tokens.weight)
+            return F.linear(self.trunk(tokens), self.into.weight)
 
     net = loop.train(Tied())
-    for number in range(2):
-        tokens = loop.integers(number, 11, 2, 5)
-        logits = net(tokens).float()
-        net.backward(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
-        net.step()
+    data = [loop.integers(number, 11, 2, 5) for number in range(2)]
+    step_on(net, (F.cross_entropy(net(x).float().flatten(0, 1), x.flatten()) for x in data))
 
 
-class OneBlockInTwoPlaces(Net):
+def one_block_in_two_places() -> Net:
     """The same module object twice in the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.append(self.blocks[0])
+    model = Net()
+    model.blocks.append(model.blocks[0])
+    return model
 
 
 # --- buffers and parametrizations -----------------------------------------------------------------------
@@ -301,55 +275,52 @@ class BuffersThatAForwardUpdates(Block):
         return super().forward(x - self.mean.to(x.dtype))
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Computes its norm in the norm's own dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.linear(x).to(self.norm.weight.dtype)).to(x.dtype)
+    return Made(
+        lambda self, x: x + self.norm(self.linear(x).to(self.norm.weight.dtype)).to(x.dtype),
+        linear=nn.Linear(WIDTH, WIDTH),
+        norm=nn.BatchNorm1d(WIDTH),
+    )
 
 
 def batch_norm(loop: Loop) -> None:
     """Its running statistics stay fp32, and torch does not mix them with bf16 weights."""
-    fit(loop, loop.train(Net(Normed)), steps=3)
+    fit(loop, loop.train(Net(normed)), steps=3)
 
 
 def batch_norm_that_is_pinned(loop: Loop) -> None:
     rule = {"match": "*.norm.*", "pin": "fp32", "output": "input"}
-    net = loop.train(Net(Normed), precision={"rules": [rule]})
+    net = loop.train(Net(normed), precision={"rules": [rule]})
     fit(loop, net, steps=3)
     net.module.eval()
     loop.see("evaluated", net(loop.data(9)))
 
 
-class Spectral(Block):
+def spectral() -> nn.Module:
     """Computes its first matrix in the matrix's own dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.spectral_norm(self.up)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x.to(self.up.bias.dtype)).to(x.dtype)))
+    up = parametrizations.spectral_norm(nn.Linear(WIDTH, 2 * WIDTH))
+    return Made(
+        lambda self, x: x + self.down(F.gelu(self.up(x.to(self.up.bias.dtype)).to(x.dtype))),
+        up=up,
+        down=nn.Linear(2 * WIDTH, WIDTH),
+    )
 
 
 def spectral_norm(loop: Loop) -> None:
     """Its power iteration changes buffers in the forward."""
-    fit(loop, loop.train(Net(Spectral)))
+    fit(loop, loop.train(Net(spectral)))
 
 
 def spectral_norm_that_is_pinned(loop: Loop) -> None:
     rule = {"match": "*.up.*", "pin": "fp32", "output": "input"}
-    fit(loop, loop.train(Net(Spectral), precision={"rules": [rule]}))
+    fit(loop, loop.train(Net(spectral), precision={"rules": [rule]}))
 
 
-class WeightNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.down)
+def weight_normed() -> Block:
+    block = Block()
+    parametrizations.weight_norm(block.down)
+    return block
 
 
 class Symmetric(nn.Module):
@@ -357,29 +328,26 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).T
 
 
-class Parametrization(Block):
+def symmetric() -> nn.Module:
     """Symmetric matrices, and one that is cached for a forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.square = nn.Linear(WIDTH, WIDTH, bias=False)
-        parametrize.register_parametrization(self.square, "weight", Symmetric())
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         with parametrize.cached():
-            return super().forward(self.square(self.square(x)))
+            return self.block(self.square(self.square(x)))
+
+    square = nn.Linear(WIDTH, WIDTH, bias=False)
+    return Made(
+        forward, square=parametrize.register_parametrization(square, "weight", Symmetric()), block=Block()
+    )
 
 
-class WeightsFromWeights(nn.Module):
-    """A hypernetwork: one module makes another's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = nn.Parameter(torch.randn(4))
-        self.make = nn.Linear(4, WIDTH * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH)))
+def hypernetwork() -> nn.Module:
+    """One module makes another's weight."""
+    return Made(
+        lambda self, x: x + torch.tanh(F.linear(x, self.make(self.code).view(WIDTH, WIDTH))),
+        code=nn.Parameter(torch.randn(4)),
+        make=nn.Linear(4, WIDTH * WIDTH),
+    )
 
 
 # --- kinds of layers ------------------------------------------------------------------------------------
@@ -387,34 +355,27 @@ class WeightsFromWeights(nn.Module):
 
 def dropout(loop: Loop) -> None:
     """The same random numbers as plain torch draws."""
-
-    class Drops(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.4, self.training)
-
-    net = loop.train(Net(Drops))
+    net = loop.train(Net(lambda: nn.Sequential(Block(), nn.Dropout(0.4))))
     fit(loop, net)
     net.module.eval()
     loop.see("evaluated", net(loop.data(9)))
 
 
-class Recurrent(nn.Module):
-    """An LSTM between two matrices."""
+def recurrent(kind: Any) -> nn.Module:
+    """Recurrent layers and a matrix; the state goes in and out."""
 
-    def __init__(self, kind: Any = nn.LSTM) -> None:
-        super().__init__()
-        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    def forward(self: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         out, state = self.rnn(x, state)
         return self.head(out), state
+
+    rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+    return Made(forward, rnn=rnn, head=nn.Linear(WIDTH, 3))
 
 
 def recurrent_layers(loop: Loop) -> None:
     """LSTM and GRU, their state carried on and detached."""
     for kind in (nn.LSTM, nn.GRU):
-        net = loop.train(Recurrent(kind))
+        net = loop.train(recurrent(kind))
         state = None
         for number in range(3):
             out, state = net(loop.data(number, 2, 5, WIDTH), state)
@@ -424,158 +385,115 @@ def recurrent_layers(loop: Loop) -> None:
 
 
 def recurrent_layers_in_blocks(loop: Loop) -> None:
-    class Block2(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.norm = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.LayerNorm(WIDTH)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        return self.norm(x + self.rnn(x)[0])
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.rnn.flatten_parameters()
-            return self.norm(x + self.rnn(x)[0])
+    def block() -> nn.Module:
+        return Made(forward, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True), norm=nn.LayerNorm(WIDTH))
 
-    net = loop.train(Net(Block2))
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH))))
-        net.step()
+    net = loop.train(Net(block))
+    step_on(net, (square(net(loop.data(number, 2, 5, WIDTH))) for number in range(2)))
 
 
 def a_recurrent_cell(loop: Loop) -> None:
     """A cell called once per step of time."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        for part in x.unbind(1):
+            h = self.cell(part, h)
+        return self.head(h)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.zeros(len(x), WIDTH, dtype=x.dtype)
-            for part in x.unbind(1):
-                h = self.cell(part, h)
-            return self.head(h)
-
-    net = loop.train(Cell())
+    net = loop.train(Made(forward, cell=nn.GRUCell(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3)))
     fit(loop, net, lambda x: square(net(x.view(1, 4, WIDTH))))
 
 
 def attention(loop: Loop) -> None:
     """torch's own encoder layers, with masks."""
-
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.encoder(x, src_key_padding_mask=mask)
-
-    net = loop.train(Encoder())
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    net = loop.train(Made(lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask), encoder=encoder))
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH), mask)))
-        net.step()
+    step_on(net, (square(net(loop.data(number, 2, 5, WIDTH), mask)) for number in range(2)))
     net.module.eval()
     # With gradients, which keeps torch from a fast path of its own that hooks on modules turn off.
     loop.see("evaluated", net(loop.data(9, 2, 5, WIDTH), mask)[~mask])
 
 
 def an_encoder_and_a_decoder(loop: Loop) -> None:
-    class Seq(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.model(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3).to(x.dtype))
-
-    net = loop.train(Seq())
-    for number in range(2):
-        net.backward(square(net(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH))))
-        net.step()
+    model = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+    net = loop.train(Made(forward, model=model))
+    data = [(loop.data(number, 2, 5, WIDTH), loop.data(number + 5, 2, 3, WIDTH)) for number in range(2)]
+    step_on(net, (square(net(*pair)) for pair in data))
 
 
 def convolutions(loop: Loop) -> None:
     """Conv, GroupNorm, pooling, in channels_last."""
 
-    class Image(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.SiLU())
-                for _ in range(2)
-            )
-            self.head = nn.Linear(WIDTH, 2)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h.mean((2, 3)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.stem(x)
-            for block in self.blocks:
-                h = h + block(h)
-            return self.head(h.mean((2, 3)))
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.GroupNorm(2, WIDTH), nn.SiLU())
 
-    net = loop.train(Image())
-    for number in range(2):
-        x = loop.data(number, 2, 3, 6, 6)
-        net.backward(square(net(x.to(memory_format=torch.channels_last) if number else x)))
-        net.step()
+    stem, blocks = nn.Conv2d(3, WIDTH, 3, padding=1), nn.ModuleList(block() for _ in range(2))
+    net = loop.train(Made(forward, stem=stem, blocks=blocks, head=nn.Linear(WIDTH, 2)))
+    data = [loop.data(number, 2, 3, 6, 6) for number in range(2)]
+    data[1] = data[1].to(memory_format=torch.channels_last)
+    step_on(net, (square(net(x)) for x in data))
 
 
-class ScalarsAndEmptyParameters(Block):
+def scalars() -> nn.Module:
     """0-D parameters (a temperature), and one without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(math.log(2.0)))
-        self.gain = nn.Parameter(torch.ones(1))
-        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.temperature.exp() * self.gain + self.nothing.sum()
+    return Made(
+        lambda self, x: self.block(x) * self.temperature.exp() * self.gain + self.nothing.sum(),
+        block=Block(),
+        temperature=nn.Parameter(torch.tensor(math.log(2.0))),
+        gain=nn.Parameter(torch.ones(1)),
+        nothing=nn.Parameter(torch.empty(0, WIDTH)),
+    )
 
 
 def sparse_gradients(loop: Loop) -> None:
     """`nn.Embedding(sparse=True)`."""
-
-    class Sparse(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(11, WIDTH, sparse=True)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(self.tokens(tokens))
-
-    net = loop.train(Sparse())
-    for number in range(2):
-        net.backward(square(net(loop.integers(number, 11, 2, 5))))
-        net.step()
+    tokens = nn.Embedding(11, WIDTH, sparse=True)
+    net = loop.train(Made(lambda self, ids: self.net(self.tokens(ids)), net=Net(), tokens=tokens))
+    step_on(net, (square(net(loop.integers(number, 11, 2, 5))) for number in range(2)))
 
 
-class ComplexNumbers(Block):
+def fourier() -> nn.Module:
     """A Fourier layer: complex tensors in the middle, and as a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x.float()) * self.phase
+        return self.block(torch.fft.irfft(waves, WIDTH).to(x.dtype))
+
+    module = Made(forward, block=Block())
+    module.register_buffer("phase", torch.polar(torch.ones(5), torch.arange(5.0)))
+    return module
+
+
+class Complex(Net):
+    """Keeps the complex numbers that it takes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.fft.irfft(torch.fft.rfft(x.float()) * self.phase, WIDTH).to(x.dtype))
+        h = super().forward(torch.cat([x.real, x.imag], -1).to(self.into.weight.dtype)).float()
+        return torch.complex(h, h * 2)
 
 
-def complex_inputs_and_outputs(loop: Loop) -> None:
-    """A model that takes complex numbers keeps them."""
-
-    class Both(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(torch.cat([x.real, x.imag], -1).to(self.into.weight.dtype))
-            return torch.complex(h.float(), h.float() * 2)
-
-    net = loop.train(Both())
-    for number in range(2):
-        real = loop.data(number, 4, WIDTH // 2).float()
-        out = net(torch.complex(real, 2 * real))
-        loop.see("out", out)
-        net.backward(out.abs().square().mean())
-        net.step()
+@as_loss_of(Complex)
+def complex_inputs_and_outputs(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
+    real = x[:, : WIDTH // 2].float()
+    out = net(torch.complex(real, 2 * real))
+    loop.see("out", out)
+    return out.abs().square().mean()
 
 
 def frozen_parts(loop: Loop) -> None:
@@ -590,19 +508,17 @@ def frozen_parts(loop: Loop) -> None:
 def adapters(loop: Loop) -> None:
     """LoRA by hand before the engine: everything else is frozen."""
 
-    class Lora(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.a = nn.Parameter(torch.randn(2, base.in_features))
-            self.b = nn.Parameter(torch.zeros(base.out_features, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + x @ self.a.T @ self.b.T
+    def lora(base: nn.Linear) -> nn.Module:
+        return Made(
+            lambda self, x: self.base(x) + x @ self.a.T @ self.b.T,
+            base=base.requires_grad_(False),
+            a=nn.Parameter(torch.randn(2, base.in_features)),
+            b=nn.Parameter(torch.zeros(base.out_features, 2)),
+        )
 
     model = Net().requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = Lora(block.up), Lora(block.down)
+        block.up, block.down = lora(block.up), lora(block.down)
     fit(loop, loop.train(model), steps=3)
 
 
@@ -623,49 +539,42 @@ def blocks_that_are_compiled(loop: Loop) -> None:
     fit(loop, loop.train(model))
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+def _rms(self: Any, x: Tensor) -> Tensor:
+    h = x.float()
+    return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class NormsInFp32(Block):
+def llama_normed() -> nn.Module:
     """RMSNorm as Llama has it: computed in fp32 whatever comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = Norm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+    return Made(
+        lambda self, x: self.block(self.norm(x)),
+        norm=Made(_rms, weight=nn.Parameter(torch.ones(WIDTH))),
+        block=Block(),
+    )
 
 
 FITTED: dict[str, Any] = {
     "stochastic_depth": (lambda: Net(StochasticDepth), 3),
-    "a_random_number_of_blocks": (lambda: RandomNumberOfBlocks(), 4),
-    "a_block_that_nobody_calls": (lambda: BlockThatNobodyCalls(), 2),
+    "a_random_number_of_blocks": (RandomNumberOfBlocks, 4),
+    "a_block_that_nobody_calls": (BlockThatNobodyCalls, 2),
     "experts_by_rank": (lambda: Net(ExpertsByRank), 3),
-    "the_forward_of_a_block": (lambda: ForwardOfABlock(), 2),
-    "parts_of_blocks": (lambda: PartsOfBlocks(), 2),
+    "the_forward_of_a_block": (ForwardOfABlock, 2),
+    "parts_of_blocks": (PartsOfBlocks, 2),
     "another_method_of_a_block": (lambda: Auto(Two), 2),  # `block.encode(x)` and `block.decode(x)`.
-    "lists_of_lists": (lambda: ListsOfLists(), 2),
-    "lists_of_dicts": (lambda: ListsOfDicts(), 2),
+    "lists_of_lists": (lists_of_lists, 2),
+    "lists_of_dicts": (lists_of_dicts, 2),
     "a_model_in_a_wrapper": (lambda: ModelInAWrapper(Net()), 2),
-    "the_weight_of_a_block_elsewhere": (lambda: WeightOfABlockElsewhere(), 2),
-    "tied_by_hand": (lambda: TiedByHand(), 2),
-    "one_block_in_two_places": (lambda: OneBlockInTwoPlaces(), 2),
+    "the_weight_of_a_block_elsewhere": (WeightOfABlockElsewhere, 2),
+    "tied_by_hand": (tied_by_hand, 2),
+    "one_block_in_two_places": (one_block_in_two_places, 2),
     "buffers_that_a_forward_updates": (lambda: Net(BuffersThatAForwardUpdates), 3),
-    "weight_norm": (lambda: Net(WeightNorm), 2),
-    "a_parametrization": (lambda: Net(Parametrization), 2),
-    "weights_from_weights": (lambda: Net(WeightsFromWeights), 2),
-    "scalars_and_empty_parameters": (lambda: Net(ScalarsAndEmptyParameters), 2),
-    "complex_numbers": (lambda: Net(ComplexNumbers), 2),
+    "weight_norm": (lambda: Net(weight_normed), 2),
+    "a_parametrization": (lambda: Net(symmetric), 2),
+    "weights_from_weights": (lambda: Net(hypernetwork), 2),
+    "scalars_and_empty_parameters": (lambda: Net(scalars), 2),
+    "complex_numbers": (lambda: Net(fourier), 2),
     "autocast_inside_the_model": (lambda: Net(AutocastInsideTheModel), 2),
-    "norms_in_fp32": (lambda: Net(NormsInFp32), 2),
+    "norms_in_fp32": (lambda: Net(llama_normed), 2),
 }
 """Name of the habit -> (its model, the steps that it is trained)."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -25,6 +24,19 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Made(nn.Module):
+    """Parts, and a forward that is a function of this module and of its inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward_of = forward
+
+    def forward(self, *args: Any) -> Any:
+        return self._forward_of(self, *args)
+
+
 class Net(nn.Module):
     """Blocks between two matrices."""
 
@@ -34,11 +46,20 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, out)
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+    def through(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        return block(x, *rest)
+
+    def chosen(self) -> Iterable[nn.Module]:
+        return self.blocks
+
+    def trunk(self, x: Tensor, *rest: Any) -> Tensor:
         h = self.into(x)
-        for block in self.blocks:
-            h = block(h, *rest)
-        return self.head(h)
+        for block in self.chosen():
+            h = self.through(block, h, *rest)
+        return h
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.head(self.trunk(x, *rest))
 
 
 def square(out: Tensor) -> Tensor:
@@ -46,27 +67,52 @@ def square(out: Tensor) -> Tensor:
     return out.float().square().mean()
 
 
+ORDER = 2.0**-20
+"""fp32 sums in another order: some ulps of 2^-23."""
+
+
+def step_on(net: Trainer, losses: Iterable[Tensor]) -> None:
+    """A step for each loss; a generator of them calls the model only when the step before has ended."""
+    for loss in losses:
+        net.backward(loss)
+        net.step()
+
+
 def fit(
     loop: Loop, net: Trainer, loss_of: Callable[[Tensor], Tensor] | None = None, steps: int = 2, seed: int = 0
 ) -> None:
     """Some steps of training on the loop's data."""
-    for number in range(seed, seed + steps):
-        x = loop.data(number)
-        net.backward(loss_of(x) if loss_of else square(net(x)))
-        net.step()
+    batches = map(loop.data, range(seed, seed + steps))
+    step_on(net, (loss_of(x) if loss_of else square(net(x)) for x in batches))
+
+
+def steps_of(loop: Loop, net: Trainer, count: int = 3) -> Iterator[int]:
+    """Fit step by step: what a loop over these does comes after each."""
+    for number in range(count):
+        fit(loop, net, steps=1, seed=number)
+        yield number
+
+
+def as_loss_of(model: Callable[[], nn.Module], steps: int = 2, micro: int = 1) -> Any:
+    """Make a habit of a loss of (loop, net, data): the model is trained with it, and whether is seen."""
+
+    def habit_of(loss: Callable[[Loop, Trainer, Tensor], Tensor]) -> Callable[[Loop], None]:
+        def run(loop: Loop) -> None:
+            net = loop.train(model(), micro)
+            for number in range(steps * micro):
+                net.backward(loss(loop, net, loop.data(number)))
+                loop.see("updated", net.step())
+
+        run.__name__, run.__module__, run.__doc__ = loss.__name__, loss.__module__, loss.__doc__
+        return run
+
+    return habit_of
 
 
 def fitted(loop: Loop, case: tuple[Callable[[], nn.Module], int]) -> None:
     """A model that is made and trained for some steps: a row of a table."""
     make, steps = case
     fit(loop, loop.train(make()), steps=steps)
-
-
-def trained(loop: Loop, model: nn.Module, steps: int = 2) -> Trainer:
-    """A model that is called with a tensor and returns one, trained for some steps."""
-    net = loop.train(model)
-    fit(loop, net, steps=steps)
-    return net
 
 
 def raised(loop: Loop, name: str, call: Callable[[], Any]) -> None:
@@ -77,7 +123,3 @@ def raised(loop: Loop, name: str, call: Callable[[], Any]) -> None:
         loop.see(f"{name} raised", isinstance(error, RuntimeError | ValueError | TypeError))
     else:
         loop.see(f"{name} raised", False)
-
-
-def finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

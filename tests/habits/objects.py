@@ -9,15 +9,15 @@ import collections
 import io
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tests.habits.loop import Habit, Loop, each, habits_of
-from tests.habits.networks import WIDTH, Block, Net, fit, square
+from tests.habits.loop import Habit, Loop, Trainer, each, habits_of
+from tests.habits.networks import WIDTH, Block, Net, as_loss_of, fit, square
 
 
 class Appends(Block):
@@ -45,11 +45,13 @@ class Listed(Net):
 def appended(loop: Loop, make: Any) -> None:
     """The auxiliary losses of a mixture of experts."""
     net = loop.train(Listed(make))
-    for number in range(2):
-        out, found = net(loop.data(number))
+
+    def loss(x: Tensor) -> Tensor:
+        out, found = net(x)
         loop.see("aux", list(found))
-        net.backward(square(out) + 0.1 * sum(found))
-        net.step()
+        return square(out) + 0.1 * sum(found)
+
+    fit(loop, net, loss)
 
 
 LISTS = {
@@ -74,32 +76,28 @@ class Remembers(Block):
         return y
 
 
-class Cached(nn.Module):
+class Cached(Net):
     """Blocks with a cache from one call to the next."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Remembers(number) for number in range(3))
+        self.blocks, self.head = nn.ModuleList(map(Remembers, range(3))), nn.Identity()
+
+    def through(self, block: nn.Module, x: Tensor, cache: Any, past: Any) -> Tensor:
+        return block(x, cache, past=past)
 
     def forward(self, x: Tensor, cache: dict[int, Tensor], past: list[Tensor] | None = None) -> Tensor:
-        h = self.into(x)
-        for block in self.blocks:
-            h = block(h, cache, past=past)
-        return h
+        return self.trunk(x, cache, past)
 
 
-def a_cache_that_blocks_write(loop: Loop) -> None:
+@as_loss_of(Cached)
+def a_cache_that_blocks_write(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Truncated backpropagation: the second call reads what the first has written, in one graph."""
-    net = loop.train(Cached())
-    for number in range(2):
-        cache: dict[int, Tensor] = {}
-        past: list[Tensor] = []
-        one = net(loop.data(2 * number), cache, past)
-        two = net(loop.data(2 * number + 1), cache, past=past)
-        loop.see("cache", [sorted(cache), len(past), past])
-        net.backward(square(one) + square(two))
-        net.step()
+    cache: dict[int, Tensor] = {}
+    past: list[Tensor] = []
+    one, two = net(x, cache, past), net(x + 1.0, cache, past=past)
+    loop.see("cache", [sorted(cache), len(past), past])
+    return square(one) + square(two)
 
 
 def a_cache_in_evaluation(loop: Loop) -> None:
@@ -165,11 +163,13 @@ class Slotted:
 def by_state(loop: Loop, make: Any) -> None:
     """A state that blocks share, as AlphaFold's and diffusion models have."""
     net = loop.train(ByState(make))
-    for number in range(2):
-        state = net(loop.data(number))
+
+    def loss(x: Tensor) -> Tensor:
+        state = net(x)
         loop.see("state", [state.steps, len(state.losses)])
-        net.backward(square(state.h) + 0.1 * sum(state.losses))
-        net.step()
+        return square(state.h) + 0.1 * sum(state.losses)
+
+    fit(loop, net, loss)
 
 
 STATES = {
@@ -191,22 +191,8 @@ class Pair(NamedTuple):
     label: Tensor
 
 
-@dataclass
-class Batch:
-    """The same as a dataclass."""
-
-    x: Tensor
-    mask: Tensor
-    label: Tensor
-
-
-@dataclass(frozen=True)
-class FrozenBatch:
-    """The same, read-only."""
-
-    x: Tensor
-    mask: Tensor
-    label: Tensor
+Batch = make_dataclass("Batch", Pair._fields)
+FrozenBatch = make_dataclass("FrozenBatch", Pair._fields, frozen=True)
 
 
 class FromBatch(Net):
@@ -276,32 +262,27 @@ class Inside:
     held: Any
 
 
-def dataclasses_in_dataclasses_as_a_batch(loop: Loop) -> None:
+class Deep(Net):
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.held.held.held.held.held)
+
+
+@as_loss_of(Deep)
+def dataclasses_in_dataclasses_as_a_batch(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """Deeper than objects of unknown classes are followed."""
-
-    class Deep(Net):
-        def forward(self, batch: Any) -> Tensor:
-            return super().forward(batch.held.held.held.held.held)
-
-    net = loop.train(Deep())
-
-    def loss(x: Tensor) -> Tensor:
-        wide = x if loop.plain else x.float()
-        return square(net(Inside(Inside(Inside(Inside(Inside(wide)))))))
-
-    fit(loop, net, loss)
+    batch: Any = x if loop.plain else x.float()
+    for _ in range(5):
+        batch = Inside(batch)
+    return square(net(batch))
 
 
 class Keeps(Net):
     """Writes into the batch, as detection models put their anchors there."""
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        batch["features"] = self.into(batch["x"])
+        batch["features"] = super().forward(batch["x"])
         batch["seen"] = batch.get("seen", 0) + 1
-        h = batch["features"]
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+        return self.head(batch["features"])
 
 
 def a_batch_that_the_model_writes_to(loop: Loop) -> None:
@@ -323,10 +304,10 @@ class Nested(Net):
         return super().forward(inputs["a"][0][0] * scale)
 
 
-def inputs_deep_inside_keywords(loop: Loop) -> None:
+@as_loss_of(Nested)
+def inputs_deep_inside_keywords(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """No tensor among the arguments themselves, and some that are none."""
-    net = loop.train(Nested())
-    fit(loop, net, lambda x: square(net(inputs={"a": [(x, None)]}, scale=0.5, name="x")))
+    return square(net(inputs={"a": [(x, None)]}, scale=0.5, name="x"))
 
 
 class Masked(Net):
@@ -353,19 +334,18 @@ def integers_bools_and_nothing(loop: Loop) -> None:
         net.step()
 
 
-def integer_inputs_keep_their_dtype(loop: Loop) -> None:
+class Sees(Net):
+    def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
+        return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
+
+
+@as_loss_of(Sees, 1)
+def integer_inputs_keep_their_dtype(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """int16, uint8 and float64 numbers that stand beside a tensor."""
-
-    class Sees(Net):
-        def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, list[str]]:
-            return super().forward(x), [str(getattr(item, "dtype", type(item).__name__)) for item in rest]
-
-    net = loop.train(Sees())
-    rest = (torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8), 2.5, "text", None, True)
-    out, dtypes = net(loop.data(0), *rest)
+    short, byte = torch.ones(2, dtype=torch.int16), torch.ones(2, dtype=torch.uint8)
+    out, dtypes = net(x, short, byte, 2.5, "text", None, True)
     loop.see("dtypes", dtypes)
-    net.backward(square(out))
-    net.step()
+    return square(out)
 
 
 # --- outputs --------------------------------------------------------------------------------------------
@@ -426,15 +406,11 @@ class Stashes(Net):
         self.loss = square(super().forward(x))
 
 
-def a_loss_that_is_stashed(loop: Loop) -> None:
+@as_loss_of(Stashes)
+def a_loss_that_is_stashed(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The model returns None."""
-    net = loop.train(Stashes())
-
-    def loss(x: Tensor) -> Tensor:
-        assert net(x) is None
-        return net.module.loss
-
-    fit(loop, net, loss)
+    assert net(x) is None
+    return net.module.loss
 
 
 class Yields(Net):
@@ -465,16 +441,12 @@ class BagHead(Net):
         super().__init__(BlockBag)
 
     def forward(self, x: Tensor) -> Tensor:
-        h: Any = self.into(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h.h)
+        return self.head(self.trunk(x).h)
 
 
 def blocks_that_hand_on_objects(loop: Loop) -> None:
     """Between blocks, nothing but objects of a class of its own."""
-    net = loop.train(BagHead())
-    fit(loop, net)
+    fit(loop, loop.train(BagHead()))
 
 
 def outputs_that_are_kept_and_saved(loop: Loop) -> None:
@@ -493,19 +465,17 @@ def outputs_that_are_kept_and_saved(loop: Loop) -> None:
     loop.see("pickled", pickle.loads(pickle.dumps(kept)))
 
 
-def an_input_is_the_output(loop: Loop) -> None:
+class Echo(Net):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), y
+
+
+@as_loss_of(Echo, 1)
+def an_input_is_the_output(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The model returns what it was given beside what it computed."""
-
-    class Echo(Net):
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), y
-
-    net = loop.train(Echo())
-    x = loop.data(0)
     out, echo = net(x, x)
     loop.see("echo", [echo, echo is x])
-    net.backward(square(out - echo))
-    net.step()
+    return square(out - echo)
 
 
 HABITS = habits_of(

@@ -5,6 +5,7 @@ Invariant: what is read is right or an error, and what is written stays written.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -15,10 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from tests.habits.loop import Habit, Loop, Trainer, habits_of, refused, refused_cases
-from tests.habits.networks import WIDTH, Block, Net, fit, raised, square
-
-ORDER = 2.0**-20
-"""fp32 sums in another order: some ulps of 2^-23."""
+from tests.habits.networks import (
+    ORDER,
+    WIDTH,
+    Block,
+    Made,
+    Net,
+    as_loss_of,
+    fit,
+    raised,
+    square,
+    step_on,
+    steps_of,
+)
 
 # --- reading --------------------------------------------------------------------------------------------
 
@@ -26,8 +36,7 @@ ORDER = 2.0**-20
 def weights_after_every_step(loop: Loop) -> None:
     """Statistics of parameters, inside `gathered`."""
     net = loop.train(Net())
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with net.gathered() as full:
             loop.see("norms", {name: value.float().norm() for name, value in full.items()})
             loop.see("through the module", net.module.blocks[1].up.weight)
@@ -38,8 +47,7 @@ def an_average_of_weights(loop: Loop) -> None:
     net = loop.train(Net())
     with net.gathered() as full:
         average = {name: value.float().clone() for name, value in full.items()}
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with net.gathered() as full:
             for name, value in full.items():
                 average[name].lerp_(value.float(), 0.1)
@@ -62,8 +70,7 @@ def an_averaged_model(loop: Loop) -> None:
     net = loop.train(Net())
     with net.gathered():
         average = torch.optim.swa_utils.AveragedModel(net.module)
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with net.gathered():
             average.update_parameters(net.module)
     with torch.no_grad():
@@ -136,28 +143,20 @@ def a_pickled_model(loop: Loop) -> None:
     fit(loop, net)
 
 
-def a_penalty_on_weights(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_penalty_on_weights(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """An L1 term in the loss, over `parameters()`, inside `gathered`."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        out = square(net(x))
-        with net.gathered():
-            penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
-        return out + 0.01 * penalty
-
-    fit(loop, net, loss)
+    out = square(net(x))
+    with net.gathered():
+        penalty = sum(parameter.float().abs().sum() for parameter in net.module.parameters())
+    return out + 0.01 * penalty
 
 
-def a_penalty_outside_of_gathered(loop: Loop) -> None:
+@as_loss_of(Net)
+def a_penalty_outside_of_gathered(loop: Loop, net: Trainer, x: Tensor) -> Tensor:
     """The same without `gathered`: right, or an error, and no NaN."""
-    net = loop.train(Net())
-
-    def loss(x: Tensor) -> Tensor:
-        penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
-        return square(net(x)) + 0.01 * penalty
-
-    fit(loop, net, loss)
+    penalty = sum(parameter.float().square().sum() for parameter in net.module.parameters())
+    return square(net(x)) + 0.01 * penalty
 
 
 def statistics_outside_of_gathered(loop: Loop) -> None:
@@ -194,8 +193,7 @@ def gradients_for_a_log(loop: Loop) -> None:
 def weights_that_are_clamped(loop: Loop) -> None:
     """WGAN, inside `gathered(write=True)`."""
     net = loop.train(Net())
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with net.gathered(write=True) as full:
             for value in full.values():
                 value.clamp_(-0.125, 0.125)
@@ -204,8 +202,7 @@ def weights_that_are_clamped(loop: Loop) -> None:
 def written_outside(loop: Loop, write: Callable[[nn.Module], Any]) -> None:
     """In a plain loop over the parameters, by `nn.init`, through `.data`, or no bit but the signs."""
     net = loop.train(Net())
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with torch.no_grad():
             write(net.module)
 
@@ -303,21 +300,17 @@ def an_exception_while_writing(loop: Loop) -> None:
     net = loop.train(Net())
     fit(loop, net)
     if not loop.plain:  # what plain torch writes stays written
-        try:
-            with net.gathered(write=True) as full:
-                full["head.weight"].zero_()
-                net.module.blocks[1].up.bias.data.fill_(3.0)
-                raise KeyError("mine")
-        except KeyError:
-            pass
+        with contextlib.suppress(KeyError), net.gathered(write=True) as full:
+            full["head.weight"].zero_()
+            net.module.blocks[1].up.bias.data.fill_(3.0)
+            raise KeyError("mine")
     fit(loop, net, seed=3)
 
 
 def a_mask_on_weights(loop: Loop) -> None:
     """Pruning: the same elements are zeroed after every step."""
     net = loop.train(Net())
-    for number in range(3):
-        fit(loop, net, steps=1, seed=number)
+    for _ in steps_of(loop, net):
         with net.gathered(["blocks.1.up.weight"], write=True) as full:
             full["blocks.1.up.weight"].tril_()
 
@@ -327,13 +320,8 @@ LOADED = "a master is what was loaded; the plain loop's keeps more than bf16 whe
 # --- surgery --------------------------------------------------------------------------------------------
 
 
-class Lora(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.more = base, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.more(x)
+def lora(base: nn.Module) -> nn.Module:
+    return Made(lambda self, x: self.base(x) + self.more(x), base=base, more=nn.Linear(WIDTH, WIDTH))
 
 
 def operated(loop: Loop, change: Callable[[nn.Module, torch.dtype], Any]) -> None:
@@ -348,26 +336,18 @@ def operated(loop: Loop, change: Callable[[nn.Module, torch.dtype], Any]) -> Non
 
 SURGERY: dict[str, Any] = {
     # A new head; LoRA by hand; growing a model; as `resize_token_embeddings` does; gradual unfreezing.
-    "a_module_that_is_replaced": (
-        lambda model, dtype: setattr(model, "head", nn.Linear(WIDTH, 2).to(dtype)),
-        "`head",
-    ),
-    "a_module_that_is_added": (
-        lambda model, dtype: setattr(model, "head", Lora(model.head).to(dtype)),
-        "`head",
-    ),
-    "a_block_that_is_added": (lambda model, dtype: model.blocks.append(Block().to(dtype)), "`blocks.3"),
+    "a_module_that_is_replaced": (lambda net, to: setattr(net, "head", nn.Linear(WIDTH, 2).to(to)), "`head"),
+    "a_module_that_is_added": (lambda net, to: setattr(net, "head", lora(net.head).to(to)), "`head"),
+    "a_block_that_is_added": (lambda net, to: net.blocks.append(Block().to(to)), "`blocks.3"),
     "a_parameter_that_is_replaced": (
-        lambda model, dtype: setattr(
-            model.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=dtype))
-        ),
+        lambda net, to: setattr(net.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=to))),
         "`head.weight`: must stay",
     ),
     "a_parameter_that_is_thawed": (
-        lambda model, dtype: model.blocks[2].up.requires_grad_(True),
+        lambda net, to: net.blocks[2].up.requires_grad_(True),
         "`blocks.2.up.weight`: must stay frozen",
     ),
-    "a_model_that_is_cast": (lambda model, dtype: model.double(), "`into.weight`: must"),
+    "a_model_that_is_cast": (lambda net, to: net.double(), "`into.weight`: must"),
 }
 
 
@@ -376,13 +356,6 @@ def a_parameter_that_is_frozen(loop: Loop) -> None:
     fit(loop, net)
     net.module.into.requires_grad_(False)
     fit(loop, net, seed=3)
-
-
-def a_model_that_is_cast(loop: Loop) -> None:
-    """`module.half()` and `.to(dtype)`."""
-    net = loop.train(Net())
-    net.module.double()
-    fit(loop, net, lambda x: square(net(x.double())))
 
 
 # --- gradients by hand ----------------------------------------------------------------------------------
@@ -469,18 +442,12 @@ def two_engines(loop: Loop) -> None:
 def two_models_in_one(loop: Loop) -> None:
     """An actor and a critic in one module, trained by turns."""
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor, self.critic = Net(), Net(out=1)
+    def forward(self: Any, x: Tensor, which: str) -> Tensor:
+        return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
 
-        def forward(self, x: Tensor, which: str) -> Tensor:
-            return self.actor(x) if which == "actor" else self.critic(self.actor(x).detach())
-
-    net = loop.train(Both())
-    for number in range(4):
-        net.backward(square(net(loop.data(number), "critic" if number % 2 else "actor")))
-        net.step()
+    net = loop.train(Made(forward, actor=Net(), critic=Net(out=1)))
+    turns = enumerate(("actor", "critic", "actor", "critic"))
+    step_on(net, (square(net(loop.data(number), which)) for number, which in turns))
 
 
 def an_engine_after_another(loop: Loop) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.policy.nouns import Mode
 from zerodrift.policy.support import table
 
@@ -62,7 +62,11 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
 # --- every cell of the support table ------------------------------------------------------------------
 
 
-def cells(mode: str, stages: tuple[int, ...]) -> list[str]:
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+@on_ranks(2, timeout=240)
+def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: str) -> list[str]:
     """What differs in any cell that is supported; every other cell is refused in `unit/test_support.py`."""
     found = []
     for cell in table():
@@ -78,22 +82,12 @@ def cells(mode: str, stages: tuple[int, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.cells(1)
-@pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
-def test_every_supported_cell_is_the_native_bits(stages: tuple[int, ...], mode: str) -> None:
-    assert run_ranks(cells, 2, mode, stages, timeout=240) == [[], []]
-
-
 # --- parity beyond the cells --------------------------------------------------------------------------
 
 
 REPLICAS = {"sharding": {"replicate": 2}}
-WIRES = (
-    {"wire": "bf16", "when": "every"},
-    {"wire": "bf16", "sum": "bf16", "when": "last"},
-    {"wire": "fp32", "when": "last"},
-)
+LAST, EVERY = {"when": "last"}, {"when": "every"}
+WIRES = ({"wire": "bf16", **EVERY}, {"wire": "bf16", "sum": "bf16", **LAST}, {"wire": "fp32", **LAST})
 AVERAGES = (
     {"prescale_gradients": True},
     {"gradient_predivide_factor": 2.0},
@@ -104,15 +98,13 @@ OPTIMIZERS = (
     {"type": "SGD", "params": {"lr": 0.1}},
     {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
 )
+KEEP = ("micro-batch", "step")
 WAYS: dict[str, tuple[int, list[Case]]] = {
     "one rank": (1, [(3, "bf16", 2, False, {})]),
     "four ranks": (4, [(stage, "bf16", 1, False, {}) for stage in (0, 2, 3)]),
     "replicas": (4, [(stage, "bf16", micro, False, REPLICAS) for stage, micro in ((3, 1), (3, 2), (1, 2))]),
     "wires": (2, [(3, "bf16", 2, False, {"precision": {"reduce": wire}}) for wire in WIRES]),
-    "how long units stay": (
-        2,
-        [(3, "bf16", 2, False, {"sharding": {"keep_gathered": keep}}) for keep in ("micro-batch", "step")],
-    ),
+    "how long units stay": (2, [(3, "bf16", 2, False, {"sharding": {"keep_gathered": k}}) for k in KEEP]),
     "averages": (2, [(stage, "fp32", 2, False, way) for way in AVERAGES for stage in (0, 3)]),
     "optimizers": (2, [(3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in OPTIMIZERS]),
     # Experts that get no token on one rank only, too: the four of them share twelve tokens.
@@ -140,21 +132,21 @@ def test_every_way_is_the_native_bits(name: str) -> None:
         assert differences == [], f"rank {rank}"
 
 
-def odd() -> tuple[list[float], list[float], float]:
-    native, fsdp2 = (train(make(_odd(backend), _Odd()), 3, data=_row) for backend in ("native", "fsdp2"))
-    worst = max(
-        float(((fsdp2.masters[n] - m).abs() / m.abs().clamp(min=1e-3)).max())
-        for n, m in native.masters.items()
+@on_ranks(2)
+def test_a_part_that_is_no_multiple_of_a_vector() -> None:
+    """torch's fused AdamW rounds the last elements of a tensor otherwise than the first: parts of five
+    and two rows differ from ours in the last place, never more."""
+
+    def rows(step: int, rank: int, micro: int) -> torch.Tensor:
+        return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    native, fsdp2 = (
+        train(make(config(3, "fp32", backend=backend), _Odd()), 3, data=rows)
+        for backend in ("native", "fsdp2")
     )
-    return native.losses, fsdp2.losses, worst
-
-
-def _odd(backend: str) -> dict[str, Any]:
-    return config(3, "fp32", backend=backend)
-
-
-def _row(step: int, rank: int, micro: int) -> torch.Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+    off = [((fsdp2.masters[n] - m).abs() / m.abs().clamp(min=1e-3)).max() for n, m in native.masters.items()]
+    assert native.losses == pytest.approx(fsdp2.losses, rel=1e-6)
+    assert max(off) < 1e-6
 
 
 class _Odd(torch.nn.Module):
@@ -167,14 +159,6 @@ class _Odd(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x))).square().mean()
-
-
-def test_a_part_that_is_no_multiple_of_a_vector() -> None:
-    """torch's fused AdamW rounds the last elements of a tensor otherwise than the first: parts of five
-    and two rows differ from ours in the last place, never more."""
-    for native, fsdp2, worst in run_ranks(odd, 2):
-        assert native == pytest.approx(fsdp2, rel=1e-6)
-        assert worst < 1e-6
 
 
 # --- the loop -----------------------------------------------------------------------------------------
@@ -205,29 +189,29 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
     rank = engine.mesh.rank("data")
     first, second = batch(step, rank, 0), batch(step, rank, 1)
     losses: list[torch.Tensor] = []
-    if kind == "no_sync":
-        with engine.no_sync():  # the last one is not synchronised either: `step` must do it
-            for tokens in (first, second):
-                losses.append(engine(tokens))
-                engine.backward(losses[-1])
-    elif kind == "late boundary":
-        engine.progress.boundary = False
-        for tokens in (first, second, first):
+
+    def train_on(*several: torch.Tensor) -> None:
+        for tokens in several:
             losses.append(engine(tokens))
             engine.backward(losses[-1])
+
+    if kind == "no_sync":
+        with engine.no_sync():  # the last one is not synchronised either: `step` must do it
+            train_on(first, second)
+    elif kind == "late boundary":
+        engine.progress.boundary = False
+        train_on(first, second, first)
         engine.progress.boundary = True
     elif kind == "two at once":
         losses += [engine(first), engine(second)]
         for loss in losses:
             engine.backward(loss)
     elif kind == "evaluated between":
-        losses.append(engine(first))
-        engine.backward(losses[-1])
+        train_on(first)
         with torch.no_grad():
             losses.append(engine.eval()(second))
         engine.train()
-        losses.append(engine(second))
-        engine.backward(losses[-1])
+        train_on(second)
         with torch.no_grad():
             losses.append(engine(first))  # leaves the root gathered, of values that are about to change
     elif kind == "failed":
@@ -238,9 +222,7 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
                 engine.backward(output)
             with pytest.raises((TypeError, RuntimeError, AttributeError)):
                 engine("not tokens")
-        for tokens in (first, second):
-            losses.append(engine(tokens))
-            engine.backward(losses[-1])
+        train_on(first, second)
     result = engine.step()
     engine.progress.boundary = None
     assert result.updated, kind
@@ -250,32 +232,28 @@ def _loop(kind: str, engine: Any, step: int) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
-def test_no_average_is_lost(stage: int) -> None:
-    native, fsdp2 = (run_ranks(loops, 2, backend, stage, timeout=120) for backend in ("native", "fsdp2"))
-    assert native == fsdp2
+@on_ranks(2, timeout=240)
+def test_no_average_is_lost(stage: int) -> bool:
+    return loops("native", stage) != loops("fsdp2", stage)
 
 
 def replicated(backend: str) -> list[list[float]]:
-    engine = make(
-        config(3, "fp32", 2, backend=backend, sharding={"replicate": 2}, zero_optimization={"stage": 3}),
-        GPT(layers=1),
-    )
-    return [
-        _loop(kind, engine, step) for step, kind in enumerate(("no_sync", "late boundary", "two at once"))
-    ]
+    rest = {"sharding": {"replicate": 2}, "zero_optimization": {"stage": 3}}
+    engine = make(config(3, "fp32", 2, backend=backend, **rest), GPT(layers=1))
+    kinds = ("no_sync", "late boundary", "two at once")
+    return [_loop(kind, engine, step) for step, kind in enumerate(kinds)]
 
 
 @pytest.mark.long
-def test_no_average_is_lost_between_replicas() -> None:
-    assert run_ranks(replicated, 4, "native") == run_ranks(replicated, 4, "fsdp2")
+@on_ranks(4, timeout=120)
+def test_no_average_is_lost_between_replicas() -> bool:
+    return replicated("native") != replicated("fsdp2")
 
 
 def overflowing(backend: str, power: int, steps: int) -> list[Any]:
     """fp16 with a scale that overflows first."""
-    fp16 = {"initial_scale_power": power, "hysteresis": 1}
-    engine = make(
-        config(3, "fp16", 1, backend=backend, precision={"storage": "fp32"}, fp16=fp16), GPT(layers=1)
-    )
+    rest = {"precision": {"storage": "fp32"}, "fp16": {"initial_scale_power": power, "hysteresis": 1}}
+    engine = make(config(3, "fp16", 1, backend=backend, **rest), GPT(layers=1))
     found: list[Any] = []
     for step in range(steps):
         loss = engine(batch(step, engine.mesh.rank("data")))
@@ -288,7 +266,8 @@ def overflowing(backend: str, power: int, steps: int) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("power", "steps"), [(22, 12), pytest.param(40, 30, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=120)
 def test_the_loss_scale_and_skipped_steps(power: int, steps: int) -> None:
-    native, fsdp2 = (run_ranks(overflowing, 2, backend, power, steps) for backend in ("native", "fsdp2"))
+    native, fsdp2 = (overflowing(backend, power, steps) for backend in ("native", "fsdp2"))
     assert native == fsdp2
-    assert any(skipped for _, skipped, *_ in fsdp2[0][:-1]) and any(updated for updated, *_ in fsdp2[0][:-1])
+    assert any(skipped for _, skipped, *_ in fsdp2[:-1]) and any(updated for updated, *_ in fsdp2[:-1])

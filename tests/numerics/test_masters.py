@@ -6,11 +6,13 @@ one rounding done otherwise anywhere shows at once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.numerics.networks import GPT
-from tests.numerics.runs import Run, config, make, same, train
+from tests.numerics.runs import Run, config, make, masters_and_states, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.storage_writes import mark_storage_changed
@@ -18,7 +20,6 @@ from zerodrift.optim.flat import FlatUpdater
 from zerodrift.optim.fused import update
 from zerodrift.optim.rounding import round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors
-from zerodrift.optim.updates import UpdateStep
 
 STAGES = (0, 1, 2, 3)
 STATES = ("fp32", "bf16-stochastic", "8bit")
@@ -44,14 +45,8 @@ def show_away(of: SliceTensors) -> None:
     of.storage.copy_(round_away(of.master))
 
 
-def update_away(
-    scheme: Scheme,
-    of: SliceTensors,
-    gradient: torch.Tensor,
-    step: UpdateStep,
-    statistics: torch.Tensor | None,
-) -> None:
-    update(scheme, of, gradient, step, statistics)
+def update_away(scheme: Scheme, of: SliceTensors, *rest: Any) -> None:
+    update(scheme, of, *rest)
     show_away(of)
 
 
@@ -110,25 +105,23 @@ def test_split_equals_fp32_copies_in_a_run_that_learns(world: int, steps: int, s
 # --- values that lie on ties ----------------------------------------------------------------------------
 
 
-def looked_at() -> dict[int, tuple[dict[str, torch.Tensor], list[str]]]:
-    """Stage -> what is visible before the first step, and masters that opening for writing has changed."""
-    found = {}
+def looked_at() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """At each stage, what is visible before the first step, and masters that looking has changed."""
+    found = []
     for stage in STAGES:
         engine = engine_of(stage, "split", "fp32")
-        names = [row.name for row in engine.plan.rows]
-        before = {name: engine.parameter(name).master for name in names}
+        before = masters_and_states(engine)[0]
         with engine.gathered(write=True) as values:
             visible = {name: value.detach().clone() for name, value in values.items()}
-        changed = [name for name in names if not torch.equal(engine.parameter(name).master, before[name])]
-        found[stage] = (visible, changed)
+        after = masters_and_states(engine)[0]
+        found.append((visible, [name for name in before if not torch.equal(after[name], before[name])]))
         engine.destroy()
     return found
 
 
 def test_every_rank_sees_the_same_weights_before_the_first_step_and_looking_changes_none() -> None:
     """Below stage 3 a rank also stores what others own: rounded as they round it."""
-    first, *others = [list(found.values()) for found in run_ranks(looked_at, 2)]
-    (expected, _), *_ = first
-    for visible, changed in (entry for rank in (first, *others) for entry in rank):
+    found = [entry for rank in run_ranks(looked_at, 2) for entry in rank]
+    for visible, changed in found:
         assert changed == []
-        assert all(torch.equal(visible[name], expected[name]) for name in expected)
+        assert all(torch.equal(visible[name], value) for name, value in found[0][0].items())

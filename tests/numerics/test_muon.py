@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.numerics.networks import GPT, WIDTH, Attention, batch
 from tests.numerics.pieces import Values, flat, gathered, owned
-from tests.numerics.runs import config, finish, make, same, train
-from tests.ranks.harness import run_ranks
+from tests.numerics.runs import config, make, same, train
+from tests.ranks.harness import on_ranks
 from zerodrift.api import initialize, make_plan
-from zerodrift.errors import ConfigError, UnsupportedError
+from zerodrift.errors import ConfigError
 from zerodrift.optim import muon
 from zerodrift.optim.factory import make_updater
 from zerodrift.optim.muon import MuonHyper
@@ -67,14 +67,7 @@ def written(stage: int, mode: str, **rest: Any) -> dict[str, Any]:
     return config(stage, mode, 1, optimizer={"type": "Muon", "params": PARAMS}, **rest)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products gain nothing from more, and torch's fused AdamW rounds the end of each thread's part in
-    another way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the definition -----------------------------------------------------------------------------------
@@ -84,11 +77,12 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | None, nesterov: bool) -> None:
+    """With the defaults of each, which are the same."""
     generator = torch.Generator().manual_seed(2)
     theirs = nn.Parameter(torch.randn(shape, generator=generator))
     mine, moment = theirs.detach().clone()[None], torch.zeros(1, *shape)
-    plain = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn=adjust, nesterov=nesterov)
-    numbers = MuonHyper(lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust or "original")  # type: ignore[arg-type]
+    plain = torch.optim.Muon([theirs], adjust_lr_fn=adjust, nesterov=nesterov)
+    numbers = MuonHyper(nesterov=nesterov, adjust_lr_fn=adjust or "original")  # type: ignore[arg-type]
     for _ in range(5):
         gradient = torch.randn(shape, generator=generator)
         theirs.grad = gradient.clone()
@@ -96,14 +90,6 @@ def test_one_matrix_is_torchs_bit_for_bit(shape: tuple[int, int], adjust: str | 
         muon.advance(numbers, mine, muon.direction(numbers, moment, gradient[None]))
         assert torch.equal(mine[0], theirs.detach())
     assert torch.equal(moment[0], plain.state[theirs]["momentum_buffer"])
-
-
-def test_the_defaults_are_torchs() -> None:
-    group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]
-    mine = MuonHyper()
-    for key in ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps"):
-        assert getattr(mine, key) == group[key]
-    assert mine.ns_eps == group["eps"]
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("bf16", 0.05)])
@@ -217,15 +203,12 @@ def test_masters_are_torchs_bits_in_every_scheme(world: int, mode: str, precisio
 @pytest.mark.parametrize("state", ["bf16", "bf16-stochastic", "8bit"])
 def test_narrow_moments_are_the_same_bits_for_every_slicing(state: str) -> None:
     found = [updated(world, "bf16", state=state) for world in (1, 4)]
-    for _, masters, states in found[1:]:
-        for name, values in found[0][1].items():
-            assert torch.equal(masters[name], values), name
-        for name, moment in found[0][2]["momentum_buffer"].items():
-            assert torch.equal(states["momentum_buffer"][name], moment), name
-    exact, _ = plain(found[0][0])
-    name = "layers.0.mlp.up"
-    assert not torch.equal(found[0][1][name], exact[name])
-    torch.testing.assert_close(found[0][1][name], exact[name], rtol=0, atol=0.05)
+    (plan, masters, states), (_, others, other_states) = found
+    for mine, other in (masters, others), (states["momentum_buffer"], other_states["momentum_buffer"]):
+        assert [name for name, values in mine.items() if not torch.equal(values, other[name])] == []
+    exact, name = plain(plan)[0], "layers.0.mlp.up"
+    assert not torch.equal(masters[name], exact[name])
+    torch.testing.assert_close(masters[name], exact[name], rtol=0, atol=0.05)
 
 
 def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
@@ -244,78 +227,44 @@ def test_a_bf16_moment_is_rounded_to_nearest_once_a_step() -> None:
 # --- training -----------------------------------------------------------------------------------------
 
 
-def run_stages(
-    stages: tuple[int, ...], mode: str, steps: int, rest: dict[str, Any]
-) -> tuple[list[str], list[float]]:
-    """On one rank: the same training at several stages; what differs, and the losses of the first."""
-    runs = []
-    for stage in stages:
-        engine = make(written(stage, mode, **rest), network())
-        runs.append(train(engine, steps, data=repeated))
-        engine.destroy()
-    first = runs[0]
-    assert set(first.states["layers.0.mlp.up"]) == {"momentum_buffer"}
-    assert set(first.states["embed.weight"]) == {"exp_avg", "exp_avg_sq"}
-    return same(runs), first.losses
-
-
 STAGES = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("world", "mode", "stages"),
-    [
-        (1, "bf16", STAGES),
-        (2, "fp32", STAGES),
-        (2, "bf16", STAGES),
-        (2, "fp16", STAGES),
-        (4, "bf16", (0, 3)),
-        pytest.param(4, "bf16", STAGES, marks=pytest.mark.slow),
-    ],
-)
-def test_all_stages_are_the_same_bits(world: int, mode: str, stages: tuple[int, ...]) -> None:
-    for differs, _ in run_ranks(run_stages, world, stages, mode, 3, {}, timeout=200):
-        assert differs == []
+STOCHASTIC = {"precision": {"state": "bf16-stochastic"}}
+ROUTER = {"precision": {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}}
+HYBRID = {"sharding": {"replicate": 2}}
+long, slow = pytest.mark.long, pytest.mark.slow
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "rest",
+    ("world", "mode", "stages", "rest"),
     [
-        {"precision": {"state": "bf16-stochastic"}},
-        {"precision": {"rules": [{"match": "*.router.weight", "optimizer": "Muon", "pin": "fp32"}]}},
-        {"sharding": {"replicate": 2}},
+        (1, "bf16", STAGES, {}),
+        *((2, mode, STAGES, {}) for mode in ("fp32", "bf16", "fp16")),
+        (4, "bf16", (0, 3), {}),
+        pytest.param(4, "bf16", STAGES, {}, marks=slow),
+        *(
+            pytest.param(4 if rest is HYBRID else 2, "bf16", stages, rest, marks=[long, *marks])
+            for rest in (STOCHASTIC, ROUTER, HYBRID)
+            for stages, marks in (((0, 3), []), (STAGES, [slow]))
+        ),
     ],
-    ids=["stochastic", "router", "hybrid"],
 )
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
-def test_all_stages_are_the_same_bits_with(stages: tuple[int, ...], rest: dict[str, Any]) -> None:
-    world = 4 if "sharding" in rest else 2
-    for differs, _ in run_ranks(run_stages, world, stages, "bf16", 3, rest, timeout=200):
-        assert differs == []
+@on_ranks(timeout=200)
+def test_all_stages_are_the_same_bits(
+    world: int, mode: str, stages: tuple[int, ...], rest: dict[str, Any]
+) -> list[str]:
+    runs = []
+    for stage in stages:
+        engine = make(written(stage, mode, **rest), network())
+        runs.append(train(engine, 3, data=repeated))
+        engine.destroy()
+    assert set(runs[0].states["layers.0.mlp.up"]) == {"momentum_buffer"}
+    assert set(runs[0].states["embed.weight"]) == {"exp_avg", "exp_avg_sq"}
+    return same(runs)
 
 
 # --- a caller's own optimizer -------------------------------------------------------------------------
-
-
-def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
-    """A matrix optimizer of torch over some parameters that the plan places whole."""
-    runs = []
-    for stage in stages:
-        model = GPT(tied=False)
-        if kind == "Muon":
-            chosen = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
-            optimizer: torch.optim.Optimizer = torch.optim.Muon(chosen, lr=0.02)
-            rule = {"match": "layers.*.weight", "placement": "whole"}
-        else:
-            optimizer = torch.optim.Adafactor(model.parameters(), lr=0.02)
-            rule = {"match": "*", "placement": "whole"}
-        settings = {"precision": {"mode": "bf16", "rules": [rule]}, "zero_optimization": {"stage": stage}}
-        engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
-        runs.append(train(engine, 10, data=repeated))
-        engine.destroy()
-    assert runs[0].losses[-1] < runs[0].losses[0] - 0.3
-    return same(runs)
 
 
 @pytest.mark.long
@@ -323,86 +272,41 @@ def own_optimizer(stages: tuple[int, ...], kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
+@on_ranks(timeout=200)
 def test_an_own_matrix_optimizer_works_on_whole_parameters(
     stages: tuple[int, ...], kind: str, world: int
-) -> None:
-    for found in run_ranks(own_optimizer, world, stages, kind, timeout=200):
-        assert found == []
-
-
-def own_muon_beside_torch() -> None:
-    """On two ranks with the same data: the plain loop's bits."""
-    model, other = GPT(tied=False), GPT(tied=False)
-
-    def chosen(of: nn.Module) -> list[nn.Parameter]:
-        return [p for n, p in of.named_parameters() if n.startswith("layers.") and p.dim() == 2]
-
-    settings = {
-        "precision": {"mode": "fp32", "rules": [{"match": "layers.*.weight", "placement": "whole"}]},
-        "zero_optimization": {"stage": 3},
-        "gradient_clipping": 0,
-    }
-    optimizer = torch.optim.Muon(chosen(model), lr=0.02)
-    engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
-    theirs = torch.optim.Muon(chosen(other), lr=0.02)
-    for step in range(5):
-        engine.backward(engine(batch(step)))
-        engine.step()
-        other(batch(step)).backward()
-        theirs.step()
-        other.zero_grad()
-    run = train(engine, 0)
-    for name, parameter in other.named_parameters():
-        assert torch.equal(run.weights[name], parameter.detach()), name
-    finish(engine, run)
-    engine.destroy()
-
-
-def test_an_own_muon_on_two_ranks_is_the_plain_loops_bits() -> None:
-    """Two equal gradients, summed and halved, are exact."""
-    run_ranks(own_muon_beside_torch, 2)
-
-
-def refused(kind: str) -> str:
-    model = GPT(tied=False)
-    chosen = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
-    classes: dict[str, Any] = {
-        "Muon": torch.optim.Muon,
-        "Adafactor": torch.optim.Adafactor,
-        "LBFGS": torch.optim.LBFGS,
-        "Mine": type("Mine", (torch.optim.Muon,), {}),
-    }
-    settings = {"precision": {"mode": "bf16"}, "zero_optimization": {"stage": 2}}
-    with pytest.raises(UnsupportedError) as caught:
-        initialize(model, classes[kind](chosen), settings, device="cpu", quiet=True)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "Mine"])
-def test_an_own_matrix_optimizer_on_pieces_is_refused_with_the_rule(kind: str) -> None:
-    for message in run_ranks(refused, 2, kind):
-        assert f"got {kind}, and pieces of layers.0." in message and "placement: whole" in message
-
-
-def test_what_no_placement_helps_is_refused() -> None:
-    assert "looks at all parameters at once" in run_ranks(refused, 2, "LBFGS")[0]
+) -> list[str]:
+    """A matrix optimizer of torch over some parameters that the plan places whole."""
+    runs = []
+    for stage in stages:
+        model = GPT(tied=False)
+        of_blocks = [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
+        chosen, match = (of_blocks, "layers.*.weight") if kind == "Muon" else (model.parameters(), "*")
+        precision = {"mode": "bf16", "rules": [{"match": match, "placement": "whole"}]}
+        settings = {"precision": precision, "zero_optimization": {"stage": stage}}
+        optimizer = getattr(torch.optim, kind)(chosen, lr=0.02)
+        engine = initialize(model, optimizer, settings, device="cpu", quiet=True)
+        runs.append(train(engine, 10, data=repeated))
+        engine.destroy()
+    assert runs[0].losses[-1] < runs[0].losses[0] - 0.3
+    return same(runs)
 
 
 # --- the config's block -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"mometum": 0.9}, r"`optimizer.params.mometum`: must be an argument of Muon.*`momentum`"),
-        ({"adjust_lr_fn": "loud"}, r"must be original or match_rms_adamw; got 'loud'"),
-        ({"ns_steps": 0}, r"must be a whole number from 1 to 99; got 0"),
-        ({"ns_steps": 2.5}, r"must be a whole number"),
-        ({"ns_coefficients": [1, 2]}, r"must be three numbers"),
-        ({"ns_dtype": "fp16"}, r"must be bf16 or fp32"),
-        ({"muon_lr": -1}, r"`optimizer.params.muon_lr`: must be a number of at least 0; got -1"),
-    ],
-)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"mometum": 0.9}, r"`optimizer.params.mometum`: must be an argument of Muon.*`momentum`"),
+    ({"adjust_lr_fn": "loud"}, r"must be original or match_rms_adamw; got 'loud'"),
+    ({"ns_steps": 0}, r"must be a whole number from 1 to 99; got 0"),
+    ({"ns_steps": 2.5}, r"must be a whole number"),
+    ({"ns_coefficients": [1, 2]}, r"must be three numbers"),
+    ({"ns_dtype": "fp16"}, r"must be bf16 or fp32"),
+    ({"muon_lr": -1}, r"`optimizer.params.muon_lr`: must be a number of at least 0; got -1"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), WRONG, ids=str)
 def test_wrong_arguments_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan({"optimizer": {"type": "Muon", "params": params}}, network())

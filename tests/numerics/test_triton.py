@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,49 +74,51 @@ def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -
             assert any(word.startswith("ld.global.v4") for word in words), (case, words)
 
 
-def forget() -> None:
-    """What was found out about devices."""
-    device._works.cache_clear()
-    device.obstacle.cache_clear()
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is known of devices, before a test and after it."""
+
+    def forget() -> None:
+        device._works.cache_clear()
+        device.obstacle.cache_clear()
+
+    forget()
+    yield monkeypatch
+    monkeypatch.undo()
+    forget()
 
 
 def test_without_triton_the_reference_runs_after_one_notice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forgetful: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Played on a CPU: no compiled kernels, and a device whose first program cannot run."""
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(device, "works", device._works)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    forget()
+    forgetful.setattr(native, "library", lambda: None)
+    forgetful.setattr(device, "works", device._works)
+    forgetful.setattr(importlib.util, "find_spec", lambda name: None)
     scheme = Scheme(DType.BF16, Master.SPLIT, State.FP32)
     one, other = make(scheme), make(scheme)
     gradient, step = gradient_of(NUMEL, 1), step_of(optimizers.ADAMW, 1)
     with caplog.at_level(logging.WARNING, "zerodrift"):
         fused.update(scheme, one, gradient, step)
         fused.update(scheme, one, gradient, step)
-    forget()
     assert [record.message for record in caplog.records] == [
         "zerodrift: Triton is not installed; updates on cpu run in plain PyTorch, several times slower"
     ]
-    monkeypatch.undo()
+    forgetful.undo()
     for _ in range(2):
         fused.update(scheme, other, gradient, step)
     assert_equal(one, other)
 
 
 def test_a_first_program_that_fails_is_told_and_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forgetful: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no compiler\nand more")
-
-    forget()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(device, "squares", broken)
+    broken = Mock(side_effect=RuntimeError("no compiler\nand more"))
+    forgetful.setattr(importlib.util, "find_spec", lambda name: object())
+    forgetful.setattr(device, "squares", broken)
     with caplog.at_level(logging.WARNING, "zerodrift"):
         assert not device._works(torch.device("cpu"))
         assert not device._works(torch.device("cpu"))
-    forget()
     assert len(caplog.records) == 1
     assert "failed (RuntimeError: no compiler); updates on cpu" in caplog.records[0].message
 

@@ -53,9 +53,8 @@ def gradients(numel: int, steps: int) -> list[Tensor]:
     made = []
     for _ in range(steps):
         spread = 10.0 ** torch.randn(numel, generator=generator)
-        gradient = torch.randn(numel, generator=generator) * spread
-        gradient[::5] = 0
-        made.append(gradient)
+        made.append(torch.randn(numel, generator=generator) * spread)
+        made[-1][::5] = 0
     return made
 
 
@@ -90,19 +89,14 @@ def test_equals_torch_bit_for_bit(case: Case, kind: dict[str, bool], path: Any) 
     assert all(where.numel() == 0 for where in found.values()), found
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_torch_fused_bit_for_bit(case: Case, path: Any) -> None:
     """With the exact root. See [Note: roots] for the last elements of a tensor, which are left out here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        found = differences(case, path, 256 * 5, Root.EXACT, fused=True)
-        assert all(where.numel() == 0 for where in found.values()), found
-        found = differences(case, path, 256 * 5 + 5, Root.EXACT, fused=True)
+    for rest in (0, 5):
+        found = differences(case, path, 256 * 5 + rest, Root.EXACT, fused=True)
         assert all((where >= 256 * 5).all() for where in found.values()), found
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_exact_root_is_correctly_rounded() -> None:

@@ -132,11 +132,11 @@ def destroy_at_the_end(engine: Any) -> Any:
     return engine
 
 
-Test = Callable[..., None]
+Test = Callable[..., Any]
 
 
-def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Test], Test]:
-    """Make a test run on each of so many ranks: what raises on one of them fails it.
+def on_ranks(world_size: int | str = "world", timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Make a test run on each of so many ranks: what raises on one of them, or is found and returned, fails it.
 
     The number may be the name of a parameter. Asserts say what they found: there, pytest rewrites none.
     """
@@ -145,15 +145,16 @@ def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Test], T
         @functools.wraps(test)
         def run(**given: Any) -> None:
             ranks = given[world_size] if isinstance(world_size, str) else world_size
-            run_ranks(_run_test, ranks, test.__module__, test.__name__, given, timeout=timeout)
+            found = run_ranks(_run_test, ranks, test.__module__, test.__name__, given, timeout=timeout)
+            assert not any(found), found
 
         return run
 
     return made
 
 
-def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(**given)
+def _run_test(module: str, name: str, given: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.numerics.runs import config, make
+from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 
@@ -48,6 +49,18 @@ def differs(engine: Engine, plain: nn.Module, factor: float = 1.0) -> list[str]:
     return wrong
 
 
+def differs_more(engine: Engine, plain: nn.Module, factor: float, rtol: float, atol: float) -> list[str]:
+    """As `differs`, but for ulps of a division or of another order; `atol` is a part of the largest."""
+    wrong = []
+    for name in differs(engine, plain, factor):
+        grad = plain.get_parameter(name).grad
+        assert grad is not None
+        near = atol * float(grad.abs().max())
+        if not torch.allclose(engine.parameter(name).gradient, grad * factor, rtol=rtol, atol=near):
+            wrong.append(name)
+    return wrong
+
+
 def left_behind(engine: Engine) -> list[str]:
     """Parameters with a gradient that the engine has not collected."""
     grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
@@ -65,3 +78,14 @@ def run_all(checks: Sequence[Callable[[int], Any]], stage: int) -> list[str]:
     """On a rank: every check at a stage; which ones found what."""
     problems = {check.__name__: check(stage) for check in checks}
     return [f"{name}: {problem}" for name, problem in problems.items() if problem]
+
+
+def on_every_cell(checks: Sequence[Callable[[int], Any]]) -> Callable[[int, int], None]:
+    """Make the test of a file's checks."""
+
+    @pytest.mark.parametrize(("world", "stage"), CELLS)
+    def test(world: int, stage: int) -> None:
+        for found in run_ranks(run_all, world, checks, stage):
+            assert found == [], found
+
+    return test

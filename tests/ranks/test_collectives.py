@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.comm.collectives import Carrier, Collectives, Recorded
 from zerodrift.comm.fold import Sum
@@ -29,6 +29,7 @@ from zerodrift.mesh import MeshShape
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
+CARRIERS: tuple[Carrier, ...] = ("shared", "pairs", "native")
 SUMS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (FP32, FP64), (FP64, FP64)]
 """(wire, sum)."""
 
@@ -140,7 +141,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
 
 
 def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
-    ways = [(carrier, halving) for carrier in ("shared", "pairs", "native") for halving in (4, 8)]
+    ways = [(carrier, halving) for carrier in CARRIERS for halving in (4, 8)]
     for world in (2, 3, 4):
         assert run_ranks(reduce_by_the_tree, world, ways) == [[]] * world
 
@@ -222,43 +223,35 @@ def gather_every_way(carrier: Carrier) -> list[str]:
     return wrong
 
 
-def broadcast_from_each() -> list[list[float]]:
+def to_others() -> list[object]:
+    """Broadcasts count their source along the axis, and objects go round."""
     comm = joined(replicate=2, shard=2)
+    rank = comm.mesh.rank()
     found = []
     for axis, source in (("world", 3), ("shard", 1), ("replicate", 0)):
-        tensor = torch.full((1, 2), float(comm.mesh.rank()), dtype=BF16)
+        tensor = torch.full((1, 2), float(rank), dtype=BF16)
         comm.broadcast(tensor, source, axis)  # type: ignore[arg-type]
         found.append(tensor.flatten().tolist())
     comm.barrier()
-    return found
+    pair = comm.all_gather_object(rank, "shard")
+    return [found, comm.all_gather_object({"rank": rank}), pair, comm.broadcast_object(f"from {rank}", 2)]
 
 
-def test_broadcast_counts_its_source_along_the_axis() -> None:
-    found = run_ranks(broadcast_from_each, 4)
-    assert [world for world, _, _ in found] == [[3.0, 3.0]] * 4
-    assert [shard[0] for _, shard, _ in found] == [1.0, 1.0, 3.0, 3.0]
-    assert [replica[0] for _, _, replica in found] == [0.0, 1.0, 0.0, 1.0]
-
-
-def exchange_objects() -> list[object]:
-    comm = joined(replicate=2, shard=2)
-    rank = comm.mesh.rank()
-    everyone, pair = comm.all_gather_object({"rank": rank}), comm.all_gather_object(rank, "shard")
-    return [everyone, pair, comm.broadcast_object(f"from {rank}", 2)]
-
-
-def test_objects_go_round() -> None:
-    for rank, (everyone, pair, told) in enumerate(run_ranks(exchange_objects, 4)):
+def test_broadcasts_count_their_source_along_the_axis_and_objects_go_round() -> None:
+    for rank, (sent, everyone, pair, told) in enumerate(run_ranks(to_others, 4)):
+        assert sent == [[source] * 2 for source in (3.0, 1.0 if rank < 2 else 3.0, float(rank % 2))]
         assert everyone == [{"rank": peer} for peer in range(4)]
-        assert pair == ([0, 1] if rank < 2 else [2, 3])
-        assert told == "from 2"
+        assert pair == ([0, 1] if rank < 2 else [2, 3]) and told == "from 2"
 
 
 # Handles
 
 
-def overlap(order: list[int], carrier: Carrier) -> list[bool]:
-    """Three operations under way at once, waited for in another order on every rank."""
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+@on_ranks(3)
+def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
+    """Three under way at once, waited for in another order on every rank."""
     comm = joined(carrier)
     small_messages()
     line = comm.mesh.axis("shard")
@@ -277,17 +270,10 @@ def overlap(order: list[int], carrier: Carrier) -> list[bool]:
         time.sleep(0.02 * rank)
     for handle in handles:
         handle.wait()  # a second time: nothing
-    good = [same_bits(gathered, torch.cat([values_of(peer, count, FP32) for peer in range(size)]))]
+    assert same_bits(gathered, torch.cat([values_of(peer, count, FP32) for peer in range(size)]))
     for seed in (0, 1):
         parts = [line.slice(part, rank) for part in every[seed]]
-        good.append(same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed])))
-    return good
-
-
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_operations_overlap_and_may_be_waited_for_in_any_order(order: list[int], carrier: Carrier) -> None:
-    assert run_ranks(overlap, 3, order, carrier) == [[True] * 3] * 3
+        assert same_bits(sums[seed], expected(parts, Sum(FP32), sums[seed]))
 
 
 def keep_scratch() -> tuple[int, int]:
@@ -316,25 +302,21 @@ def rows_between(carrier: Carrier) -> list[str]:
     comm, wrong = joined(carrier), []
     rank, size = comm.mesh.rank("shard"), comm.mesh.size("shard")
     for case, dtype in itertools.product(range(4), (BF16, FP32, FP64, torch.int64)):
-        counts = [
-            [case * (source + 3 * to + source * to) % 4 for to in range(size)] for source in range(size)
-        ]
-        rows = [
-            [
-                torch.full((counts[source][to], 5), 10 * source + to).to(dtype) + torch.arange(5).to(dtype)
-                for to in range(size)
-            ]
-            for source in range(size)
-        ]
+
+        def count(source: int, to: int, case: int = case) -> int:
+            return case * (source + 3 * to + source * to) % 4
+
+        def rows(source: int, to: int, dtype: torch.dtype = dtype, count: Any = count) -> torch.Tensor:
+            return torch.full((count(source, to), 5), 10 * source + to).to(dtype) + torch.arange(5).to(dtype)
+
+        going, coming = [count(rank, to) for to in range(size)], [count(peer, rank) for peer in range(size)]
         with comm.record() as log:
-            coming = [counts[source][rank] for source in range(size)]
-            found = comm.all_to_all(torch.cat(rows[rank]), counts[rank], coming, "shard")
-        if not same_bits(found, torch.cat([rows[source][rank] for source in range(size)])):
+            given = torch.cat([rows(rank, to) for to in range(size)])
+            found = comm.all_to_all(given, going, coming, "shard")
+        if not same_bits(found, torch.cat([rows(source, rank) for source in range(size)])):
             wrong.append(f"case {case} {dtype}")
-        given = 5 * sum(counts[rank])
-        if [(call.op, call.numel, call.axis, call.sum) for call in log] != [
-            ("all_to_all", given, "shard", None)
-        ]:
+        calls = [(call.op, call.numel, call.axis, call.sum) for call in log]
+        if calls != [("all_to_all", 5 * sum(going), "shard", None)]:
             wrong.append(f"recorded {log}")
     comm.mesh.stop()
     return wrong
@@ -349,7 +331,7 @@ BODIES = [
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize(("body", "world"), BODIES)
 def test_every_carrier_brings_every_bit(
     body: Callable[[Carrier], list[str]], world: int, carrier: Carrier
@@ -360,7 +342,8 @@ def test_every_carrier_brings_every_bit(
 # What is recorded
 
 
-def record_a_step() -> tuple[list[Recorded], list[Recorded]]:
+@on_ranks(4)
+def test_the_record_is_the_list_of_calls() -> None:
     comm = joined(replicate=2, shard=2)
     full, slice_ = torch.ones(512, dtype=BF16), torch.ones(256, dtype=FP32)
     large = torch.ones(collectives.DIRECT)
@@ -375,11 +358,6 @@ def record_a_step() -> tuple[list[Recorded], list[Recorded]]:
         comm.broadcast(slice_, 0, "data")
         comm.all_gather_object("unseen")
     comm.all_reduce_sum(torch.zeros(2, dtype=FP64), "world")
-    return outer, inner
-
-
-def test_the_record_is_the_list_of_calls() -> None:
-    large = collectives.DIRECT
     reduced = [
         Recorded("reduce_scatter", DType.BF16, 512, "shard", DType.FP32),
         Recorded("all_reduce", DType.FP32, 256, "replicate", DType.FP32),
@@ -387,11 +365,11 @@ def test_the_record_is_the_list_of_calls() -> None:
     whole = [
         Recorded("all_gather", DType.BF16, 512, "shard", None),
         *reduced,
-        Recorded("all_reduce", DType.FP32, large, "world", DType.FP32),
+        Recorded("all_reduce", DType.FP32, collectives.DIRECT, "world", DType.FP32),
         Recorded("all_reduce", DType.FP64, 2, "world", DType.FP64),
         Recorded("broadcast", DType.FP32, 256, "data", None),
     ]
-    assert run_ranks(record_a_step, 4) == [(whole, reduced)] * 4
+    assert (outer, inner) == (whole, reduced)
 
 
 # Ranks that are missing
@@ -438,7 +416,7 @@ def miss(name: str, carrier: Carrier, timeout: float, how: str) -> tuple[str, fl
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "halving"])
 def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) -> None:
     found = run_ranks(miss, 2, name, carrier, 30.0, "killed", dying={1})
@@ -449,7 +427,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
     assert "rank 1 must take part" in text
 
 
-@pytest.mark.parametrize("carrier", ["shared", "pairs", "native"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_rank_that_is_killed_is_named_by_those_that_swap_nothing_with_it(carrier: Carrier) -> None:
     """Rank 0 waits for rank 2, and rank 2 for the one that is gone; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
@@ -471,50 +449,40 @@ def test_a_rank_that_hangs_is_an_error_within_the_timeout(name: str) -> None:
 # Agreement
 
 
-def compare(digests: list[str], rows: list[list[str]]) -> str:
-    comm = joined()
-    rank = comm.mesh.rank()
-    try:
-        comm.agree(digests[rank], lambda: rows[rank])
-    except RankError as error:
-        return str(error)
-    return "agreed"
+def compare(mine: list[str], theirs: list[list[str]]) -> list[str]:
+    """What rank 2 having other rows, or another digest, is told as; at last all have the same."""
+    comm, said = joined(), []
+    for others in theirs:
+        odd = comm.mesh.rank() == 2
+        with pytest.raises(RankError) as caught:
+            comm.agree("b" if odd else "a", lambda odd=odd, others=others: others if odd else mine)
+        said.append(str(caught.value))
+    comm.agree("a", lambda: [f"rank {comm.mesh.rank()} is not asked"])
+    return said
 
 
-def test_equal_plans_agree_without_writing_rows() -> None:
-    assert run_ranks(compare, 3, ["a"] * 3, []) == ["agreed"] * 3
-
-
-@pytest.mark.parametrize(
-    ("theirs", "shown"),
-    [
-        (["w fp32", "x bf16"], "different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2."),
-        (["w fp32"], "from row 1 on: x fp32 on rank 0, nothing on rank 2."),
-        (["w fp32", "x fp32"], "different ones on ranks 0 and 2, though their 2 rows agree."),
-    ],
-)
-def test_different_plans_are_an_error_everywhere_with_the_first_row(theirs: list[str], shown: str) -> None:
-    mine = ["w fp32", "x fp32"]
-    found = run_ranks(compare, 3, ["a", "a", "b"], [mine, mine, theirs])
-    assert found[0] == found[1] == found[2] and shown in found[0]
-
-
-def objects_of_many() -> list[bool]:
-    """As on more ranks than are asked at once."""
-    collectives.SEVERAL = 1
-    comm = joined()
-    rank, size = comm.mesh.rank(), comm.mesh.size("world")
-    same = comm.all_gather_object({"a": [1.5, None]}) == [{"a": [1.5, None]}] * size
-    other = comm.all_gather_object("last" if rank == size - 1 else "first")
-    try:
-        with raise_on_all_ranks(comm):
-            if rank == 1:
-                raise ValueError("on one rank")
-    except (ValueError, RankError) as error:
-        said = "on one rank" in str(error)
-    return [same, other == ["first"] * (size - 1) + ["last"], said]
+def test_different_plans_are_an_error_everywhere_with_the_first_row_and_equal_ones_agree() -> None:
+    cases = {
+        "different ones from row 1 on: x fp32 on rank 0, x bf16 on rank 2.": ["w fp32", "x bf16"],
+        "from row 1 on: x fp32 on rank 0, nothing on rank 2.": ["w fp32"],
+        "different ones on ranks 0 and 2, though their 2 rows agree.": ["w fp32", "x fp32"],
+    }
+    found = run_ranks(compare, 3, ["w fp32", "x fp32"], list(cases.values()))
+    assert found[0] == found[1] == found[2]
+    for shown, said in zip(cases, found[0], strict=True):
+        assert shown in said
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
 def test_objects_that_are_the_same_on_all_ranks_are_not_sent(world: int) -> None:
-    assert run_ranks(objects_of_many, world) == [[True] * 3] * world
+    """As on more ranks than are asked at once."""
+    collectives.SEVERAL = 1
+    comm = joined()
+    rank = comm.mesh.rank()
+    assert comm.all_gather_object({"a": [1.5, None]}) == [{"a": [1.5, None]}] * world
+    other = comm.all_gather_object("last" if rank == world - 1 else "first")
+    assert other == ["first"] * (world - 1) + ["last"]
+    with pytest.raises((ValueError, RankError), match="on one rank"), raise_on_all_ranks(comm):
+        if rank == 1:
+            raise ValueError("on one rank")

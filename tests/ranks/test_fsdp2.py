@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.shards import Shards
 from zerodrift.errors import ModelError, RankError, UnsupportedError
@@ -68,14 +70,9 @@ class Wide(GPT):
 def pinned_and_tied() -> list[list[float]]:
     """A tied parameter that differs from its unit: its two modules are one group."""
     found = []
+    precision = {"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]}
     for backend in ("native", "fsdp2"):
-        written = config(
-            3,
-            "bf16",
-            backend=backend,
-            precision={"storage": "fp32", "rules": [{"match": "embed.weight", "pin": "fp32"}]},
-        )
-        engine = make(written, Wide())
+        engine = make(config(3, "bf16", backend=backend, precision=precision), Wide())
         if backend == "fsdp2":
             assert ("embed", "head") in [unit.spec.paths for unit in engine.executor.units]
         found.append([step(engine, number) for number in range(3)])
@@ -83,9 +80,10 @@ def pinned_and_tied() -> list[list[float]]:
     return found
 
 
-def test_a_tied_parameter_of_its_own_kind() -> None:
-    for native, other in run_ranks(pinned_and_tied, 2):
-        assert native == other
+@on_ranks(2)
+def test_a_tied_parameter_of_its_own_kind() -> bool:
+    native, other = pinned_and_tied()
+    return native != other
 
 
 class Experts(nn.Module):
@@ -98,21 +96,17 @@ class Experts(nn.Module):
         return self.plain(sum(expert(x).to(x.dtype) for expert in self.experts))
 
 
-def containers() -> list[tuple[str, ...]]:
+def containers() -> None:
+    """A container is no group, but its children are."""
     model = GPT(layers=1)
     model.layers[0].mlp = Experts()
     precision = {"rules": [{"match": "*.experts.*", "pin": "fp32"}]}
     engine = make(fsdp2(3, "bf16", precision=precision), model)
     step(engine)
-    paths = [unit.spec.paths for unit in engine.executor.units]
-    engine.destroy()
-    return paths
-
-
-def test_a_container_is_no_group_but_its_children_are() -> None:
-    made = run_ranks(containers, 2)[0]
+    made = [unit.spec.paths for unit in engine.executor.units]
     assert ("layers.0.mlp.experts.0",) in made and ("layers.0.mlp.experts.1",) in made
     assert ("layers.0.mlp.experts",) not in made
+    engine.destroy()
 
 
 class Listed(nn.Module):
@@ -127,25 +121,21 @@ class Listed(nn.Module):
         return self.plain(x @ self.weights[0])
 
 
-def uncalled(pinned: str) -> str:
-    model = GPT(layers=1)
-    model.layers[0].mlp = Listed()
-    written = fsdp2(3, "bf16", precision={"rules": [{"match": pinned, "pin": "fp32"}]})
-    try:
-        step(make(written, model))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def test_pinned_parameters_in_a_module_that_is_not_called_are_refused() -> None:
-    assert "`layers.0.mlp.weights`" in run_ranks(uncalled, 2, "*.mlp.weights.*")[0]
-    assert run_ranks(uncalled, 2, "*.norm*.*") == ["", ""]
+def uncalled() -> None:
+    """Pinned parameters in a module that is not called are refused, other ones are not."""
+    for pinned in ("*.norm*.*", "*.mlp.weights.*"):
+        model = GPT(layers=1)
+        model.layers[0].mlp = Listed()
+        written = fsdp2(3, "bf16", precision={"rules": [{"match": pinned, "pin": "fp32"}]})
+        if "mlp" not in pinned:
+            step(make(written, model))
+            continue
+        with pytest.raises(ModelError, match=r"`layers.0.mlp.weights`"):
+            step(make(written, model))
 
 
 def lora(backend: str) -> list[float]:
-    model = GPT(layers=2)
-    model.requires_grad_(False)
+    model = GPT(layers=2).requires_grad_(False)
     for layer in model.layers:
         layer.attention.out.requires_grad_(True)
     engine = make(config(3, "bf16", backend=backend, precision={"storage": "fp32"}), model)
@@ -156,8 +146,15 @@ def lora(backend: str) -> list[float]:
     return [*losses, frozen]
 
 
-def test_frozen_parameters() -> None:
-    assert run_ranks(lora, 2, "native") == run_ranks(lora, 2, "fsdp2")
+@on_ranks(2)
+def test_frozen_parameters() -> bool:
+    return lora("native") != lora("fsdp2")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_experts_without_a_token_count_as_zero(stage: int) -> bool:
+    return picky("native", stage) != picky("fsdp2", stage)
 
 
 # --- values in and out --------------------------------------------------------------------------------
@@ -178,39 +175,23 @@ def written() -> None:
     assert torch.equal(engine.parameter("layers.0.mlp.down.bias").master, torch.full((WIDTH,), 3.0))
     assert isinstance(engine.module.norm.weight, DTensor)
 
-    engine.parameter("norm.bias").master = torch.linspace(0, 1, WIDTH)
-    assert torch.equal(engine.parameter("norm.bias").master, torch.linspace(0, 1, WIDTH))
-    loss = engine(batch(0, rank))
-    engine.backward(loss)
-    gradient = engine.parameter("norm.bias").gradient
-    engine.parameter("norm.bias").gradient = 2 * gradient
-    assert torch.equal(engine.parameter("norm.bias").gradient, 2 * gradient)
-    engine.backward(engine(batch(1, rank)))
-    assert engine.step().updated
-    moments = dict(engine.parameter("norm.bias").state)
-    engine.parameter("norm.bias").state["exp_avg"] = moments["exp_avg"] + 1
-    assert torch.equal(engine.parameter("norm.bias").state["exp_avg"], moments["exp_avg"] + 1)
 
-
-def loaded(assign: bool) -> None:
-    engine = make(fsdp2(3, "fp32"), GPT(layers=1))
-    other = GPT(layers=1, seed=9)
-    step(engine)
-    with pytest.raises(ModelError, match="gathered"):
-        engine.module.load_state_dict(other.state_dict())
-    with engine.gathered(write=True):
-        engine.module.load_state_dict(other.state_dict(), assign=assign)
-        shown = dict(engine.module.named_parameters())
-        assert torch.equal(shown["norm.weight"], other.norm.weight)
-    for name, value in other.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value), name
-    step(engine)
-    assert not torch.equal(engine.parameter("embed.weight").master, other.embed.weight)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_loading_a_state_dict(assign: bool) -> None:
-    run_ranks(loaded, 2, assign)
+def loaded() -> None:
+    for assign in (False, True):
+        engine = make(fsdp2(3, "fp32"), GPT(layers=1))
+        other = GPT(layers=1, seed=9)
+        step(engine)
+        with pytest.raises(ModelError, match="gathered"):
+            engine.module.load_state_dict(other.state_dict())
+        with engine.gathered(write=True):
+            engine.module.load_state_dict(other.state_dict(), assign=assign)
+            shown = dict(engine.module.named_parameters())
+            assert torch.equal(shown["norm.weight"], other.norm.weight)
+        for name, value in other.named_parameters():
+            assert torch.equal(engine.parameter(name).master, value), name
+        step(engine)
+        assert not torch.equal(engine.parameter("embed.weight").master, other.embed.weight)
+        engine.destroy()
 
 
 def left() -> None:
@@ -261,8 +242,9 @@ def switched_off(backend: str, stage: int) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, timeout=120)
 def test_what_is_frozen_for_a_forward_has_no_gradient_of_it(stage: int) -> None:
-    native, theirs = (run_ranks(switched_off, 2, backend, stage)[0] for backend in ("native", "fsdp2"))
+    native, theirs = (switched_off(backend, stage) for backend in ("native", "fsdp2"))
     whole = native[0]
     for ours, other in zip(native, theirs, strict=True):
         torch.testing.assert_close(ours, other)
@@ -338,24 +320,22 @@ REPLICAS = ("all_reduce", DType.FP32, DType.FP32, "replicate")
 ROUTER = {"rules": [{"match": "norm.*", "pin": "fp32"}]}
 
 
-@pytest.mark.parametrize(
-    ("stage", "micro", "precision", "counts"),
-    [
-        (3, 1, {}, {gathers(): 5, reduces(): 3}),  # three groups forward, two again backward: the root stays
-        (3, 2, {}, {gathers(): 10, reduces(): 6}),
-        (2, 3, {}, {gathers(): 3, reduces(): 9}),
-        (1, 3, {}, {gathers(): 3, reduces(): 3}),
-        (0, 2, {}, {gathers(): 0, REPLICAS: 3}),
-        (3, 1, {"reduce": {"wire": "bf16"}}, {reduces(DType.BF16): 3, reduces(): 0}),
-        (3, 1, ROUTER, {gathers(DType.FP32): 1, reduces(): 4}),
-    ],
-)
-def test_what_travels_is_what_the_plan_says(
-    stage: int, micro: int, precision: dict[str, Any], counts: dict[Any, int]
-) -> None:
-    rest = {"precision": precision} if precision else {}
-    found = Counter(run_ranks(recorded, 2, stage, micro, rest)[0])
-    assert {call: found[call] for call in counts} == counts
+TRAVELS: list[tuple[int, int, dict[str, Any], dict[Any, int]]] = [
+    (3, 1, {}, {gathers(): 5, reduces(): 3}),  # three groups forward, two again backward: the root stays
+    (3, 2, {}, {gathers(): 10, reduces(): 6}),
+    (2, 3, {}, {gathers(): 3, reduces(): 9}),
+    (1, 3, {}, {gathers(): 3, reduces(): 3}),
+    (0, 2, {}, {gathers(): 0, REPLICAS: 3}),
+    (3, 1, {"reduce": {"wire": "bf16"}}, {reduces(DType.BF16): 3, reduces(): 0}),
+    (3, 1, ROUTER, {gathers(DType.FP32): 1, reduces(): 4}),
+]
+
+
+def travels() -> None:
+    """What travels is what the plan says."""
+    for stage, micro, precision, counts in TRAVELS:
+        found = Counter(recorded(stage, micro, {"precision": precision} if precision else {}))
+        assert {call: found[call] for call in counts} == counts, (stage, micro, precision)
 
 
 def held() -> None:
@@ -378,7 +358,9 @@ def held() -> None:
 class Recomputed(GPT):
     """Blocks under activation checkpointing."""
 
-    reentrant = False
+    def __init__(self, reentrant: bool, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.reentrant = reentrant
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -387,17 +369,11 @@ class Recomputed(GPT):
         return self.head(self.norm(x))
 
 
-class Reentrant(Recomputed):
-    reentrant = True
-
-
 def recomputed() -> list[list[float]]:
     found = []
-    for kind in (GPT, Recomputed, Reentrant):
-        engine = make(
-            fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]}),
-            kind(layers=1, moe=True),
-        )
+    written = fsdp2(3, "bf16", 2, precision={"rules": [{"match": "*.router.*", "pin": "fp32"}]})
+    for kind in (GPT, partial(Recomputed, False), partial(Recomputed, True)):
+        engine = make(written, kind(layers=1, moe=True))
         run = train(engine, 2, 2)
         found.append([*run.losses, *(float(f"{norm:.14g}") for norm in run.norms)])
         engine.destroy()
@@ -405,9 +381,10 @@ def recomputed() -> list[list[float]]:
 
 
 @pytest.mark.long
-def test_activation_checkpointing_changes_nothing() -> None:
-    for plain, other, reentrant in run_ranks(recomputed, 2):
-        assert plain == other == reentrant
+@on_ranks(2)
+def test_activation_checkpointing_changes_nothing() -> bool:
+    plain, *others = recomputed()
+    return any(other != plain for other in others)
 
 
 class Picky(nn.Module):
@@ -430,56 +407,44 @@ def picky(backend: str, stage: int) -> list[list[float]]:
     return [run.losses, run.masters["layers.0.mlp.experts.1.weight"].flatten().tolist()]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_experts_without_a_token_count_as_zero(stage: int) -> None:
-    assert run_ranks(picky, 2, "native", stage) == run_ranks(picky, 2, "fsdp2", stage)
-
-
 class Skipping(GPT):
     """Ranks run the two blocks in different orders."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        layers = list(self.layers)
-        for layer in layers if torch.distributed.get_rank() == 0 else reversed(layers):
+        for layer in list(self.layers)[:: -1 if torch.distributed.get_rank() else 1]:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-def disordered() -> str:
+def disordered() -> None:
+    """Different orders are an error before anything is updated."""
     engine = make(fsdp2(3), Skipping())
     engine.backward(engine(batch(0)))
-    try:
+    with pytest.raises(RankError, match="same order"):
         engine.step()
-    except RankError as error:
-        return str(error)
-    return ""
 
 
-def test_different_orders_are_an_error_before_anything_is_updated() -> None:
-    assert all("same order" in text for text in run_ranks(disordered, 2))
+def own(kind: str) -> None:
+    """A caller's optimizer of two groups, beside the native backend."""
+    found = []
+    for backend in ("native", "fsdp2"):
+        model = GPT(layers=1)
+        decay, plain = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
+        optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
+        written = config(3, "fp32", backend=backend)
+        del written["optimizer"]
+        engine = make(written, model, optimizer=optimizer)
+        assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
+        found.append([step(engine, number) for number in range(4)])
+        engine.destroy()
+    assert found[0] == pytest.approx(found[1], rel=2e-6)
 
 
-def own(backend: str, kind: str) -> list[float]:
-    model = GPT(layers=1)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}]
-    optimizer = getattr(torch.optim, kind)(groups, lr=1e-3)
-    written = config(3, "fp32", backend=backend)
-    del written["optimizer"]
-    engine = make(written, model, optimizer=optimizer)
-    assert engine.optimizer is optimizer and len(optimizer.param_groups) == 2
-    losses = [step(engine, number) for number in range(4)]
-    engine.destroy()
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
-def test_an_optimizer_of_the_callers(kind: str) -> None:
-    native, fsdp = run_ranks(own, 2, "native", kind), run_ranks(own, 2, "fsdp2", kind)
-    for one, other in zip(native, fsdp, strict=True):
-        assert one == pytest.approx(other, rel=2e-6)
+def own_optimizers() -> None:
+    own("AdamW")
+    own("RMSprop")
 
 
 class Twice(nn.Module):
@@ -500,22 +465,22 @@ class Twice(nn.Module):
         return checkpoint(nn.functional.linear, hidden, second, use_reentrant=self.again == "reentrant")
 
 
-def used_twice() -> list[str]:
+@on_ranks(2)
+def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> list[str]:
     """Where the sum of a weight's uses is not that in fp32, whatever the dtype of each."""
     found = []
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for again in ("", "non-reentrant", "reentrant"):
-        for stage in range(4):
-            torch.manual_seed(0)
-            block = Twice(again)
-            uses = [block.weight.detach().bfloat16().requires_grad_() for _ in range(2)]
-            block.products(x, *uses).float().square().sum().backward()
-            wanted = uses[0].grad.float() + uses[1].grad.float()
-            engine = make(fsdp2(stage, "bf16"), Alone(block))
-            engine.backward(engine(x))
-            if not torch.equal(engine.parameter("block.weight").gradient, wanted):
-                found.append(f"stage {stage}, {again or 'no'} recomputation")
-            engine.destroy()
+    for again, stage in itertools.product(("", "non-reentrant", "reentrant"), range(4)):
+        torch.manual_seed(0)
+        block = Twice(again)
+        uses = [block.weight.detach().bfloat16().requires_grad_() for _ in range(2)]
+        block.products(x, *uses).float().square().sum().backward()
+        engine = make(fsdp2(stage, "bf16"), Alone(block))
+        engine.backward(engine(x))
+        wanted = uses[0].grad.float() + uses[1].grad.float()
+        if not torch.equal(engine.parameter("block.weight").gradient, wanted):
+            found.append(f"stage {stage}, {again or 'no'} recomputation")
+        engine.destroy()
     return found
 
 
@@ -528,10 +493,6 @@ class Alone(nn.Module):
         return self.block(x).float().square().sum()
 
 
-def test_what_several_uses_contribute_is_added_in_the_accumulate_dtype() -> None:
-    assert run_ranks(used_twice, 2) == [[], []]
-
-
 def unscaled() -> None:
     """A plain backward needs the scale."""
     engine = make(fsdp2(3, "fp16"), GPT(layers=1))
@@ -542,6 +503,21 @@ def unscaled() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("body", [parameters, written, left, held, unscaled])
+ON_TWO_RANKS = [
+    parameters,
+    containers,
+    uncalled,
+    written,
+    loaded,
+    left,
+    travels,
+    held,
+    disordered,
+    own_optimizers,
+    unscaled,
+]
+
+
+@pytest.mark.parametrize("body", ON_TWO_RANKS)
 def test_two_ranks_see(body: Callable[[], None]) -> None:
     run_ranks(body, 2)

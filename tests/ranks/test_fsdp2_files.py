@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.described import found_elsewhere
 from tests.numerics.networks import GPT
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import empty
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.weights.export import export
@@ -63,10 +64,8 @@ def spread(folder: str) -> None:
     for rest in ({"sharding": {"replicate": 2}}, {"zero_optimization": {"stage": 1}}):
         engine = make({**written("fsdp2"), **rest}, GPT(layers=1, moe=True, seed=5))
         Checkpoints(engine, folder).load()
-        for name, master in torch.load(f"{folder}.masters").items():
-            assert torch.equal(engine.parameter(name).master, master), name
-        moments = dict(engine.parameter("embed.weight").state)
-        assert moments["exp_avg_sq"].gt(0).any()
+        require_masters(engine, torch.load(f"{folder}.masters"))
+        assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
         train(engine, 1, 2)
         engine.destroy()
 
@@ -76,36 +75,36 @@ def test_on_other_ranks(tmp_path: Path) -> None:
     run_ranks(spread, 4, str(tmp_path))
 
 
-def streamed(folder: str) -> None:
+def require_masters(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(engine.parameter(name).master, value.detach()), name
+
+
+@on_ranks(2)
+def test_weights_stream_into_shards(tmp_path: Path) -> None:
     source = GPT(layers=1, moe=True, seed=3)
+    expected, file = dict(source.named_parameters()), tmp_path / "model.safetensors"
+    if torch.distributed.get_rank() == 0:
+        save_file({name: value.detach() for name, value in expected.items()} | {"scale": source.scale}, file)
+    torch.distributed.barrier()
     with empty():
         model = GPT(layers=1, moe=True)
-    engine = make(written("fsdp2"), model, weights=f"{folder}/model.safetensors")
-    for name, value in source.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value.detach()), name
+    engine = make(written("fsdp2"), model, weights=str(file))
+    require_masters(engine, expected)
     train(engine, 1, 2)
-    load_weights(engine, f"{folder}/model.safetensors", quiet=True)
-    for name, value in source.named_parameters():
-        assert torch.equal(engine.parameter(name).master, value.detach()), name
+    load_weights(engine, str(file), quiet=True)
+    require_masters(engine, expected)
     assert engine.parameter("embed.weight").state["exp_avg_sq"].gt(0).any()
 
 
-def test_weights_stream_into_shards(tmp_path: Path) -> None:
-    model = GPT(layers=1, moe=True, seed=3)
-    tensors = {name: value.detach() for name, value in model.named_parameters()}
-    save_file({**tensors, "scale": model.scale}, tmp_path / "model.safetensors")
-    run_ranks(streamed, 2, str(tmp_path))
-
-
-def first_values() -> None:
+@on_ranks(2)
+def test_an_empty_model_gets_its_first_values() -> None:
     """A model without memory gets what its own module would have done, whoever executes the plan."""
     found = []
     for backend in ("native", "fsdp2"):
         torch.manual_seed(4)
         with empty():
-            model = torch.nn.Sequential(
-                torch.nn.Linear(6, 10), torch.nn.LayerNorm(10), torch.nn.Linear(10, 3)
-            )
+            model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3))
         engine = make(config(3, "fp32", backend=backend), model)
         found.append({row.name: engine.parameter(row.name).master for row in engine.plan.rows})
         engine.destroy()
@@ -114,19 +113,13 @@ def first_values() -> None:
     assert any(value.abs().sum() > 0 for value in native.values())
 
 
-def test_an_empty_model_gets_its_first_values() -> None:
-    run_ranks(first_values, 2)
-
-
-def exported(backend: str, folder: str) -> None:
-    engine = make(written(backend), GPT(layers=1, moe=True))
-    train(engine, 2, 2)
-    export(engine, f"{folder}/{backend}")
-    engine.destroy()
-
-
+@on_ranks(2)
 def test_an_export_has_the_bytes_of_the_native_backends(tmp_path: Path) -> None:
     for backend in ("native", "fsdp2"):
-        run_ranks(exported, 2, backend, str(tmp_path))
+        engine = make(written(backend), GPT(layers=1, moe=True))
+        train(engine, 2, 2)
+        export(engine, str(tmp_path / backend))
+        engine.destroy()
+    torch.distributed.barrier()
     first, second = (tmp_path / backend / "model.safetensors" for backend in ("native", "fsdp2"))
     assert first.read_bytes() == second.read_bytes()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm import rendezvous
 from zerodrift.comm.mesh import AXES, _line, start
 from zerodrift.errors import MeshError, RankError
@@ -23,11 +25,16 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
-def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment in which nobody has launched anything."""
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An environment in which nobody has launched anything; called, what a launcher sets."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+
+    def launch(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
 
 
 # The arithmetic
@@ -44,23 +51,18 @@ def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShap
     coordinates = itertools.product(range(shape.pipeline), range(shape.replicate), range(shape.shard))
     for rank, (stage, replica, shard) in enumerate(coordinates):
         lines = {name: _line(shape, rank, name) for name in AXES}
-        assert lines["shard"].index(rank) == shard
-        assert lines["replicate"].index(rank) == replica
-        assert lines["pipeline"].index(rank) == stage
-        assert lines["data"].index(rank) == shard + shape.shard * replica
-        assert lines["world"].index(rank) == rank
+        wanted: dict[str, tuple[int, int]] = {
+            "shard": (shard, shape.shard),
+            "replicate": (replica, shape.replicate),
+            "pipeline": (stage, shape.pipeline),
+            "data": (shard + shape.shard * replica, shape.data),
+            "world": (rank, shape.world),
+            "tensor": (0, 1),
+        }
+        assert {name: (lines[name].index(rank), len(lines[name])) for name in wanted} == wanted
         assert lines["expert"].index(rank) == shard % shape.expert
         assert lines["expert_shard"].index(rank) == shard // shape.expert
-        assert sorted({*lines["expert"], *lines["expert_shard"]} - {*lines["shard"]}) == []
-        wanted: dict[str, int] = {
-            "shard": shape.shard,
-            "replicate": shape.replicate,
-            "pipeline": shape.pipeline,
-            "data": shape.data,
-            "world": shape.world,
-            "tensor": 1,
-        }
-        assert {name: len(line) for name, line in lines.items() if name in wanted} == wanted
+        assert {*lines["expert"], *lines["expert_shard"]} <= {*lines["shard"]}
         for name, line in lines.items():
             assert all(_line(shape, peer, name) == line for peer in line)
 
@@ -83,49 +85,46 @@ def test_each_rank_of_a_tensor_axis_has_the_other_axes_to_itself() -> None:
 
 
 @pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_one_rank_needs_no_process_group(variables: pytest.MonkeyPatch, launched: dict[str, str]) -> None:
-    for name, value in launched.items():
-        variables.setenv(name, value)
+def test_one_rank_needs_no_process_group(launch: Callable[..., None], launched: dict[str, str]) -> None:
+    launch(**launched)
     mesh = start(lambda world: fit(world, 0, 0, 1), device="cpu")
-    assert [(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES] == [(1, 0, None)] * len(
-        AXES
-    )
+    assert {(mesh.size(axis), mesh.rank(axis), mesh.group(axis)) for axis in AXES} == {(1, 0, None)}
     assert not dist.is_initialized()
     mesh.stop()
     mesh.stop()
 
 
+NUMBER = "must be a whole number; got"
+
+
 @pytest.mark.parametrize(
     ("launched", "shown"),
     [
-        ({"RANK": "0"}, "`WORLD_SIZE`: must be a whole number; got nothing"),
-        ({"WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got nothing"),
-        ({"RANK": "zero", "WORLD_SIZE": "2"}, "`RANK`: must be a whole number; got 'zero'"),
+        ({"RANK": "0"}, f"`WORLD_SIZE`: {NUMBER} nothing"),
+        ({"WORLD_SIZE": "2"}, f"`RANK`: {NUMBER} nothing"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, f"`RANK`: {NUMBER} 'zero'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "`RANK`: must be at least 0 and below WORLD_SIZE=2; got 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "1. `MASTER_ADDR`: must be set to join 2 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, "`LOCAL_RANK`: must be a whole number; got ''"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, f"`LOCAL_RANK`: {NUMBER} ''"),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(
-    variables: pytest.MonkeyPatch, launched: dict[str, str], shown: str
+    launch: Callable[..., None], launched: dict[str, str], shown: str
 ) -> None:
-    for name, value in launched.items():
-        variables.setenv(name, value)
-    with pytest.raises(MeshError) as caught:
+    launch(**launched)
+    with pytest.raises(MeshError, match=re.escape(shown)):
         start(MeshShape(), device="cpu")
-    assert shown in str(caught.value)
 
 
-def test_a_shape_of_another_size_is_refused_before_anybody_joins(variables: pytest.MonkeyPatch) -> None:
-    for name, value in zip(LAUNCHED, ("0", "3", "0", "127.0.0.1", "1"), strict=True):
-        variables.setenv(name, value)
+def test_a_shape_of_another_size_is_refused_before_anybody_joins(launch: Callable[..., None]) -> None:
+    launch(**dict(zip(LAUNCHED, ("0", "3", "0", "127.0.0.1", "1"), strict=True)))
     with pytest.raises(MeshError, match=r"replicate 2 x shard 2 = 4 for 3\. Start 4 ranks"):
         start(MeshShape(shard=2, replicate=2), device="cpu")
     assert not dist.is_initialized()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_the_device_is_the_cpu_without_cuda(variables: pytest.MonkeyPatch) -> None:
+def test_the_device_is_the_cpu_without_cuda(launch: Callable[..., None]) -> None:
     assert start(MeshShape()).device == torch.device("cpu")
     with pytest.raises(MeshError, match="`cuda`, where torch finds no GPU"):
         start(MeshShape(), device="cuda")
@@ -157,36 +156,32 @@ def describe(shape: MeshShape) -> dict[str, tuple[int, list[int], bool]]:
 
 
 def test_axes_have_groups_and_share_equal_ones() -> None:
-    found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
+    everybody = (2, [0, 1, 2, 3], True)
     wanted = {
         "shard": (0, [2, 3], False),
         "replicate": (1, [0, 2], False),
         "pipeline": (0, [2], False),
-        "data": (2, [0, 1, 2, 3], True),
-        "world": (2, [0, 1, 2, 3], True),
+        "data": everybody,
+        "world": everybody,
         "tensor": (0, [2], False),
     }
+    found = run_ranks(describe, 4, MeshShape(shard=2, replicate=2))
     assert {name: axis for name, axis in found[2].items() if name in wanted} == wanted
     found = run_ranks(describe, 4, MeshShape(shard=2, pipeline=2))
     assert found[1]["pipeline"] == (0, [1, 3], False)
     assert found[1]["data"] == found[1]["shard"] == (1, [0, 1], False)
 
 
-def borrow() -> list[bool]:
-    """A running default group is borrowed: `stop` leaves it, and a new mesh can start."""
-    good = []
+@on_ranks(2)
+def test_stop_leaves_the_callers_group_running() -> None:
+    """A running default group is borrowed, and a new mesh can start."""
     for _ in range(2):
         mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
-        good.append(mesh.group("world") is not dist.group.WORLD)
+        assert mesh.group("world") is not dist.group.WORLD
         mesh.stop()
         total = torch.ones(())
         dist.all_reduce(total)
-        good.append(bool(total == 2))
-    return good
-
-
-def test_stop_leaves_the_callers_group_running() -> None:
-    assert run_ranks(borrow, 2) == [[True] * 4] * 2
+        assert total == 2
 
 
 def _launch(rank: int, world: int, port: int) -> None:
@@ -196,42 +191,35 @@ def _launch(rank: int, world: int, port: int) -> None:
     os.environ.update(zip(LAUNCHED, values, strict=True))
 
 
-def join_from_variables(port: int) -> list[bool]:
-    _launch(dist.get_rank(), 2, port)
-    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
-    total = torch.full((), float(mesh.rank()))
-    dist.all_reduce(total, group=mesh.group("shard"))
-    running = dist.is_initialized()
-    mesh.stop()
-    mesh.stop()
-    return [bool(total == 1), running, dist.is_initialized()]
-
-
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def test_ranks_join_from_the_launchers_variables() -> None:
-    assert run_ranks(join_from_variables, 2, free_port()) == [[True, True, False]] * 2
+@on_ranks(2)
+def test_ranks_join_from_the_launchers_variables(port: int) -> None:
+    _launch(dist.get_rank(), 2, port)
+    mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
+    total = torch.full((), float(mesh.rank()))
+    dist.all_reduce(total, group=mesh.group("shard"))
+    assert total == 1 and dist.is_initialized()
+    mesh.stop()
+    mesh.stop()
+    assert not dist.is_initialized()
 
 
-def join_alone(port: int) -> str:
+@on_ranks(1)
+def test_a_rank_that_never_joins_is_an_error(port: int) -> None:
     _launch(0, 2, port)
-    with pytest.raises(RankError) as caught:
+    told = r"all 2 ranks must join within 1 s; got .* on rank 0\. .*MASTER_ADDR '127.0.0.1'"
+    with pytest.raises(RankError, match=told):
         start(lambda world: MeshShape(shard=world), device="cpu", timeout=1.0)
-    return str(caught.value)
 
 
-def test_a_rank_that_never_joins_is_an_error() -> None:
-    (text,) = run_ranks(join_alone, 1, free_port())
-    assert "all 2 ranks must join within 1 s; got " in text and " on rank 0. " in text
-    assert "MASTER_ADDR '127.0.0.1'" in text
-
-
-def listens(port: int) -> list[str]:
-    """Addresses that this process listens on, once it has joined."""
+@on_ranks(2)
+def test_ranks_that_meet_on_loopback_listen_there_alone(port: int) -> None:
     _launch(dist.get_rank(), 2, port)
     mesh = start(lambda world: MeshShape(shard=world), device="cpu", timeout=20)
     opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
@@ -242,12 +230,7 @@ def listens(port: int) -> list[str]:
             if words[3] == "0A" and f"socket:[{words[9]}]" in opened:
                 found.append(words[1].split(":")[0])
     mesh.stop()
-    return found
-
-
-def test_ranks_that_meet_on_loopback_listen_there_alone() -> None:
-    for found in run_ranks(listens, 2, free_port()):
-        assert found and set(found) == {"0100007F"}
+    assert found and set(found) == {"0100007F"}
 
 
 def test_every_start_has_a_name_of_its_own_in_a_store_that_is_kept() -> None:

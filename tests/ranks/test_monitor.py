@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import deepspeed
 from zerodrift.deepspeed.functions import logger
 from zerodrift.deepspeed.monitor.config import get_monitor_config
@@ -79,37 +80,29 @@ def test_curves_are_of_all_samples_and_written_once(tmp_path: Path, stage: int) 
     ]
 
 
+@on_ranks(1)
 def test_a_loss_scale_is_one_of_them(tmp_path: Path) -> None:
-    run_ranks(trained, 1, str(tmp_path), 2, {"fp16": {"enabled": True, "initial_scale_power": 4}})
+    trained(str(tmp_path), 2, {"fp16": {"enabled": True, "initial_scale_power": 4}})
     assert curves(str(tmp_path))["Train_Samples_loss_scale.csv"][:2] == ["step,loss_scale", "4,16.0"]
 
 
-def gone_on(folder: str) -> None:
+@on_ranks(1)
+def test_a_second_run_adds_to_the_files_and_training_goes_on_without(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = str(tmp_path / "curves")
     for _ in range(2):
         engine = engine_of(**csv_block(folder))
         steps(engine, 1)
         engine.destroy()
-
-
-def test_a_second_run_adds_to_the_same_files(tmp_path: Path) -> None:
-    run_ranks(gone_on, 1, str(tmp_path))
-    assert [row.split(",")[0] for row in curves(str(tmp_path))["Train_Samples_lr.csv"]] == ["step", "4", "4"]
-
-
-def lost(folder: str) -> tuple[int, list[str]]:
-    said: list[str] = []
+    rows = curves(folder)["Train_Samples_lr.csv"]
+    assert [row.split(",")[0] for row in rows] == ["step", "4", "4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
         engine = engine_of(**csv_block(folder))
         steps(engine, 1)
         shutil.rmtree(folder)
         steps(engine, 2)
-    return engine.global_steps, said
-
-
-def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
-    ((count, said),) = run_ranks(lost, 1, str(tmp_path / "curves"))
-    assert count == 3
+    assert engine.global_steps == 3
     (line,) = [each for each in said if "csvMonitor" in each]
     assert "nothing more is written" in line and "lr.csv" in line
 
@@ -127,34 +120,28 @@ def test_without_a_process_group_curves_are_written_too(tmp_path: Path) -> None:
     assert curves(str(tmp_path)) == {"Train_Samples_lr.csv": ["step,lr", "8,0.5"]}
 
 
-def refused(block: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as error:
-        engine_of(**block)
-    return str(error.value)
+CSV, WANDB = "csv_monitor", {"wandb": {"enabled": True}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({CSV: {"enable": True}}, "csv_monitor.enable"),
+    ({CSV: {"enabled": "often"}}, "csv_monitor.enabled"),
+    ({CSV: True}, "csv_monitor"),
+    ({CSV: {"enabled": True, "output_path": "/dev/null"}}, "csv_monitor.output_path"),
+    *([] if find_spec("wandb") else [(WANDB, "pip install wandb")]),
+]
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"csv_monitor": {"enable": True}}, "csv_monitor.enable"),
-        ({"csv_monitor": {"enabled": "often"}}, "csv_monitor.enabled"),
-        ({"csv_monitor": True}, "csv_monitor"),
-        ({"csv_monitor": {"enabled": True, "output_path": "/dev/null"}}, "csv_monitor.output_path"),
-        pytest.param(
-            {"wandb": {"enabled": True}},
-            "pip install wandb",
-            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed"),
-        ),
-    ],
-)
-def test_what_cannot_be_written_is_an_error_before_training(block: dict[str, Any], words: str) -> None:
-    (said,) = run_ranks(refused, 1, block)
-    assert words in said
+@on_ranks(1)
+def test_what_cannot_be_written_is_an_error_before_training() -> None:
+    for block, words in REFUSED:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            engine_of(**block)
 
 
 def refused_on_rank_0(folder: str) -> str:
     sys.path.insert(0, folder)
-    return refused({"wandb": {"enabled": True}})
+    with pytest.raises(ConfigError) as error:
+        engine_of(**WANDB)
+    return str(error.value)
 
 
 def test_what_rank_0_cannot_begin_is_an_error_of_all(tmp_path: Path) -> None:
@@ -164,7 +151,7 @@ def test_what_rank_0_cannot_begin_is_an_error_of_all(tmp_path: Path) -> None:
     assert "wandb.enabled" in first and "PermissionError: no key" in first
 
 
-WANDB = """
+WANDB_MODULE = """
 import json, pathlib
 
 class Run:
@@ -182,27 +169,24 @@ def init(**options):
 def trained_with_wandb(folder: str) -> float:
     sys.path.insert(0, folder)
     engine = engine_of(wandb={"enabled": True, "project": "mine", "team": "ours"})
-    (_, _) = steps(engine, 1)
+    steps(engine, 1)
     return float(engine.get_lr()[0])
 
 
 def test_a_run_of_wandb_gets_them_from_rank_0(tmp_path: Path) -> None:
-    (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "wandb.py").write_text(WANDB_MODULE)
     rate, _ = run_ranks(trained_with_wandb, 2, str(tmp_path))
     options, first, second = json.loads((tmp_path / "wandb.json").read_text())
     assert options == {"project": "mine", "group": None, "entity": "ours"}
     assert first == [{"Train/Samples/lr": rate}, 8] and list(second[0]) == ["Train/Samples/train_loss"]
 
 
-def trained_with_tensorboard(folder: str) -> None:
-    steps(engine_of(tensorboard={"enabled": True, "output_path": folder}), 2)
-
-
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+@on_ranks(1)
 def test_tensorboard_reads_them(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_ranks(trained_with_tensorboard, 1, str(tmp_path))
+    steps(engine_of(tensorboard={"enabled": True, "output_path": str(tmp_path)}), 2)
     found = EventAccumulator(str(tmp_path / "DeepSpeedJobName"))
     found.Reload()
     assert [event.step for event in found.Scalars("Train/Samples/lr")] == [4, 8]

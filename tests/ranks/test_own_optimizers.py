@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.numerics.networks import GPT, batch
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.api import initialize
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.errors import UnsupportedError
@@ -19,6 +19,7 @@ from zerodrift.errors import UnsupportedError
 STEPS = 4
 
 WHOLE = {"rules": [{"match": "*", "placement": "whole"}]}
+WHOLE_MATRICES = {"rules": [{"match": "layers.*.weight", "placement": "whole"}]}
 
 
 # --- optimizers as people write them --------------------------------------------------------------------
@@ -142,13 +143,21 @@ class Wraps(Own):
         self.inner.step()
 
 
-def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for n, p in model.named_parameters() if n.startswith("layers.") and p.dim() == 2]
+
+
+def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One of the classes here, or of torch, over the parameters that it is for."""
+    parameters = list(model.parameters())
     if kind == "Lookahead":
         return Lookahead(Signs(parameters))
     if kind == "Lookahead around Adagrad":
         return Lookahead(torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.1))
+    if kind in ("Muon", "Adafactor", "LBFGS", "MyMuon"):
+        own = type("MyMuon", (torch.optim.Muon,), {})
+        return (own if kind == "MyMuon" else getattr(torch.optim, kind))(matrices(model), lr=0.02)
     if kind == "ReadsMarks":
-        parameters = list(parameters)
         for number, parameter in enumerate(parameters):
             parameter.haste = 1.0 + number
     made: torch.optim.Optimizer = globals()[kind](parameters)
@@ -160,19 +169,14 @@ def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
     precision = {"mode": "fp32", **more.pop("precision", {})}
-    return {
-        "precision": precision,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0,
-        **more,
-    }
+    return {"precision": precision, "zero_optimization": {"stage": stage}, "gradient_clipping": 0, **more}
 
 
 def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -> dict[str, float]:
     """By parameter, how far it is from the plain loop's, as a part of its way; the same data on all ranks."""
     model, other = GPT(tied=False), GPT(tied=False)
     begun = {name: p.detach().clone() for name, p in other.named_parameters()}
-    optimizer, theirs = make(kind, model.parameters()), make(kind, other.parameters())
+    optimizer, theirs = make(kind, model), make(kind, other)
     engine = initialize(model, optimizer, written, elementwise=elementwise, device="cpu", quiet=True)
     for number in range(STEPS):
         engine.backward(engine(batch(number)))
@@ -190,12 +194,13 @@ def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -
     return off
 
 
+ELEMENTWISE = ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")
 EQUAL: list[tuple[str, bool | None, dict[str, Any]]] = [
-    *((kind, True, settings(1)) for kind in ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")),
-    *((kind, True, settings(3)) for kind in ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")),
+    *((kind, True, settings(stage)) for stage in (1, 3) for kind in ELEMENTWISE),
     ("Signs", None, settings(2, zero_allow_untested_optimizer=True)),
     *((kind, None, settings(0)) for kind in ("Signs", "TrustRatio", "ClipsAll")),
     *((kind, False, settings(3, precision=WHOLE)) for kind in ("TrustRatio", "DecaysMatrices")),
+    ("Muon", None, settings(3, precision=WHOLE_MATRICES)),
 ]
 """Declared by an argument or by the config; stage 0 asks nothing; whole parameters are enough for what looks
 at one."""
@@ -213,16 +218,18 @@ def test_dtensors_are_whole_to_whoever_looks_at_them(kind: str) -> None:
         assert max(off.values(), default=0.0) < 1e-4
 
 
-def continue_with(folder: str, stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> list[str]:
     """Parameters that four steps make otherwise when an engine ends after two, and another goes on."""
     ends = []
     for parts in ((4,), (2, 2)):
         done = 0
         for steps in parts:
             model = GPT(tied=False)
-            optimizer = make("Lookahead around Adagrad", model.parameters())
+            optimizer = make("Lookahead around Adagrad", model)
             engine = initialize(model, optimizer, settings(stage), elementwise=True, device="cpu", quiet=True)
-            checkpoints = Checkpoints(engine, folder, quiet=True)
+            checkpoints = Checkpoints(engine, tmp_path, quiet=True)
             if done:
                 checkpoints.load()
             for number in range(done, done + steps):
@@ -238,11 +245,6 @@ def continue_with(folder: str, stage: int) -> list[str]:
     return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_an_optimizer_inside_another_keeps_is_saved(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(continue_with, 2, str(tmp_path), stage) == [[], []]
-
-
 # --- what is refused ------------------------------------------------------------------------------------
 
 
@@ -252,43 +254,34 @@ def refused(kind: str, elementwise: bool | None, written: dict[str, Any]) -> str
     return str(caught.value)
 
 
-@pytest.mark.parametrize("precision", [{}, WHOLE], ids=["pieces", "whole"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_nobody_declares_is_refused_with_the_ways_out(stage: int, precision: dict[str, Any]) -> None:
-    for message in run_ranks(refused, 2, "Signs", None, settings(stage, precision=precision)):
-        assert (
-            "must be known to be elementwise" in message and "got Signs, which zerodrift does not" in message
-        )
-        for way in (
-            "`elementwise=True`",
-            "`zero_allow_untested_optimizer: true`",
-            "stage 0",
-            "placement: whole",
-        ):
-            assert way in message
+WAYS_OUT = ("`elementwise=True`", "`zero_allow_untested_optimizer: true`", "stage 0", "placement: whole")
+UNKNOWN = ("must be known to be elementwise", "got Signs, which zerodrift does not", *WAYS_OUT)
+OF_A_TENSOR = ("got TrustRatio, and pieces of ", "placement: whole", "stage 0")
+FSDP2 = settings(3, backend="fsdp2")
+REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
+    *(("Signs", None, settings(stage, precision=p), UNKNOWN) for stage in (1, 3) for p in ({}, WHOLE)),
+    *(("TrustRatio", False, settings(stage), OF_A_TENSOR) for stage in (1, 2, 3)),
+    ("Assigns", True, FSDP2, ("what is assigned to `p.data` is lost; got Assigns",)),
+    ("NeedsClosure", True, settings(1), ("a `step` that needs no closure", "NeedsClosure.step(self, clo")),
+    ("Wraps", True, settings(1), ("must share its parameter groups", "got Wraps around Signs")),
+    *(
+        (kind, None, settings(2), (f"got {kind}, and pieces of layers.0.", "placement: whole"))
+        for kind in ("Muon", "Adafactor", "MyMuon")
+    ),
+    ("LBFGS", None, settings(2), ("looks at all parameters at once",)),
+]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_declared_to_look_at_a_tensor_is_refused_on_pieces(stage: int) -> None:
-    for message in run_ranks(refused, 2, "TrustRatio", False, settings(stage)):
-        assert "got TrustRatio, and pieces of " in message
-        assert "placement: whole" in message and "stage 0" in message
-
-
-@pytest.mark.parametrize(
-    ("kind", "written", "parts"),
-    [
-        ("Assigns", settings(3, backend="fsdp2"), ("what is assigned to `p.data` is lost; got Assigns",)),
-        ("NeedsClosure", settings(1), ("a `step` that needs no closure", "NeedsClosure.step(self, clo")),
-        ("Wraps", settings(1), ("must share its parameter groups", "got Wraps around Signs")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_stepped_is_refused(
-    kind: str, written: dict[str, Any], parts: tuple[str, ...]
-) -> None:
-    for message in run_ranks(refused, 2, kind, True, written):
-        assert all(part in message for part in parts)
+@on_ranks(2)
+def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> list[str]:
+    """What no message says."""
+    return [
+        f"{kind} {elementwise} {written}: {part!r} is not in {message!r}"
+        for kind, elementwise, written, parts in REFUSED
+        for message in [refused(kind, elementwise, written)]
+        for part in parts
+        if part not in message
+    ]
 
 
 def under_the_drop_in(untested: bool) -> str:

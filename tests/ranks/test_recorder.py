@@ -4,6 +4,7 @@ what is computed between them. A simulation plays this list."""
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm.collectives import Recorded
 from zerodrift.plan.schedule import Collective, Computation, Event, collectives, events
 
@@ -97,9 +98,7 @@ def watch_computing(engine: Any, log: Noted) -> None:
     engine.updater.update = updated
 
 
-def difference(
-    written: dict[str, Any], model: nn.Module, micro: int, steps: int = 2, computing: bool = False
-) -> str:
+def difference(written: dict[str, Any], model: nn.Module, computing: bool) -> str:
     """On a rank: the first place where a step's record is not the plan's list; empty where there is none.
     `computing` is whether what is computed counts, too."""
     engine = make(written, model)
@@ -108,10 +107,10 @@ def difference(
         noted = Noted()
         if computing:
             watch_computing(engine, noted)
-        for step in range(steps):
+        for step in range(2):
             with engine.comm.record() as log:
                 noted.into = log
-                for number in range(micro):
+                for number in range(written["gradient_accumulation_steps"]):
                     engine.backward(engine(batch(step, engine.mesh.rank("data"), number)))
                     engine.step()
             for place, (got, want) in enumerate(zip(log, expected, strict=False)):
@@ -124,12 +123,9 @@ def difference(
         engine.destroy()
 
 
-def report(cases: dict[str, tuple[dict[str, Any], Any, int]], computing: bool = False) -> dict[str, str]:
+def report(cases: dict[str, tuple[dict[str, Any], Any]], computing: bool = False) -> dict[str, str]:
     """On a rank: case -> difference, for the cases that have one."""
-    found = {
-        name: difference(written, build(), micro, computing=computing)
-        for name, (written, build, micro) in cases.items()
-    }
+    found = {name: difference(written, build(), computing) for name, (written, build) in cases.items()}
     return {name: text for name, text in found.items() if text}
 
 
@@ -144,26 +140,19 @@ EVEN, ODD = (
 
 
 def plain(cells: list[Cell]) -> dict[str, str]:
-    return report(
-        {
-            f"stage {stage}, {mode}, {micro} micro-batches": (config(stage, mode, micro), GPT, micro)
-            for stage, micro, mode in cells
-        },
-        computing=True,
-    )
+    cases = {str(cell): (config(cell[0], cell[2], cell[1]), GPT) for cell in cells}
+    return report(cases, computing=True)
 
 
 def recomputing() -> dict[str, str]:
+    cells = itertools.product((0, 3), (False, True), (False, True))
     return report(
         {
             f"stage {stage}, reentrant {reentrant}, inside {inside}": (
                 config(stage, "bf16", 2),
-                lambda r=reentrant, i=inside: Recomputing(r, i),
-                2,
+                partial(Recomputing, reentrant, inside),
             )
-            for stage in (0, 3)
-            for reentrant in (False, True)
-            for inside in (False, True)
+            for stage, reentrant, inside in cells
         }
     )
 
@@ -172,18 +161,18 @@ def shaped() -> dict[str, str]:
     """Pins (two segments per unit), units inside units, frozen units, every way to keep and gather ahead."""
     pins = {"precision": {"rules": [{"match": "*norm*", "pin": "fp32"}]}}
     nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"]}}
-    cases: dict[str, tuple[dict[str, Any], Any, int]] = {}
+    cases: dict[str, tuple[dict[str, Any], Any]] = {}
     for stage in (0, 3):
-        cases[f"pins, stage {stage}"] = (config(stage, "bf16", 2, **pins), GPT, 2)
-        cases[f"nested, stage {stage}"] = (config(stage, "bf16", 2, **nested), GPT, 2)
-        cases[f"frozen block, stage {stage}"] = (config(stage, "bf16", 2), frozen_block, 2)
+        cases[f"pins, stage {stage}"] = config(stage, "bf16", 2, **pins), GPT
+        cases[f"nested, stage {stage}"] = config(stage, "bf16", 2, **nested), GPT
+        cases[f"frozen block, stage {stage}"] = config(stage, "bf16", 2), frozen_block
     for room in (1, 1 << 15, 1 << 30):
-        near_and_far = {"sharding": {"prefetch": room, "units": ["layers.*", "layers.*.mlp"]}}
-        cases[f"{room} bytes"] = (config(3, "bf16", 2, **near_and_far), lambda: GPT(layers=4), 2)
+        near_and_far = {"sharding": {"prefetch": room, **nested["sharding"]}}
+        cases[f"{room} bytes"] = config(3, "bf16", 2, **near_and_far), partial(GPT, 4)
     for keep in ("never", "micro-batch", "step"):
-        cases[f"keep {keep}"] = (config(3, "bf16", 2, sharding={"keep_gathered": keep}), GPT, 2)
+        cases[f"keep {keep}"] = config(3, "bf16", 2, sharding={"keep_gathered": keep}), GPT
         pinned = {**pins, "sharding": {"keep_gathered": keep, "units": ["layers.*", "layers.*.attention"]}}
-        cases[f"keep {keep}, pinned and nested"] = (config(3, "bf16", 2, **pinned), GPT, 2)
+        cases[f"keep {keep}, pinned and nested"] = config(3, "bf16", 2, **pinned), GPT
     return report(cases)
 
 
@@ -195,12 +184,7 @@ def frozen_block() -> GPT:
 
 def replicated(cells: list[tuple[int, int]]) -> dict[str, str]:
     mesh = {"sharding": {"replicate": 2}}
-    return report(
-        {
-            f"stage {stage}, {micro} micro-batches": (config(stage, "bf16", micro, **mesh), GPT, micro)
-            for stage, micro in cells
-        }
-    )
+    return report({str(cell): (config(cell[0], "bf16", cell[1], **mesh), GPT) for cell in cells})
 
 
 slow = pytest.mark.slow
@@ -226,8 +210,8 @@ def test_the_record_is_the_plans_list(body: Any, world: int, cells: list[Any]) -
         assert found == {}
 
 
-def planted() -> str:
-    """A collective too many must be seen."""
+@on_ranks(2)
+def test_a_gather_too_many_would_be_seen() -> bool:
     engine = make(config(3, "bf16"), GPT())
     expected = [words(entry) for entry in collectives(engine.plan)]
     with engine.comm.record() as log:
@@ -235,8 +219,4 @@ def planted() -> str:
         engine.executor.units[1].gather()
         engine.step()
     engine.destroy()
-    return "same" if log == expected else "different"
-
-
-def test_a_gather_too_many_would_be_seen() -> None:
-    assert run_ranks(planted, 2) == ["different"] * 2
+    return log == expected

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zerodrift as zd
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
 from tests.ranks.test_collectives import joined, values_of
 from zerodrift.comm import pairs, shared
 from zerodrift.comm.collectives import Carrier, Collectives
@@ -124,18 +124,22 @@ def test_this_system_has_it() -> None:
     assert descriptors() == before
 
 
-def peers_and_sums(elsewhere: int) -> tuple[list[int], list[bool]]:
-    """Who is shared with, and what comes out, where one rank is on another host."""
+@linux
+@on_ranks(3)
+def test_ranks_of_one_host_share_and_talk_to_the_others() -> list[AxisName]:
+    """Where rank 1 is on another host."""
+    rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == elsewhere:
+        if rank == 1:
             patch.setattr(shared, "_host", lambda: 12345)
         ways = [joined(carrier) for carrier in BOTH]
     mine = ways[0].mesh.shared
-    return [] if mine is None else sorted(mine.peers), alike(ways, ["shard"])
+    assert ([] if mine is None else sorted(mine.peers)) == [[2], [], [0]][rank]
+    return unlike(ways, ["shard"])
 
 
-def alike(ways: list[Collectives], axes: list[AxisName]) -> list[bool]:
-    """Of each axis: whether two carriers bring the same, with two collectives under way at once."""
+def unlike(ways: list[Collectives], axes: list[AxisName]) -> list[AxisName]:
+    """Axes on which two carriers bring other bits, with two collectives under way at once."""
     pairs.LEAST = 1
     found = []
     for axis in axes:
@@ -150,16 +154,14 @@ def alike(ways: list[Collectives], axes: list[AxisName]) -> list[bool]:
             total = full.clone()
             comm.all_reduce(total, total, axis, Sum(torch.float32))
             results.append(torch.cat([out, whole, total]))
-        found.append(torch.equal(results[0], results[1]))
+        if not torch.equal(results[0], results[1]):
+            found.append(axis)
     return found
 
 
 @linux
-def test_ranks_of_one_host_share_and_talk_to_the_others() -> None:
-    assert run_ranks(peers_and_sums, 3, 1) == [([2], [True]), ([], [True]), ([0], [True])]
-
-
-def without_room() -> list[bool]:
+@on_ranks(2)
+def test_a_host_without_memory_left_sends_by_gloo() -> list[AxisName]:
     """Rank 0 gets no memory any more, after the ranks have met."""
 
     def grow(self: OwnMemory, size: int) -> None:
@@ -171,61 +173,37 @@ def without_room() -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 0:
             patch.setattr(OwnMemory, "_grow", grow)
-        return alike([joined(carrier) for carrier in BOTH], ["shard"])
+        return unlike([joined(carrier) for carrier in BOTH], ["shard"])
 
 
 @linux
-def test_a_host_without_memory_left_sends_by_gloo() -> None:
-    assert run_ranks(without_room, 2) == [[True]] * 2
-
-
-def was_shared() -> bool:
-    comm = joined("shared")
-    assert comm.mesh.shared is not None
-    pairs.LEAST = 1
-    comm.reduce_scatter(torch.empty(50), torch.ones(100), "shard", Sum(torch.float32))
-    return comm.mesh.shared.own._size > FIRST
-
-
-@linux
-def test_a_message_that_is_large_enough_goes_through_it() -> None:
-    assert run_ranks(was_shared, 2) == [True] * 2
+@on_ranks(2)
+def test_a_large_message_goes_through_memory_and_a_mesh_that_stops_leaves_no_descriptor() -> None:
+    counts = []
+    for _ in range(3):
+        comm = joined("shared")
+        assert comm.mesh.shared is not None
+        pairs.LEAST = 1
+        comm.reduce_scatter(torch.empty(500), torch.ones(1000), "shard", Sum(torch.float32))
+        assert comm.mesh.shared.own._size > FIRST
+        during = descriptors()
+        comm.mesh.stop()
+        counts.append(during - descriptors())
+    assert min(counts) >= 2  # this rank's memory and the other's
+    assert len(set(counts[1:])) == 1
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def come_and_go() -> list[int]:
-    counts = []
-    for _ in range(3):
-        comm = joined("shared")
-        pairs.LEAST = 1
-        comm.reduce_scatter(torch.empty(500), torch.ones(1000), "shard", Sum(torch.float32))
-        during = descriptors()
-        comm.mesh.stop()
-        counts.append(during - descriptors())
-    return counts
-
-
-@linux
-def test_a_mesh_that_stops_leaves_no_descriptor() -> None:
-    for closed in run_ranks(come_and_go, 2):
-        assert min(closed) >= 2  # this rank's memory and the other's
-        assert len(set(closed[1:])) == 1
-
-
 # On axes, and under an engine
 
 
-def sums_on_axes() -> list[bool]:
-    ways = [joined(carrier, shard=2, replicate=2) for carrier in BOTH]
-    return alike(ways, ["shard", "replicate", "data"])
-
-
 @linux
-def test_axes_share_memory_side_by_side() -> None:
-    assert run_ranks(sums_on_axes, 4) == [[True] * 3] * 4
+@on_ranks(4)
+def test_axes_share_memory_side_by_side() -> list[AxisName]:
+    return unlike([joined(carrier, shard=2, replicate=2) for carrier in BOTH], ["shard", "replicate", "data"])
 
 
 def trained(stage: int, mode: str, least: int) -> torch.Tensor:
@@ -250,15 +228,8 @@ def trained(stage: int, mode: str, least: int) -> torch.Tensor:
     return values
 
 
-def trained_both_ways() -> list[str]:
-    wrong = []
-    for stage, mode in ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")):
-        through, by_gloo = trained(stage, mode, 1), trained(stage, mode, 1 << 40)
-        if not torch.equal(through, by_gloo):
-            wrong.append(f"stage {stage}, {mode}")
-    return wrong
-
-
 @linux
-def test_training_has_the_same_bits_with_and_without() -> None:
-    assert run_ranks(trained_both_ways, 2) == [[]] * 2
+@on_ranks(2)
+def test_training_has_the_same_bits_with_and_without() -> list[tuple[int, str]]:
+    cells = [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+    return [cell for cell in cells if not torch.equal(trained(*cell, 1), trained(*cell, 1 << 40))]

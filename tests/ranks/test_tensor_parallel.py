@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.numerics.networks import GPT, WIDTH, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.errors import ConfigError, MeshError, ModelError, UnsupportedError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
@@ -51,12 +51,14 @@ def network() -> GPT:
     return model
 
 
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
 def divided(model: GPT, ranks: int) -> GPT:
     """Both feed-forwards over two neighbours; everything else is plain."""
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(model.layers[0].mlp, mesh, styles)
-    parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **styles})
+    parallelize_module(model.layers[0].mlp, mesh, STYLES)
+    parallelize_module(model.layers[1].mlp, mesh, {"norm": SequenceParallel(), **STYLES})
     model.layers[1].mlp.mesh = mesh
     return model
 
@@ -80,17 +82,17 @@ def run(
     return losses, norms, {row.name: engine.parameter(row.name).master for row in engine.plan.rows}
 
 
+CLIPPED = {"optimizer": SGD, "gradient_clipping": 0.1}
+slow = pytest.mark.slow
 CASES = [
     (2, 3, "fp32", 1, {"optimizer": SGD}),
-    pytest.param(4, 0, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
     (2, 0, "fp32", 2, {"optimizer": SGD}),
-    pytest.param(4, 1, "fp32", 2, {"optimizer": SGD}, marks=pytest.mark.slow),
-    (2, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}),
-    pytest.param(4, 2, "fp32", 2, {"optimizer": SGD, "gradient_clipping": 0.1}, marks=pytest.mark.slow),
-    pytest.param(4, 3, "fp32", 1, {"optimizer": SGD, "gradient_clipping": 0.1}, marks=pytest.mark.slow),
+    (2, 2, "fp32", 2, CLIPPED),
     (2, 3, "fp32", 1, {}),
-    pytest.param(4, 3, "fp32", 1, {}, marks=pytest.mark.slow),
     (4, 3, "bf16", 2, {"optimizer": SGD}),
+    *(pytest.param(4, stage, "fp32", 2, {"optimizer": SGD}, marks=slow) for stage in (0, 1)),
+    *(pytest.param(4, stage, "fp32", micro, CLIPPED, marks=slow) for stage, micro in ((2, 2), (3, 1))),
+    pytest.param(4, 3, "fp32", 1, {}, marks=slow),
 ]
 
 
@@ -119,10 +121,11 @@ def test_it_trains_as_the_plain_model_does(
 # --- values, the precision line, an exception -----------------------------------------------------------
 
 
-def values() -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_values_and_what_is_observed(world: int) -> None:
     plain = dict(network().named_parameters())
-    ranks = torch.distributed.get_world_size()
-    engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), ranks))
+    engine: Any = make(config(3, "bf16", 2, backend="fsdp2"), divided(network(), world))
     name, row = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
     assert isinstance(engine.executor.members[name].sharded, DTensor)
     assert [type(p) for p in engine.executor.members[row].sharded.placements] == [Shard, Shard]
@@ -158,19 +161,15 @@ def values() -> None:
     cells = {column: seen.seen(row, column) for column in compare.COLUMNS}
     assert cells["compute"] == {"bfloat16"} and cells["accumulate"] == {"float32"} == cells["state"]
     assert [column for column, found in cells.items() if not found] == (
-        [] if ranks > 2 else ["gather", "reduce"]
+        [] if world > 2 else ["gather", "reduce"]
     )
 
     with pytest.raises(UnsupportedError, match="`checkpoint`: must be written"):
         engine.pieces()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_values_and_what_is_observed(ranks: int) -> None:
-    run_ranks(values, ranks)
-
-
-def poisoned() -> None:
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
     """A gradient that is not finite on one rank of the axis only skips the step on both."""
     engine: Any = make(config(3, "fp32", 1, backend="fsdp2"), divided(network(), 2))
     before = engine.parameter("layers.0.mlp.up.weight").master
@@ -182,50 +181,43 @@ def poisoned() -> None:
     assert torch.equal(engine.parameter("layers.0.mlp.up.weight").master, before)
 
 
-def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
-    run_ranks(poisoned, 2)
-
-
 # --- what is refused ------------------------------------------------------------------------------------
 
 
 def refused(what: str) -> str:
     ranks, model = torch.distributed.get_world_size(), network()
-    sizes, names = {
-        "layout": ((2, ranks // 2), ("tp", "dp")),
-        "alone": ((1, ranks), ("dp", "tp")),
-        "uneven": ((ranks // 2, 2), ("dp", "tp")),
-    }.get(what, ((0, 0), ("", "")))
-    try:
-        if not sizes[0]:
-            divided(model, ranks)
-        elif what == "uneven":
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
+    sizes, names = {"layout": ((2, ranks // 2), ("tp", "dp")), "alone": ((1, ranks), ("dp", "tp"))}.get(
+        what, ((ranks // 2, 2), ("dp", "tp"))
+    )
+    if what in ("native", "nothing"):
+        divided(model, ranks)
+    else:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
+        if what == "uneven":
             parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
         else:
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["tp"]
-            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(model.layers[0].mlp, mesh, styles)
-        backend = "native" if what in ("native", "alone") else "fsdp2"
-        make(config(3, "fp32", backend=backend), model)
+            parallelize_module(model.layers[0].mlp, mesh, STYLES)
+    try:
+        make(config(3, "fp32", backend="native" if what in ("native", "alone") else "fsdp2"), model)
     except (ConfigError, MeshError, ModelError) as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("native", "`backend`: must be fsdp2 for a model whose parameters are DTensors"),
-        ("layout", "must be a DTensor over ranks [0, 1] here; got one over [0, 2]"),
-        ("uneven", "`head.weight`: must be divided evenly over 2 ranks; got 61 along dimension 0"),
-        ("nothing", ""),
-    ],
-)
-def test_what_cannot_be_run_is_refused_by_name(what: str, told: str) -> None:
-    found = run_ranks(refused, 4, what)
-    assert told in found[0] and bool(told) == bool(found[0]), found[0]
-    assert all(bool(each) == bool(told) for each in found)
+TOLD = {
+    "native": "`backend`: must be fsdp2 for a model whose parameters are DTensors",
+    "layout": "must be a DTensor over ranks [0, 1] here; got one over [0, 2]",
+    "uneven": "`head.weight`: must be divided evenly over 2 ranks; got 61 along dimension 0",
+    "nothing": "",
+}
+
+
+@on_ranks(4)
+def test_what_cannot_be_run_is_refused_by_name() -> None:
+    for what, told in TOLD.items():
+        found = refused(what)
+        assert bool(told) == bool(found), (what, found)
+        assert told in found or torch.distributed.get_rank(), (what, found)
 
 
 def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
@@ -234,12 +226,9 @@ def test_dtensors_of_one_rank_are_refused_on_the_native_backend_too() -> None:
 
 
 def unread(folder: str) -> str:
-    model = divided(network(), 2)
-    try:
-        make(config(3, "fp32", backend="fsdp2"), model, weights=folder)
-    except ModelError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ModelError) as caught:
+        make(config(3, "fp32", backend="fsdp2"), divided(network(), 2), weights=folder)
+    return str(caught.value)
 
 
 def test_files_are_read_before_a_model_is_divided(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,10 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
-from tests.ranks.plain import CELLS, differs, left_behind, pair, run_all
-from zerodrift.engine.engine import Engine
+from tests.ranks.harness import on_ranks
+from tests.ranks.plain import differs, differs_more, left_behind, on_every_cell, pair
 from zerodrift.errors import RankError
 
 WIDTH = 8
@@ -60,11 +59,12 @@ def data(seed: int = 0) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def by_rank(engine: Engine, plain: nn.Module, calls: list[dict[str, Any]], stage: int) -> list[str]:
+def by_rank(calls: list[dict[str, Any]], stage: int, **rest: Any) -> list[str]:
     """Every rank makes its own call; the plain model makes all of them, and halves the sum."""
+    engine, plain = pair(Net(), stage, **rest)
     ranks = engine.mesh.size("data")
     engine.backward(engine(data(), **calls[engine.mesh.rank() % len(calls)]))
-    for call in calls[:ranks] if ranks > 1 else calls[:1]:
+    for call in calls[:ranks]:
         plain(data(), **call).backward()
     wrong = differs(engine, plain, 1.0 / ranks)
     engine.step()
@@ -72,25 +72,13 @@ def by_rank(engine: Engine, plain: nn.Module, calls: list[dict[str, Any]], stage
     return wrong
 
 
-def a_unit_unused_on_one_rank(stage: int) -> Any:
-    """Its gradient is still reduced, and at stage 3 it is gathered in its turn: one, several, or all."""
-    found = []
-    for skip in ((0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)):
-        engine, plain = pair(Net(), stage)
-        found += by_rank(engine, plain, [{}, {"skip": skip}], stage)
-    return found
-
-
 def units_of_experts(stage: int) -> Any:
     """Each expert a unit inside its block's: rank 0 sends tokens to one, rank 1 to another."""
     found = []
-    units = {"sharding": {"units": ["layers.*", "layers.*.experts.*"]}}
     for calls in ([{"chosen": (0,)}, {"chosen": (1,)}], [{"chosen": (0, 1)}, {"chosen": (1,)}]):
-        engine, plain = pair(Net(), stage, **units)
-        found += by_rank(engine, plain, calls, stage)
-        engine, plain = pair(Net(), stage, **units)
-        again = [{**call, "recompute": True} for call in calls]
-        found += by_rank(engine, plain, again, stage)
+        for recompute in (False, True):
+            each = [{**call, "recompute": recompute} for call in calls]
+            found += by_rank(each, stage, sharding={"units": ["layers.*", "layers.*.experts.*"]})
     return found
 
 
@@ -99,81 +87,56 @@ def first_used_in_the_last_micro_batch(stage: int) -> Any:
     for micro, call in enumerate([{"chosen": ()}, {"skip": (0, 1)}, {"chosen": (1,)}]):
         engine.backward(engine(data(micro), **call))
         plain(data(micro), **call).backward()
-    wrong = differs(engine, plain, 1 / 3)
     # The mean over three is not exact: autograd's sums agree to the last bit, the division may not.
-    wrong = [name for name in wrong if not _close(engine, plain, name, 1 / 3)]
+    wrong = differs_more(engine, plain, 1 / 3, 1e-6, 0.0)
     engine.destroy()
     return wrong
-
-
-def _close(engine: Engine, plain: nn.Module, name: str, factor: float) -> bool:
-    grad = plain.get_parameter(name).grad
-    assert grad is not None
-    return torch.allclose(engine.parameter(name).gradient, grad * factor, rtol=1e-6, atol=1e-9)
 
 
 # --- frozen on some ranks ---------------------------------------------------------------------------
 
 
-def freezing_on_some_ranks_is_an_error(stage: int) -> Any:
-    model = Net()
-    engine = make(config(stage, "fp32"), model)
-    ranks = engine.mesh.size("world")
-    model.layers[0].requires_grad_(engine.mesh.rank() == 0)
+def freezing_on_some_ranks_is_an_error(stage: int) -> None:
+    engine, _ = pair(Net(), stage)
+    engine.module.layers[0].requires_grad_(engine.mesh.rank() == 0)
     engine.backward(engine(data()))
-    if ranks > 1:
+    if engine.mesh.size("world") > 1:
         with pytest.raises(RankError, match=r"`layers.0.*: must be trained on every rank or on none"):
             engine.step()
     engine.destroy()
-    return []
 
 
 # --- zero_grad, and users who touch param.grad --------------------------------------------------------
 
 
-def a_gradient_that_was_set_by_hand_is_added(stage: int) -> Any:
-    """Before the step and between micro-batches, in the dtype of the accumulator."""
-    engine, plain = pair(Net(), stage, 2)
-    for micro in range(2):
-        engine.backward(engine(data(micro)))
-        plain(data(micro)).backward()
-        for model in (engine.module, plain):
-            parameter = model.get_parameter("layers.2.dense.bias")
-            extra = torch.full((WIDTH,), 0.5)
-            parameter.grad = extra if parameter.grad is None else parameter.grad + extra
-    wrong = [name for name in differs(engine, plain, 0.5) if not _close(engine, plain, name, 0.5)]
-    left = left_behind(engine)
-    engine.step()
-    engine.destroy()
-    return wrong + left
-
-
-def set_by_hand_on_one_rank(stage: int, before: bool) -> str:
-    """After the backward, or with none at all, on rank 1 alone: what every rank is told, and soon."""
+def set_on_one_rank(stage: int) -> Any:
+    """A gradient of rank 1 alone, after the backward or with none at all: every rank is told, and soon."""
     engine, _ = pair(Net(), stage, 1)
-    if before:
-        engine.backward(engine(data()))
     parameter = engine.module.get_parameter("layers.2.dense.bias")
-    if engine.mesh.rank() == 1:
+    wrong = []
+    for before in (True, False):
+        if before:
+            engine.backward(engine(data()))
+        if engine.mesh.rank() == 1:
+            parameter.grad = torch.ones(WIDTH)
+        begun = time.monotonic()
+        with pytest.raises(RankError, match="must be set on every rank or on none") as caught:
+            engine.step()
+        if "`layers.2.dense.bias` on some ranks only" not in str(caught.value):
+            wrong.append(str(caught.value))
+        if time.monotonic() - begun > 20.0:
+            wrong.append("not soon")
+        engine.zero_grad()
         parameter.grad = torch.ones(WIDTH)
-    said = ""
-    try:
-        engine.step()
-    except RankError as error:
-        said = str(error)
-    engine.zero_grad()
-    parameter.grad = torch.ones(WIDTH)
-    updated = engine.step().updated
+        if not engine.step().updated:
+            wrong.append("the next step did not update")
     engine.destroy()
-    return said if updated else "the next step did not update"
+    return wrong
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_was_set_on_one_rank_is_told_on_all(stage: int, before: bool) -> None:
-    for said in run_ranks(set_by_hand_on_one_rank, 2, stage, before, timeout=20.0):
-        assert "must be set on every rank or on none" in said
-        assert "`layers.2.dense.bias` on some ranks only" in said
+@on_ranks(2)
+def test_a_gradient_that_was_set_on_one_rank_is_told_on_all() -> list[str]:
+    return [f"stage {stage}: {wrong}" for stage in range(4) for wrong in set_on_one_rank(stage)]
 
 
 def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
@@ -190,38 +153,30 @@ def clearing_inside_a_hook_loses_only_that(stage: int) -> Any:
 
 
 def a_late_gradient_reaches_the_same_accumulator(stage: int) -> Any:
-    """Weight gradients that are written after the backward, as a split backward does."""
+    """Weight gradients that are written between micro-batches, as a split backward does."""
     engine, plain = pair(Net(), stage, 2)
     plain(data()).backward()
     engine.backward(engine(data()))
-    late = plain.get_parameter("layers.0.dense.weight").grad
+    name = "layers.0.dense.weight"
+    late = plain.get_parameter(name).grad
     assert late is not None
-    engine.module.layers[0].dense.weight.grad = late.clone()
-    late.mul_(2.0)
+    engine.module.get_parameter(name).grad = late.clone()
     engine.backward(engine(data()))
-    for parameter in plain.parameters():
-        if parameter.grad is not None and parameter.grad is not late:
-            parameter.grad.mul_(2.0)
-    extra = plain.get_parameter("layers.0.dense.weight").grad
-    extra.mul_(1.5)
-    wrong = differs(engine, plain, 0.5)
-    wrong = [name for name in wrong if not _close(engine, plain, name, 0.5)]
+    for key, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(3.0 if key == name else 2.0)
+    wrong = differs_more(engine, plain, 0.5, 1e-6, 0.0) + left_behind(engine)
+    engine.step()
     engine.destroy()
     return wrong
 
 
-CHECKS = [
-    a_unit_unused_on_one_rank,
-    units_of_experts,
-    first_used_in_the_last_micro_batch,
-    freezing_on_some_ranks_is_an_error,
-    a_gradient_that_was_set_by_hand_is_added,
-    clearing_inside_a_hook_loses_only_that,
-    a_late_gradient_reaches_the_same_accumulator,
-]
-
-
-@pytest.mark.parametrize(("world", "stage"), CELLS)
-def test_traps_of_gradients(world: int, stage: int) -> None:
-    for found in run_ranks(run_all, world, CHECKS, stage):
-        assert found == []
+test_traps_of_gradients = on_every_cell(
+    [
+        units_of_experts,
+        first_used_in_the_last_micro_batch,
+        freezing_on_some_ranks_is_an_error,
+        clearing_inside_a_hook_loses_only_that,
+        a_late_gradient_reaches_the_same_accumulator,
+    ]
+)

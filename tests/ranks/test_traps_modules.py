@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import warnings
 import weakref
@@ -17,8 +18,7 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
-from tests.ranks.plain import CELLS, differs, pair, run_all, weights
+from tests.ranks.plain import differs, on_every_cell, pair, weights
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.habits.parameter_guard import LostParameters
 from zerodrift.errors import ModelError, UnsupportedError
@@ -29,31 +29,6 @@ def sharded(engine: Engine, stage: int) -> bool:
 
 
 # --- forwards without a backward ----------------------------------------------------------------------------
-
-
-def evaluation_in_every_way(stage: int) -> Any:
-    """eval, no_grad and inference_mode give the plain model's numbers, leave nothing gathered, and training
-    goes on."""
-    engine, plain = pair(GPT(), stage)
-    expected = plain(batch(0)).item()
-    found = []
-    engine.eval()
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            found += [engine(batch(0)).item(), engine.module(batch(0)).item()]
-        if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
-            return "units are left gathered"
-    found.append(engine(batch(0)).item())  # with gradients on, and never used
-    engine.train()
-    assert engine.module.training
-    engine.backward(engine(batch(0)))
-    plain(batch(0)).backward()
-    wrong = differs(engine, plain)
-    engine.step()
-    with torch.inference_mode():
-        after = engine(batch(0)).item()
-    engine.destroy()
-    return wrong or [loss for loss in found if loss != expected] or (not after < expected)
 
 
 def raises(error: type[BaseException]) -> Callable[..., None]:
@@ -74,6 +49,12 @@ def calls_of_parts(stage: int) -> Any:
         handle.remove()
     x = torch.ones(1, 3, 32)
     problems, losses = [], [torch.zeros(()), torch.zeros(())]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            engine.eval()(batch(0))
+        if sharded(engine, stage) and any(unit.is_full for unit in engine.executor.units):
+            problems.append(f"an evaluation in {context.__name__} leaves units gathered")
+    assert not engine.module.training and engine.train().module.training
     for path in ("layers.1", "layers.1.mlp.up", "layers.0.mlp", "norm"):
         found, expected = engine.module.get_submodule(path)(x), plain.get_submodule(path)(x)
         if not torch.equal(found, expected):
@@ -170,32 +151,28 @@ def loading(stage: int) -> Any:
     other = GPT(seed=9)
     state = other.state_dict()
     problems = []
-    for mode in ("fp32", "bf16"):
-        for assign in (False, True):
-            model = GPT()
-            engine = make(config(stage, mode), model)
-            for load, part in ((model, state), (model.layers[0], other.layers[0].state_dict())):
-                with pytest.raises(ModelError, match=r"engine.gathered\(write=True\)"):
-                    load.load_state_dict(part, assign=assign)
-            held = dict(model.named_parameters())
-            with engine.gathered(write=True):
-                model.load_state_dict(copy.deepcopy(state), assign=assign)
-            for name, parameter in model.named_parameters():
-                if parameter is not held[name]:
-                    problems.append(f"{mode}, assign {assign}: {name} was detached")
-            for name, value in other.named_parameters():
-                wide = value if mode == "fp32" or assign else value.to(torch.bfloat16)
-                if not torch.equal(engine.parameter(name).master.to(wide.dtype), _as(mode, wide)):
-                    problems.append(f"{mode}, assign {assign}: {name}")
-            engine.backward(engine(batch(0)))
-            if not engine.step().updated:
-                problems.append("step")
-            engine.destroy()
+    for mode, assign in itertools.product(("fp32", "bf16"), (False, True)):
+        model = GPT()
+        engine = make(config(stage, mode), model)
+        for load, part in ((model, state), (model.layers[0], other.layers[0].state_dict())):
+            with pytest.raises(ModelError, match=r"engine.gathered\(write=True\)"):
+                load.load_state_dict(part, assign=assign)
+        held = dict(model.named_parameters())
+        with engine.gathered(write=True):
+            model.load_state_dict(copy.deepcopy(state), assign=assign)
+        for name, parameter in model.named_parameters():
+            if parameter is not held[name]:
+                problems.append(f"{mode}, assign {assign}: {name} was detached")
+        for name, value in other.named_parameters():
+            wide = value if mode == "fp32" or assign else value.bfloat16()
+            expected = wide if mode == "fp32" else wide.bfloat16().to(wide.dtype)
+            if not torch.equal(engine.parameter(name).master.to(wide.dtype), expected):
+                problems.append(f"{mode}, assign {assign}: {name}")
+        engine.backward(engine(batch(0)))
+        if not engine.step().updated:
+            problems.append("step")
+        engine.destroy()
     return problems
-
-
-def _as(mode: str, value: torch.Tensor) -> torch.Tensor:
-    return value if mode == "fp32" else value.to(torch.bfloat16).to(value.dtype)
 
 
 def detached_parameters(stage: int) -> Any:
@@ -229,24 +206,6 @@ def detached_parameters(stage: int) -> Any:
 
 
 # --- copies, other engines, the end -------------------------------------------------------------------------
-
-
-def two_engines(stage: int) -> Any:
-    """One's output is the other's input, and one backward goes through both."""
-    torch.manual_seed(0)
-    first, plain_first = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), stage)
-    second, plain_second = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 3 - stage)
-    x = torch.ones(2, 8)
-    second.backward(second(first(x)).square().sum())
-    plain_second(plain_first(x)).square().sum().backward()
-    wrong = differs(first, plain_first) + differs(second, plain_second)
-    if not (first.step().updated and second.step().updated):
-        wrong.append("both have a gradient")
-    first.destroy()
-    second.backward(second(x).sum())
-    second.step()
-    second.destroy()
-    return wrong
 
 
 def an_engine_that_is_destroyed_is_gone(stage: int) -> Any:
@@ -319,19 +278,13 @@ def autocast_of_the_user(stage: int) -> Any:
     return ""
 
 
-CHECKS = [
-    evaluation_in_every_way,
-    calls_of_parts,
-    reading_a_sharded_parameter,
-    loading,
-    detached_parameters,
-    two_engines,
-    an_engine_that_is_destroyed_is_gone,
-    autocast_of_the_user,
-]
-
-
-@pytest.mark.parametrize(("world", "stage"), CELLS)
-def test_traps_of_modules(world: int, stage: int) -> None:
-    for found in run_ranks(run_all, world, CHECKS, stage):
-        assert found == []
+test_traps_of_modules = on_every_cell(
+    [
+        calls_of_parts,
+        reading_a_sharded_parameter,
+        loading,
+        detached_parameters,
+        an_engine_that_is_destroyed_is_gone,
+        autocast_of_the_user,
+    ]
+)

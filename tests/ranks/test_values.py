@@ -13,34 +13,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.habits import networks
+from tests.habits.networks import Made, square
 from tests.numerics.runs import config, make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks
+from tests.ranks.plain import weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError, UnsupportedError, ZerodriftError
 
-STAGES = (0, 1, 2, 3)
 
+class Net(networks.Net):
+    """Returns a loss."""
 
-class Block(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 1)
+        super().__init__(out=1, blocks=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float().square().mean()
+        return square(super().forward(x))
 
 
 def engine_of(stage: int, mode: str, model: nn.Module | None = None, **more: Any) -> Engine:
@@ -67,31 +57,23 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # --- writing where a parameter is ---------------------------------------------------------------------------
 
 
-def through_data(head: nn.Linear) -> None:
-    head.weight.data.zero_()
-
-
-def detached(head: nn.Linear) -> None:
-    head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None])
-
-
-def one_element(head: nn.Linear) -> None:
-    head.weight.data[0, 3] = -7.0
-
-
-WRITES: tuple[Callable[[nn.Linear], None], ...] = (through_data, detached, one_element)
+WRITES: dict[str, Callable[[nn.Linear], Any]] = {
+    "through data": lambda head: head.weight.data.zero_(),
+    "detached": lambda head: head.weight.detach().copy_(torch.linspace(-1, 1, 8)[None]),
+    "one element": lambda head: head.weight.data[0, 3].fill_(-7.0),
+}
 
 
 def written_outside(stage: int, mode: str) -> list[str]:
     """A write between steps is the master's new value, where it can be, and is an error by name where not."""
     wrong = []
-    for write in WRITES:
+    for name, write in WRITES.items():
         engine = engine_of(stage, mode)
         step(engine)
         before = engine.parameter("head.weight").master
         update = engine.plan.row("head.weight").columns.update
         head = engine.module.head
-        at = f"{write.__name__} {mode} stage {stage}"
+        at = f"{name} {mode} stage {stage}"
         if not engine.executor.segments[engine.plan.row("head.weight").segment].is_full:
             # torch refuses, or the next forward does: nothing is there that could be written to.
             with pytest.raises(
@@ -118,24 +100,11 @@ def written_outside(stage: int, mode: str) -> list[str]:
             if not torch.equal(found, torch.where(kept, before, shown.float())):
                 wrong.append(f"{at}: the master")
             write(head)
-        if not (step(engine).updated or mode == "fp16") or not all(
-            m.isfinite().all() for m in masters(engine).values()
-        ):
+        updated = step(engine).updated or mode == "fp16"
+        if not updated or not all(m.isfinite().all() for m in masters(engine).values()):
             wrong.append(f"{at}: the next step")
         engine.destroy()
     return wrong
-
-
-def written_on_one_rank(stage: int, mode: str) -> list[str]:
-    engine = engine_of(stage, mode)
-    step(engine)
-    if engine.mesh.rank() == 1:
-        engine.module.head.weight.data.add_(1.0)
-    engine.backward(engine(data()))
-    with pytest.raises((RankError, ModelError), match=r"engine.gathered"):
-        engine.step()
-    engine.destroy()
-    return []
 
 
 Cell = tuple[int, str]
@@ -149,21 +118,27 @@ def halves(some: Sequence[Cell], every: Iterable[Cell]) -> Any:
     return pytest.mark.parametrize("cells", cases)
 
 
-def all_of(check: Callable[[int, str], list[str]], cells: Sequence[Cell]) -> list[str]:
-    return [wrong for stage, mode in cells for wrong in check(stage, mode)]
-
-
 @halves(
     [(0, "fp32"), (2, "bf16"), (3, "bf16"), (2, "fp16"), (3, "autocast-bf16")],
     itertools.product((0, 2, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
 )
-def test_a_write_outside_is_taken_over_or_named(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, written_outside, cells, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_a_write_outside_is_taken_over_or_named(cells: list[Cell]) -> list[str]:
+    return [wrong for cell in cells for wrong in written_outside(*cell)]
 
 
 @halves([(0, "fp32"), (1, "fp16")], itertools.product((0, 1), ("fp32", "fp16")))
+@on_ranks(2)
 def test_a_write_on_one_rank_is_an_error_on_all(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, written_on_one_rank, cells) == [[], []]
+    for stage, mode in cells:
+        engine = engine_of(stage, mode)
+        step(engine)
+        if engine.mesh.rank() == 1:
+            engine.module.head.weight.data.add_(1.0)
+        engine.backward(engine(data()))
+        with pytest.raises((RankError, ModelError), match=r"engine.gathered"):
+            engine.step()
+        engine.destroy()
 
 
 # --- contexts -----------------------------------------------------------------------------------------------
@@ -178,40 +153,33 @@ def failing_writes(stage: int, mode: str) -> list[str]:
     other = Net()
     nn.init.ones_(other.head.weight)
 
-    def in_place(values: dict[str, Tensor]) -> None:
-        values["head.weight"].zero_()
-
-    def assigned(values: dict[str, Tensor]) -> None:
-        engine.module.load_state_dict(other.state_dict(), assign=True)
-
-    def replaced(values: dict[str, Tensor]) -> None:
-        engine.module.head.weight.data = torch.ones(1, 8)
-
     def nested(values: dict[str, Tensor]) -> None:
         with engine.gathered(["head.weight"], write=True) as inner:
             inner["head.weight"].fill_(3.0)
 
-    for spoil in (in_place, assigned, replaced, nested):
-        for culprit in (None, 1):
-            before = masters(engine)
-            mine = culprit in (None, engine.mesh.rank())
-            with (
-                pytest.raises(ValueError if mine else RankError, match="on purpose"),
-                engine.gathered(write=True) as values,
-            ):
-                spoil(values)
-                if mine:
-                    raise ValueError("on purpose")
-            at = f"{spoil.__name__} {mode} stage {stage}"
-            if not same(before, masters(engine)):
-                wrong.append(f"{at}: masters")
-            if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
-                wrong.append(f"{at}: parameters")
-            with engine.gathered() as values:
-                for name, value in values.items():
-                    if not torch.equal(before[name].to(value.dtype).float(), value.float()):
-                        wrong.append(f"{at}: what {name} shows")
-                    break
+    spoils: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+        "in place": lambda values: values["head.weight"].zero_(),
+        "assigned": lambda values: engine.module.load_state_dict(other.state_dict(), assign=True),
+        "replaced": lambda values: setattr(engine.module.head.weight, "data", torch.ones(1, 8)),
+        "nested": nested,
+    }
+    for (kind, spoil), culprit in itertools.product(spoils.items(), (None, 1)):
+        before = masters(engine)
+        mine = culprit in (None, engine.mesh.rank())
+        expected = pytest.raises(ValueError if mine else RankError, match="on purpose")
+        with expected, engine.gathered(write=True) as values:
+            spoil(values)
+            if mine:
+                raise ValueError("on purpose")
+        at = f"{kind} {mode} stage {stage}"
+        if not same(before, masters(engine)):
+            wrong.append(f"{at}: masters")
+        if any(parameter is not held[name] for name, parameter in engine.module.named_parameters()):
+            wrong.append(f"{at}: parameters")
+        with engine.gathered() as values:
+            shown = {name: before[name].to(value.dtype).float() for name, value in values.items()}
+            if not same(shown, {name: value.float() for name, value in values.items()}):
+                wrong.append(f"{at}: what is shown")
     # An inner one that fails costs the outer one nothing.
     with engine.gathered(write=True) as values:
         values["head.bias"].fill_(2.0)
@@ -252,69 +220,58 @@ def kept_values(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def contexts(stage: int, mode: str) -> list[str]:
-    wrong = kept_values(stage, mode)
-    if mode != "autocast-bf16":
-        wrong += failing_writes(stage, mode)
-    return wrong
-
-
 @halves(
     [(0, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"), (0, "fp16"), (1, "autocast-bf16")],
     itertools.product((0, 1, 3), ("fp32", "bf16", "fp16", "autocast-bf16")),
 )
-def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> None:
-    assert run_ranks(all_of, 2, contexts, cells, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_contexts_leave_what_was_there_and_what_was_kept(cells: list[Cell]) -> list[str]:
+    wrong = []
+    for stage, mode in cells:
+        wrong += kept_values(stage, mode)
+        wrong += failing_writes(stage, mode) if mode != "autocast-bf16" else []
+    return wrong
 
 
 # --- another model ------------------------------------------------------------------------------------------
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
+def wrapped(inside: nn.Module) -> nn.Module:
+    return Made(lambda self, x: self.inside(x), inside=inside)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
+
+def rehang(model: Net) -> None:
+    head, model.head = model.head, nn.Linear(8, 1)
+    model.head.weight, model.head.bias = head.weight, head.bias
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "a frozen head": (lambda model: setattr(model, "head", nn.Linear(8, 1).requires_grad_(False)), "`"),
+    "a module that is added": (lambda model: setattr(model.blocks[1], "extra", nn.Linear(8, 8)), "`"),
+    "a parameter": (lambda model: setattr(model, "scale", nn.Parameter(torch.ones(8))), "`scale"),
+    "parameters elsewhere": (rehang, "`"),
+    "a module that is removed": (lambda model: model.blocks.pop(1), "`blocks.1."),
+}
 
 
 def changed_modules(stage: int) -> list[str]:
     wrong = []
-
-    def frozen_head(model: Net) -> None:
-        model.head = nn.Linear(8, 1).requires_grad_(False)
-
-    def added(model: Net) -> None:
-        model.blocks[1].extra = nn.Linear(8, 8)
-
-    def bare(model: Net) -> None:
-        model.scale = nn.Parameter(torch.ones(8))
-
-    def rehung(model: Net) -> None:
-        head, model.head = model.head, nn.Linear(8, 1)
-        model.head.weight, model.head.bias = head.weight, head.bias
-
-    def removed(model: Net) -> None:
-        del model.blocks[1]
-
-    for change in (frozen_head, added, bare, rehung, removed):
+    for what, (change, named) in CHANGES.items():
         engine = engine_of(stage, "fp32")
         change(engine.module)
         for _ in range(2):
             try:
                 engine(data())
-                wrong.append(f"{change.__name__}: no word at stage {stage}")
+                wrong.append(f"{what}: no word at stage {stage}")
             except ModelError as error:
-                name = {"removed": "blocks.1.", "bare": "scale"}.get(change.__name__, "")
-                if f"`{name}" not in str(error):
-                    wrong.append(f"{change.__name__}: {error}")
+                if named not in str(error):
+                    wrong.append(f"{what}: {error}")
         engine.destroy()
     # What has no parameters may come, go and wrap.
     engine = engine_of(stage, "fp32")
     engine.module.dropout = nn.Dropout()
-    engine.module.blocks[0] = Wrapped(engine.module.blocks[0])
-    engine.module.head = Wrapped(engine.module.head)
+    engine.module.blocks[0] = wrapped(engine.module.blocks[0])
+    engine.module.head = wrapped(engine.module.head)
     before = engine.parameter("head.weight").master
     step(engine)
     if torch.equal(before, engine.parameter("head.weight").master):
@@ -333,12 +290,9 @@ def changed_modules(stage: int) -> list[str]:
     return wrong
 
 
-def all_modules() -> list[str]:
-    return [entry for stage in (0, 3) for entry in changed_modules(stage)]
-
-
-def test_a_changed_module_is_named_at_the_next_forward() -> None:
-    assert run_ranks(all_modules, 2, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_a_changed_module_is_named_at_the_next_forward() -> list[str]:
+    return changed_modules(0) + changed_modules(3)
 
 
 # --- copies, and one engine after another -------------------------------------------------------------------
@@ -360,15 +314,14 @@ def copies(stage: int, mode: str) -> list[str]:
         if away:
             with pytest.raises(ModelError, match=r"inside `engine.gathered"):
                 way()
-        with engine.gathered() as values:
-            then = {key: value.clone() for key, value in values.items()}
+        with engine.gathered():
+            then = weights(engine)
             copied = way()
         step(engine)
         found = {key: p.detach() for key, p in copied.named_parameters()}
         if not same(then, found):
             wrong.append(f"{name} at stage {stage}: values")
-        copied(data().to(copied.head.weight.dtype)).backward()
-        if any(p.grad is None or p.grad.dtype is not p.dtype for p in copied.parameters()):
+        if not is_plain(copied):
             wrong.append(f"{name} at stage {stage}: gradients")
         engine_of(0, "fp32", copied.float()).destroy()
     engine.destroy()
@@ -396,17 +349,16 @@ def again(stage: int, mode: str) -> list[str]:
     with pytest.raises(ModelError, match="`model`: must not have another engine"):
         engine_of(stage, mode, model)
     step(engine)
-    full = {name: value.clone() for name, value in _values(engine).items()}
+    full = weights(engine)
     with engine.gathered():
         engine.destroy()
     if not same(full, {name: p.detach() for name, p in model.named_parameters()}):
         wrong.append(f"stage {stage} {mode}: what is left")
-    model(data().to(model.head.weight.dtype)).backward()
-    if any(p.grad is None or p.grad.dtype is not p.dtype for p in model.parameters()):
+    if not is_plain(model):
         wrong.append(f"stage {stage} {mode}: it is a plain model")
     model.zero_grad()
     second = engine_of(stage, mode, model)
-    if not same(full, _values(second)):
+    if not same(full, weights(second)):
         wrong.append(f"stage {stage} {mode}: what is taken over")
     step(second)
     away = not all(segment.is_full for segment in second.executor.segments)
@@ -427,17 +379,13 @@ def again(stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def _values(engine: Engine) -> dict[str, Tensor]:
-    with engine.gathered() as values:
-        return dict(values)
+def is_plain(model: nn.Module) -> bool:
+    """Whether a backward gives each parameter a gradient of its own dtype."""
+    model(data().to(model.head.weight.dtype)).backward()
+    return all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
 
 
-def all_copies() -> list[str]:
-    wrong = []
-    for stage, mode in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")):
-        wrong += copies(stage, mode) + again(stage, mode)
-    return wrong
-
-
-def test_copies_are_plain_and_one_engine_follows_another() -> None:
-    assert run_ranks(all_copies, 2, timeout=240) == [[], []]
+@on_ranks(2, timeout=240)
+def test_copies_are_plain_and_one_engine_follows_another() -> list[str]:
+    cells = [(0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32"), (1, "autocast-bf16")]
+    return [wrong for cell in cells for wrong in (*copies(*cell), *again(*cell))]

@@ -5,7 +5,6 @@ There is no GPU here: ranks are told that they have one, and what its first prog
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 from tests.numerics.runs import config, make, train
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
+from tests.ranks.test_own_optimizers import listen
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import Collectives
 from zerodrift.comm.mesh import start
@@ -24,50 +24,31 @@ from zerodrift.optim import fused
 from zerodrift.optim.updates import reference_update
 
 
-class Heard(logging.Handler):
-    """What a rank was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def asked(obstacles: list[str | None], offload: bool = False) -> tuple[str, list[str], list[str]]:
     """On one rank, which has the obstacle at its place: the way, what it logged, its collectives."""
     comm = Collectives(start(lambda world: MeshShape(shard=world), device="cpu"))
     comm.mesh.device = torch.device("cuda", 0)
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": 3}
-    plan = make_plan(
-        config(3, "bf16", zero_optimization=zero), torch.nn.Linear(8, 8), world_size=len(obstacles)
-    )
-    heard = Heard()
-    logging.getLogger("zerodrift").addHandler(heard)
-    mine = obstacles[comm.mesh.rank()]
+    written = config(3, "bf16", zero_optimization=zero)
+    plan = make_plan(written, torch.nn.Linear(8, 8), world_size=len(obstacles))
+    mine, heard = obstacles[comm.mesh.rank()], listen()
     with mock.patch.object(device, "obstacle", lambda where: mine), comm.record() as recorded:
         way = update.choose_update_function(plan, comm)
-    logging.getLogger("zerodrift").removeHandler(heard)
     assert way in (fused.update, reference_update)
-    return way.__name__, heard.said, [str(entry) for entry in recorded]
+    return way.__name__, heard, [str(entry) for entry in recorded]
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_rank_that_cannot_run_programs_keeps_all_from_it(number: int) -> None:
     """Whichever it is; rank 0 says so, once and for all."""
-    obstacles = [None, None, None]
-    obstacles[number] = "Triton is not installed"
+    obstacles = [None if rank != number else "Triton is not installed" for rank in range(3)]
     found = run_ranks(asked, 3, obstacles)
     assert [way for way, _, _ in found] == ["reference_update"] * 3
-    assert [said for _, said, _ in found] == [
-        [
-            f"zerodrift: Triton is not installed, on rank {number} of 3; updates run in plain PyTorch "
-            "everywhere, several times slower"
-        ],
-        [],
-        [],
-    ]
+    told = (
+        f"zerodrift: Triton is not installed, on rank {number} of 3; updates run in plain PyTorch "
+        "everywhere, several times slower"
+    )
+    assert [said for _, said, _ in found] == [[told], [], []]
 
 
 def test_reasons_are_said_once_each() -> None:
@@ -84,8 +65,10 @@ def test_where_all_can_or_need_not_nothing_is_said(obstacles: list[str | None], 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 
 
-def counted(rest: dict[str, Any]) -> tuple[int, int, list[str]]:
-    """On one rank: slices that the agreed way stepped, those it should have, what a plain run leaves else."""
+@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
+@on_ranks(2)
+def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> list[str]:
+    """Each slice by the agreed way, with the bits of a plain run."""
     calls: list[Any] = []
 
     def way(*arguments: Any) -> None:
@@ -98,11 +81,5 @@ def counted(rest: dict[str, Any]) -> tuple[int, int, list[str]]:
         run = train(engine, 2)
     updates = [segment.columns.update for segment in engine.plan.segments]
     expected = sum(update is not None and update.optimizer != "Muon" for update in updates)
-    return len(calls), 2 * expected, run.differs(train(make(config(3, "bf16", **rest)), 2))
-
-
-@pytest.mark.parametrize("rest", [{}, MUON], ids=["adamw", "muon"])
-def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> None:
-    for calls, expected, differs in run_ranks(counted, 2, rest):
-        assert calls == expected > 0
-        assert differs == []
+    assert len(calls) == 2 * expected > 0
+    return run.differs(train(make(config(3, "bf16", **rest)), 2))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +22,16 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_package_has_the_examples_and_the_pages() -> None:
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is new in 3.11")
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+
+
+def test_the_package_has_the_examples_and_the_pages(pyproject: dict[str, Any]) -> None:
     """The folders at the top, by a link that a build follows, and every file of them by the globs."""
     assert machine.EXAMPLES.resolve() == ROOT / "examples" and machine.DOCS.resolve() == ROOT / "docs"
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is new in 3.11")
-    import tomllib
-
-    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    globs = tables["package-data"]["zerodrift"]
+    globs = pyproject["tool"]["setuptools"]["package-data"]["zerodrift"]
     for folder in ("docs", "examples"):
         for path in (ROOT / folder).rglob("*"):
             place = Path(folder) / path.relative_to(ROOT / folder)
@@ -69,12 +70,8 @@ def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> No
     assert {finding["part"] for finding in found} == {"versions", "CPU", "GPU", "ranks", "kernels"}
 
 
-def test_every_extra_that_the_doctor_names_installs_the_package() -> None:
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is new in 3.11")
-    import tomllib
-
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+def test_every_extra_that_the_doctor_names_installs_the_package(pyproject: dict[str, Any]) -> None:
+    extras = pyproject["project"]["optional-dependencies"]
     for package, extra in doctor.EXTRAS.items():
         assert not extra or any(re.match(rf"{package}\b", each) for each in extras[extra]), package
 

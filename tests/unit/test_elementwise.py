@@ -41,17 +41,15 @@ def test_torchs_classes_in_the_table_are_elementwise(name: str, foreach: bool) -
     assert torch.allclose(whole, pieces, rtol=1e-6, atol=1e-7)
 
 
-def kind(name: str, module: str, *bases: type, **attributes: Any) -> torch.optim.Optimizer:
-    """An object of a class of somebody's package."""
+def kind(name: str, module: str, *bases: type, **args: int) -> torch.optim.Optimizer:
+    """An object of a class of somebody's package, with options as bitsandbytes keeps them."""
     made = type(name, bases or (torch.optim.SGD,), {"__module__": module})(parameters(4), lr=0.1)
-    for key, value in attributes.items():
-        setattr(made, key, value)
+    if args:
+        made.args = SimpleNamespace(**{"optim_bits": 32, "percentile_clipping": 100, **args})
     return made
 
 
-EIGHT_BITS = SimpleNamespace(optim_bits=8, percentile_clipping=100)
-FULL = SimpleNamespace(optim_bits=32, percentile_clipping=100)
-CLIPPED = SimpleNamespace(optim_bits=32, percentile_clipping=5)
+BITS = "bitsandbytes.optim.adamw"
 
 
 @pytest.mark.parametrize(
@@ -65,10 +63,10 @@ CLIPPED = SimpleNamespace(optim_bits=32, percentile_clipping=5)
         (kind("Lion", "lion_pytorch.lion_pytorch"), True),
         (FusedLion(parameters(4)), True),
         (kind("Lion", "lion_pytorch_of_mine"), None),
-        (kind("AdamW", "bitsandbytes.optim.adamw", args=FULL), True),
-        (kind("AdamW", "bitsandbytes.optim.adamw", args=EIGHT_BITS), None),
-        (kind("AdamW", "bitsandbytes.optim.adamw", args=CLIPPED), None),
-        (kind("AdamW8bit", "bitsandbytes.optim.adamw", args=EIGHT_BITS), None),
+        (kind("AdamW", BITS, optim_bits=32), True),
+        (kind("AdamW", BITS, optim_bits=8), None),
+        (kind("AdamW", BITS, percentile_clipping=5), None),
+        (kind("AdamW8bit", BITS, optim_bits=8), None),
     ],
     ids=lambda value: f"{type(value).__module__}.{type(value).__name__}",
 )

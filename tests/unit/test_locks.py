@@ -42,8 +42,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         thread.join(0.05)
         order.append("first")
     thread.join()
-    assert order == ["first", "second"]
-    assert not is_locked(path)
+    assert order == ["first", "second"] and not is_locked(path)
 
 
 def test_a_lock_goes_with_its_process_and_so_does_a_check_that_is_waited_for(tmp_path: Path) -> None:

@@ -15,13 +15,8 @@ from zerodrift.plan.schedule import gathered_bytes, most_gathered_bytes, prefetc
 
 def plan(sizes: list[int], **sharding: Any) -> Plan:
     """Of blocks with so many KiB of bf16 each, on two ranks."""
-    config = load(
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3},
-            "sharding": {"units": ["layers.*"], **sharding},
-        }
-    )
+    sharding = {"units": ["layers.*"], **sharding}
+    config = load({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "sharding": sharding})
     mesh = mesh_for(config, 2)
     parameters = [parameter(f"layers.{number}.w", (size, 512)) for number, size in enumerate(sizes)]
     return build(resolve(config, mesh), ModelSpec("blocks", tuple(parameters)), mesh)

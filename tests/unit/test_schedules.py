@@ -17,6 +17,10 @@ from zerodrift.errors import ConfigError
 from zerodrift.optim import schedules as mine
 from zerodrift.policy.nouns import ComponentSpec
 
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
+FALLING = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1}
+STAIRS = {"cycle_first_step_size": 4, "cycle_second_step_size": 8, "cycle_first_stair_count": 2}
+RANGE = {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4, "lr_range_test_staircase": True}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 7}),
     ("WarmupLR", {"warmup_min_lr": [0.01, 0.02], "warmup_num_steps": 5, "warmup_type": "linear"}),
@@ -25,34 +29,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 5, "warmup_min_ratio": 0.1}),
     ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 6, "cos_min_ratio": 0.2}),
     ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4, "lr_range_test_staircase": True},
-    ),
-    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 6}),
+    ("LRRangeTest", RANGE),
+    ("OneCycle", {**CYCLE, "cycle_first_step_size": 6}),
+    ("OneCycle", {**CYCLE, **STAIRS, **FALLING}),
     (
         "OneCycle",
-        {
-            "cycle_min_lr": 0.01,
-            "cycle_max_lr": 0.1,
-            "cycle_first_step_size": 4,
-            "cycle_second_step_size": 8,
-            "decay_step_size": 2,
-            "decay_lr_rate": 0.5,
-            "decay_mom_rate": 0.1,
-            "cycle_first_stair_count": 2,
-        },
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 3, "cycle_momentum": False},
+        {"cycle_max_lr": 1.0, "cycle_min_lr": 0.0, "cycle_first_step_size": 3, "cycle_momentum": False},
     ),
 ]
 
 
 def optimizer() -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.05, 0.1)]
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.05, 0.1))
 
 
 def run(module: Any, kind: str, params: dict[str, Any], steps: int = 30) -> list[Any]:
@@ -80,6 +68,7 @@ def test_every_step_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
 
 
 WSD = {"num_training_steps": 22, "num_warmup_steps": 4, "num_decay_steps": 7, "min_lr_ratio": 0.1}
+MIN = {"num_training_steps": 19, "num_warmup_steps": 5}
 HF: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),
     ("constant_with_warmup", {"num_warmup_steps": 4}),
@@ -89,10 +78,7 @@ HF: list[tuple[str, dict[str, Any]]] = [
     ("polynomial", {"num_training_steps": 21, "num_warmup_steps": 25, "lr_end": 1e-4, "power": 2.5}),
     ("inverse_sqrt", {"num_warmup_steps": 0, "timescale": 7}),
     ("cosine_with_min_lr", {"num_training_steps": 19, "num_warmup_steps": 3, "min_lr": 0.007}),
-    (
-        "cosine_warmup_with_min_lr",
-        {"num_training_steps": 19, "num_warmup_steps": 5, "min_lr_rate": 0.3, "warmup_lr_rate": 0.2},
-    ),
+    ("cosine_warmup_with_min_lr", {**MIN, "min_lr_rate": 0.3, "warmup_lr_rate": 0.2}),
     ("warmup_stable_decay", {**WSD, "warmup_type": "1-sqrt", "decay_type": "cosine"}),
     ("warmup_stable_decay", {"num_decay_steps": 5, "num_warmup_steps": 0, "num_stable_steps": 6}),
 ]
@@ -146,20 +132,14 @@ def test_what_no_block_means_is_refused_with_the_config(kind: str, params: dict[
         make_plan(written, torch.nn.Linear(2, 2), world_size=1)
 
 
-CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0}
-
-
 @pytest.mark.parametrize(
     ("kind", "params", "told"),
     [
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "warmup_min_lr"),
-        ("OneCycle", CYCLE, "cycle_first_step"),
-        (
-            "polynomial",  # transformers divides by zero
-            {"num_training_steps": 9, "num_warmup_steps": 9},
-            "num_training_steps`: must be above `num_warmup",
-        ),
+        ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step"),
+        # transformers divides by zero
+        ("polynomial", {"num_training_steps": 9, "num_warmup_steps": 9}, "must be above `num_warmup"),
         (
             "linear",
             {"num_training_steps": 9},
@@ -179,8 +159,7 @@ def test_wrong_arguments_are_named(
 
 
 def test_wsd_is_another_name() -> None:
-    params = {"num_decay_steps": 3, "num_stable_steps": 4}
-    written = {"scheduler": {"type": "wsd", "params": params}}
+    written = {"scheduler": {"type": "wsd", "params": {"num_decay_steps": 3, "num_stable_steps": 4}}}
     recipe = make_plan(written, torch.nn.Linear(2, 2), world_size=1).policy.schedule
     assert recipe is not None and recipe.type == "warmup_stable_decay"
 
@@ -192,5 +171,4 @@ def test_the_first_two_updates_of_a_warm_up_run_at_its_minimum() -> None:
 
 def test_a_config_and_a_script_get_the_same_classes() -> None:
     for kind in mine.VALID_LR_SCHEDULES:
-        klass = mine.SCHEDULES[kind]
-        assert getattr(lr_schedules, kind) is klass
+        assert getattr(lr_schedules, kind) is mine.SCHEDULES[kind]
