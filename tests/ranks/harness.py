@@ -136,7 +136,7 @@ Test = Callable[..., Any]
 
 
 def on_ranks(world_size: int | str = "world", timeout: float = 60.0) -> Callable[[Test], Test]:
-    """Make a test run on each of so many ranks: what raises on one of them, or is found and returned, fails it.
+    """Make a test run on each of so many ranks: what raises, or is found and returned, on one fails it.
 
     The number may be the name of a parameter. Asserts say what they found: there, pytest rewrites none.
     """
