@@ -273,7 +273,7 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
 
 
 def _carries(process: _Process, kind: str) -> bool:
-    """Return whether the ranks can talk on this kind of device: always, unless the caller has chosen the backend."""
+    """Return whether the ranks can talk on such a device: always, unless a caller chose the backend."""
     backend = dist.Backend.default_device_backend_map.get(kind, "")
     return process.source != "running" or process.world == 1 or backend in dist.get_backend_config()
 
