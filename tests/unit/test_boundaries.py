@@ -204,6 +204,8 @@ def test_the_digest_holds_them_and_their_json_is_read() -> None:
         first = replace(made.boundaries[0], **change)
         assert replace(made, boundaries=(first, *made.boundaries[1:])).digest != made.digest
     assert replace(made, boundaries=()).digest != made.digest
+    assert not any(columns.get("output") == "auto" for columns in made.to_json()["columns"])
+    assert {each.output for each in made.boundaries} == {"keep"}, "decided in the plan"
 
 
 def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
@@ -251,6 +253,18 @@ def test_a_plan_without_any_says_nothing_of_them() -> None:
     made = plan(at(3, "bf16"), moe())
     assert "boundaries" not in text(made)
     assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("path", ["gate", "a_router_with_quite_a_long_name_" * 3])
+def test_lines_fit_and_say_everything(width: int, path: str) -> None:
+    model = of(f"layers.0.{path}.weight", f"layers.1.{path}.weight", "head.weight")
+    made = plan(at(3, "bf16", rules=[{"match": "layers.*", "pin": "fp32"}]), model)
+    section = text(made, width).partition("\nboundaries")[2].partition("\n\n")[0]
+    assert all(len(line) <= width for line in section.splitlines()), section
+    squeezed = re.sub(r"\s", "", section)
+    assert "computesin" in squeezed and "fp32" in squeezed
+    assert "severalmatrices" in squeezed or "onematrix" in squeezed
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim.flat import block_keys_of
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.schedule import collectives
+from zerodrift.record import decode, encode
 from zerodrift.report.explain import explain
 
 COUNT = 6
@@ -96,6 +97,11 @@ def test_nothing_changes_where_no_expert_axis_is() -> None:
     assert "expert" not in data["mesh"] and "experts" not in data["policy"]
     assert "parallel" not in data["columns"][0] and "parts" not in data["row_fields"]
     assert plan(2).digest != without.digest
+    shape = MeshShape(2, expert=2)
+    assert decode(MeshShape, encode(shape)) == shape
+    assert decode(MeshShape, {"shard": 2, "replicate": 1, "pipeline": 1}) == MeshShape(2)
+    with pytest.raises(KeyError):
+        decode(MeshShape, {"shard": 2, "replicate": 1})
 
 
 def test_a_rank_pays_for_its_own_experts_only() -> None:
@@ -168,10 +174,17 @@ def test_a_tied_stack_is_refused() -> None:
         plan(2, replace(model, parameters=tuple(tie)))
 
 
-@pytest.mark.parametrize("key", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
-def test_division_before_the_reduction_is_refused_beside_experts(key: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ({"prescale_gradients": True}, "must be left out where gradients are divided"),
+        ({"gradient_predivide_factor": 2.0}, "must be left out where gradients are divided"),
+        ({"backend": "fsdp2"}, "must be 1 or left out on backend fsdp2"),
+    ],
+)
+def test_what_does_not_go_with_experts_is_refused(key: dict[str, Any], told: str) -> None:
     assert plan(None, **key).mesh.expert == 1
-    with pytest.raises(ConfigError, match=r"`experts.ranks`: must be left out where gradients are divided"):
+    with pytest.raises(ConfigError, match=rf"`experts.ranks`: {told}"):
         plan(2, **key)
 
 

@@ -179,6 +179,13 @@ def test_a_quantized_checkpoint_is_described_unquantized(tmp_path: Path) -> None
     assert from_hf(folder(tmp_path, "llama", quantization_config=fp8)) == plain
 
 
+def test_a_broken_checkpoint_beside_the_config_is_refused(tmp_path: Path) -> None:
+    folder(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors`: must open with a header length" in refusal(tmp_path)
+    assert from_hf(tmp_path / "config.json").checkpoint == ()
+
+
 def test_a_config_that_is_not_json(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{\n  "model_type": llama\n}')

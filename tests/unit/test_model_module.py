@@ -47,6 +47,21 @@ def test_names_shapes_owners_and_order_are_the_modules_own() -> None:
     assert spec.parameters[2].owners == (OwningModule("2", "torch.nn.modules.normalization.LayerNorm"),)
     assert all(parameter.dtype is DType.FP32 and parameter.trained for parameter in spec.parameters)
     assert (spec.source, spec.checkpoint, spec.numel) == ("Sequential", (), 30)
+    assert from_module(model, "mine").source == "mine"
+
+
+def test_a_parameter_may_be_the_roots_empty_or_not_trained() -> None:
+    model = Tied()
+    model.register_parameter("scale", nn.Parameter(torch.zeros(())))
+    model.body.bias.requires_grad_(False)
+    scale, *others = from_module(model).parameters
+    assert (scale.name, scale.shape, scale.numel) == ("scale", (), 1)
+    assert scale.owners == (OwningModule("", f"{__name__}.Tied"),)
+    assert [(each.name, each.trained) for each in (scale, *others)] == [
+        *(("scale", True), ("embed.weight", True), ("body.weight", True), ("body.bias", False))
+    ]
+    empty = nn.ParameterList([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))])
+    assert [each.shape for each in from_module(empty).parameters] == [(0,), (0,)], "no memory is shared"
 
 
 def test_the_meta_device_gives_the_same_spec() -> None:
@@ -65,6 +80,11 @@ def test_a_tied_parameter_is_one_with_all_its_names() -> None:
     assert [parameter.names for parameter in spec.parameters] == [
         *(("0.0.weight", "2.0.weight"), ("0.0.bias", "2.0.bias"), ("0.1.weight", "2.1.weight"), ("1.weight",))
     ]
+    inner = Tied()
+    nested = nn.ModuleDict({"first": inner, "deep": nn.ModuleDict({"again": inner.head})})
+    shared = from_module(nested).parameters[0]
+    assert shared.names == ("first.embed.weight", "first.head.weight", "deep.again.weight")
+    assert [owner.path for owner in shared.owners] == ["first.embed", "first.head", "deep.again"]
 
 
 def test_a_declared_tie_counts_on_the_meta_device() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
@@ -95,6 +97,11 @@ def test_offsets_point_into_the_file(tmp_path: Path) -> None:
 )
 def test_natural_order(ordered: list[str]) -> None:
     assert sorted(reversed(ordered), key=natural) == ordered
+
+
+@given(st.lists(st.text(alphabet="a1.0²é", max_size=6)))
+def test_natural_order_is_total(names: list[str]) -> None:
+    assert sorted(names, key=natural) == sorted(reversed(names), key=natural)
 
 
 # --- one file ------------------------------------------------------------------------------------------

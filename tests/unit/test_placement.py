@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for,
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
+from zerodrift.policy.nouns import Placement
 from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explain import explain
 from zerodrift.report.page import plan_page
@@ -106,6 +107,11 @@ def test_longest_first_is_what_lies_where() -> None:
     assert packed.offsets == (1024, 0, 1536 + 768, 1536, 1280, 1536 + 1280)
 
 
+def test_one_slice_is_packed_as_ever() -> None:
+    parameters = [parameter("a", (300,)), parameter("b", (20, 20))]
+    assert len({pack(parameters, 1, placement) for placement in get_args(Placement)}) == 1
+
+
 # --- in a plan ----------------------------------------------------------------------------------------
 
 
@@ -116,6 +122,8 @@ def test_a_rule_places_whole_and_the_rest_is_sliced() -> None:
     whole = [segment for segment in made.segments if segment.whole]
     assert len(whole) == 3 and all(len(segment.rows) == 4 for segment in whole)
     assert [segment.padded for segment in whole] == [2 * 2 * 48 * 48] * 3
+    made = plan(rules=[{"match": "*.q_proj.weight", "placement": "matrices"}])
+    assert options(made, "model.layers.0.self_attn.q_proj.weight") == {"placement": "whole"}, "it is one"
 
 
 def test_rows_of_a_segment_are_in_the_order_of_their_offsets() -> None:
@@ -163,6 +171,8 @@ def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
     assert any("pads them by 300%" in note and "sharding.replicate" in note for note in made.notes)
     hybrid = plan(ModelSpec("m", parameters), 8, sharding={"replicate": 4}, **MUON)
     assert cost(hybrid).padding == 0 and not any("whole" in note for note in hybrid.notes)
+    sliced = plan(ModelSpec("m", parameters), 8)
+    assert cost(sliced).whole_padding == 0 and not any("padd" in note for note in sliced.notes)
 
 
 # --- who gets Muon ------------------------------------------------------------------------------------
@@ -234,6 +244,8 @@ def test_without_muon_nothing_is_said_of_it() -> None:
 def test_what_cannot_be_is_refused(rule: dict[str, Any], rest: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(rules=[rule], **rest)
+    # The bound on beta2 is about second moments, which Muon has not.
+    assert plan(rules=[{"match": "*.q_proj.weight", "state": "bf16"}], **MUON)
 
 
 # --- what a report says -------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ def test_a_frozen_parameter_has_no_update_and_is_never_widened() -> None:
     assert frozen["storage"] == "bf16/" and frozen["compute"] == "fp32"
     assert {frozen[c] for c in ("grad", "accumulate", "reduce", "master", "state")} == {"-"}
     assert cells(at(3, "fp32"), "a.w", spec)["master"] == "same/"
+    assert cells(at(2, "bf16"), "a.w", spec)["master"] == "split/", "its fp32 bits are kept"
+    assert cells(at(2, "bf16"), "base.w", spec)["storage"] == "bf16"
 
 
 def test_an_integer_parameter_stays_what_it_is() -> None:

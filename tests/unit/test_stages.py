@@ -34,7 +34,7 @@ from zerodrift.plan.stages import (
     rank_of,
 )
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action
+from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
@@ -228,6 +228,12 @@ def test_pairs_go_on_in_turns_where_both_pieces_exchange(
     assert ("+" in legend(steps)) == bool(pieces)
 
 
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    stuck = Timeline(((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))))
+    with pytest.raises(AssertionError, match="every rank waits"):
+        stuck.starts  # noqa: B018
+
+
 def test_known_bubbles() -> None:
     """(p - 1) / (m + p - 1) where a backward takes twice a forward; less where weights fill the gaps."""
     for stages, count in ((2, 4), (4, 8)):
@@ -334,6 +340,7 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
     one = plan({"pipeline": {"stages": 1, "schedule": "zbv"}}, moe(layers=2))
     assert one.policy.pipeline is None and "pipeline" not in one.to_json()["policy"]
     assert [segment for segment in one.to_json()["segments"] if len(segment) > 5] == []
+    assert part(one, 0) is one
 
 
 def test_of_experts_those_count_that_a_token_uses() -> None:

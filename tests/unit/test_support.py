@@ -56,6 +56,13 @@ def test_a_cell_says_what_really_happens(cell: SupportCell) -> None:
     assert bool(cell.reason) == (cell.status != "yes")
 
 
+def test_sums_in_fp32_always_run_and_those_of_bf16_are_never_fp16() -> None:
+    for mode in ("bf16", "fp16"):
+        cells = [c for c in TABLE if (c.backend, c.mode, c.accumulate) == ("native", mode, "fp32")]
+        assert len(cells) == 8 and {c.status for c in cells} == {"yes"}
+    assert {c.status for c in TABLE if (c.mode, c.accumulate) == ("bf16", "fp16")} == {"no"}
+
+
 # --- state ------------------------------------------------------------------------------------------
 
 

@@ -166,6 +166,7 @@ def test_overrides_come_after_what_is_typed() -> None:
     with pytest.raises(zd.ConfigError, match="`overrides`: must come with the file or dict"):
         zd.load(loaded, ["precision.mode=bf16"])
     assert zd.load(loaded) is loaded
+    assert zd.make_plan(loaded, MODEL).digest != zd.make_plan(config, MODEL).digest
 
 
 def test_a_job_and_the_drop_in_take_one(tmp_path: Path) -> None:
@@ -298,7 +299,6 @@ follow_imports = skip
 """
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_a_type_checker_knows_the_fields(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
