@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
+from tests.unit.models import EMBEDDING, LINEAR, at, moe, parameter, plan, tied
 from tests.unit.test_checkpoint_folder import manifest
-from tests.unit.test_policy import at, plan
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
@@ -22,12 +21,24 @@ from zerodrift.report.explain import explain
 from zerodrift.report.rows import group_rows, list_rows
 
 
+def pinned(
+    model: ModelSpec,
+    *patterns: str,
+    mode: str = "bf16",
+    rules: tuple[dict[str, Any], ...] = (),
+    pieces: int = 1,
+) -> Plan:
+    """A plan in which these patterns are pinned."""
+    pins = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
+    pipeline = {"pipeline": {"stages": pieces, "micro_batches": 2}} if pieces > 1 else {}
+    return plan(at(3, mode, rules=[*pins, *rules]) | pipeline, model)
+
+
 def boundaries(
     model: ModelSpec, *patterns: str, mode: str = "bf16", rules: tuple[dict[str, Any], ...] = ()
 ) -> dict[str, tuple[str, str, str]]:
     """path -> (dtype, output, lookup), of a plan in which these patterns are pinned."""
-    pins = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
-    made = plan(at(3, mode, rules=[*pins, *rules]), model)
+    made = pinned(model, *patterns, mode=mode, rules=rules)
     return {each.path: (str(each.dtype), each.output, str(each.lookup or "-")) for each in made.boundaries}
 
 
@@ -53,8 +64,7 @@ def test_pinned_routers_norms_and_heads(mode: str) -> None:
 
 
 def test_where_all_compute_alike_there_is_none() -> None:
-    assert plan(at(3, "bf16"), moe()).boundaries == ()
-    assert boundaries(moe(), "*.gate.weight", mode="fp32") == {}
+    assert boundaries(moe()) == boundaries(moe(), "*.gate.weight", mode="fp32") == {}
 
 
 LAYERS = of("layers.0.weight", "layers.1.weight", "head.weight", containers=frozenset({"layers"}))
@@ -97,8 +107,7 @@ def test_what_computes_apart_unpinned_is_one_too_but_not_under_autocast() -> Non
 
 def test_an_integer_parameter_says_nothing_but_under_autocast() -> None:
     table = parameter("gate.table", (4, 4), dtype=DType.INT64, trained=False)
-    model = of("gate.weight", "head.weight")
-    model = replace(model, parameters=(*model.parameters, table))
+    model = ModelSpec("m", (*of("gate.weight", "head.weight").parameters, table))
     assert boundaries(model, "gate.weight") == {"gate": ("fp32", "input", "bf16")}  # two matrices
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
 
@@ -127,8 +136,7 @@ def test_a_module_in_two_places_is_one_by_its_first_name() -> None:
     ],
 )
 def test_what_is_returned_unless_told(names: tuple[str, ...], output: str, why: str) -> None:
-    made = plan(at(0, "bf16", rules=[{"match": "m.*", "pin": "fp32"}]), of(*names, "head.weight"))
-    (found,) = made.boundaries
+    (found,) = pinned(of(*names, "head.weight"), "m.*").boundaries
     assert (found.path, found.output, found.lookup) == ("m", output, DType.BF16)
     assert why in dict(found.why)["output"]
     assert dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
@@ -143,8 +151,7 @@ def test_a_projection_returns_its_inputs_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("told", ["keep", "input"])
 def test_a_rule_is_obeyed_and_named(told: str) -> None:
-    rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "*norm*", "output": told}]
-    made = plan(at(0, "bf16", rules=rules), moe(layers=1))
+    made = pinned(moe(layers=1), "*norm*", rules=({"match": "*norm*", "output": told},))
     assert {each.output for each in made.boundaries} == {told}
     assert {each.lookup for each in made.boundaries} == {None if told == "keep" else DType.BF16}
     assert {dict(each.why)["output"] for each in made.boundaries} == {"precision.rules[1]: '*norm*'"}
@@ -153,28 +160,19 @@ def test_a_rule_is_obeyed_and_named(told: str) -> None:
 def test_keep_wins_where_rules_say_both() -> None:
     told = ({"match": "m.up.*", "output": "keep"}, {"match": "m.down.*", "output": "input"})
     model = of("m.up.weight", "m.down.weight", "head.weight")
-    made = plan(at(0, "bf16", rules=[{"match": "m.*", "pin": "fp32"}, *told]), model)
-    (found,) = made.boundaries
+    (found,) = pinned(model, "m.*", rules=told).boundaries
     assert (found.output, dict(found.why)["output"]) == ("keep", "precision.rules[1]: 'm.up.*'")
 
 
 # --- names alone ------------------------------------------------------------------------------------------
 
 
-def named(model: ModelSpec) -> ModelSpec:
-    """The same model as files know it."""
-    bare = tuple(
-        replace(p, owners=tuple(OwningModule(owner.path, "") for owner in p.owners)) for p in model.parameters
-    )
-    return replace(model, parameters=bare, buffers=(), containers=frozenset(), shared=())
-
-
 def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
     model = of("layers.0.weight", "layers.1.weight", "head.weight", klass="")
-    made = plan(at(3, "bf16", rules=[{"match": "layers.*", "pin": "fp32"}]), model)
+    made = pinned(model, "layers.*")
     assert [each.path for each in made.boundaries] == ["layers.0", "layers.1"]
     assert any("this source has no module classes: boundaries" in note for note in made.notes)
-    assert not any("boundaries" in note for note in plan(at(3, "bf16"), model).notes)
+    assert not any("boundaries" in note for note in pinned(model).notes)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +180,10 @@ def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
 )
 def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> None:
     containers = frozenset({"model.layers", *(f"model.layers.{n}.mlp.experts" for n in range(3))})
-    model = replace(moe(), containers=containers)
-    rules = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
-    known, bare = (plan(at(3, "bf16", rules=rules), each) for each in (model, named(model)))
+    owners = [tuple(OwningModule(owner.path, "") for owner in each.owners) for each in moe().parameters]
+    nameless = [replace(each, owners=mine) for each, mine in zip(moe().parameters, owners, strict=True)]
+    known = pinned(replace(moe(), containers=containers), *patterns)
+    bare = pinned(ModelSpec("m", tuple(nameless)), *patterns)
     assert known.boundaries == bare.boundaries != ()
     assert not any("boundaries" in note for note in known.notes)
 
@@ -192,13 +191,11 @@ def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> 
 # --- in the plan ------------------------------------------------------------------------------------------
 
 
-def pinned(layers: int = 3) -> Plan:
-    rules = [{"match": "*.gate.weight", "pin": "fp32"}, {"match": "*embed*", "pin": "fp32"}]
-    return plan(at(3, "bf16", rules=rules), moe(layers=layers))
+GATES, EMBED = "*.gate.weight", "*embed*"
 
 
 def test_the_digest_holds_them_and_their_json_is_read() -> None:
-    made = pinned()
+    made = pinned(moe(), GATES, EMBED)
     assert Plan.from_json(made.to_json()) == made
     for change in ({"path": "x"}, {"dtype": DType.FP16}, {"output": "input"}, {"lookup": None}):
         first = replace(made.boundaries[0], **change)
@@ -208,26 +205,22 @@ def test_the_digest_holds_them_and_their_json_is_read() -> None:
     assert {each.output for each in made.boundaries} == {"keep"}, "decided in the plan"
 
 
+def of_pieces(made: Plan) -> list[list[str]]:
+    return [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
+
+
 def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
-    written = at(3, "bf16", rules=[{"match": "*.gate.*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    first, last = ({each.path for each in boundaries_of_piece(made, piece)} for piece in (0, 1))
+    made = pinned(moe(layers=4), "*.gate.*", "*norm*", pieces=2)
+    first, last = map(set, of_pieces(made))
     assert first & last == set() and first | last == {each.path for each in made.boundaries}
     assert "model.layers.1.mlp.gate" in first and {"model.layers.2.mlp.gate", "model.norm"} <= last
 
 
 def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
-    written = at(3, "bf16", rules=[{"match": "model.*", "pin": "fp32"}])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    assert [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)] == [
-        ["model"],
-        ["model"],
-    ]
+    assert of_pieces(pinned(moe(layers=4), "model.*", pieces=2)) == [["model"], ["model"]]
     # And a piece whose parameters are all pinned has none that the whole model has not.
-    written = at(3, "bf16", rules=[{"match": f"model.layers.{n}.*", "pin": "fp32"} for n in (2, 3)])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    found = [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
-    assert found == [[], ["model.layers.2", "model.layers.3"]]
+    made = pinned(moe(layers=4), "model.layers.2.*", "model.layers.3.*", pieces=2)
+    assert of_pieces(made) == [[], ["model.layers.2", "model.layers.3"]]
 
 
 # --- printed ----------------------------------------------------------------------------------------------
@@ -238,7 +231,7 @@ def text(made: Plan, width: int = frame.WIDTH) -> str:
 
 
 def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
-    made = pinned(layers=4)
+    made = pinned(moe(layers=4), GATES, EMBED)
     section = text(made).partition("\nboundaries")[2].partition("\n\n")[0]
     assert "floating inputs of the model are cast to bf16" in section
     line = next(line for line in section.splitlines() if "mlp.gate" in line)
@@ -250,7 +243,7 @@ def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
 
 
 def test_a_plan_without_any_says_nothing_of_them() -> None:
-    made = plan(at(3, "bf16"), moe())
+    made = pinned(moe())
     assert "boundaries" not in text(made)
     assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
 
@@ -259,8 +252,7 @@ def test_a_plan_without_any_says_nothing_of_them() -> None:
 @pytest.mark.parametrize("path", ["gate", "a_router_with_quite_a_long_name_" * 3])
 def test_lines_fit_and_say_everything(width: int, path: str) -> None:
     model = of(f"layers.0.{path}.weight", f"layers.1.{path}.weight", "head.weight")
-    made = plan(at(3, "bf16", rules=[{"match": "layers.*", "pin": "fp32"}]), model)
-    section = text(made, width).partition("\nboundaries")[2].partition("\n\n")[0]
+    section = text(pinned(model, "layers.*"), width).partition("\nboundaries")[2].partition("\n\n")[0]
     assert all(len(line) <= width for line in section.splitlines()), section
     squeezed = re.sub(r"\s", "", section)
     assert "computesin" in squeezed and "fp32" in squeezed
@@ -273,30 +265,27 @@ def test_ten_thousand_modules_are_a_few_lines() -> None:
     other = [f"layers.{layer}.attn.q_proj.weight" for layer in range(100)]
     lists = frozenset({"layers", *(f"layers.{layer}.experts" for layer in range(100))})
     model = of(*names, *other, "head.weight", containers=lists)
-    made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}]), model)
+    made = pinned(model, GATES)
     assert len(made.boundaries) == 10_000
-    table = group_rows(made)
-    assert [(each.pattern, len(each.boundaries)) for each in table.boundaries] == [
-        ("layers.*.experts.*", 10_000)
-    ]
+    found = [(each.pattern, len(each.boundaries)) for each in group_rows(made).boundaries]
+    assert found == [("layers.*.experts.*", 10_000)]
     assert len(text(made).splitlines()) < 120
 
 
 def test_some_of_a_kind_are_told_by_their_numbers() -> None:
-    rules = [{"match": f"model.layers.{n}.mlp.gate.weight", "pin": "fp32"} for n in (0, 1)]
-    made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}, *rules]), moe(layers=4))
+    made = pinned(moe(layers=4), GATES, *(f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)))
     patterns = [each.pattern for each in group_rows(made).boundaries]
     assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
 
 
 def test_rows_show_the_boundaries_around_them() -> None:
-    made = pinned(layers=2)
+    made = pinned(moe(layers=2), GATES, EMBED)
     chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
     assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
 
 
 def test_explain_prints_them() -> None:
-    made = pinned(layers=2)
+    made = pinned(moe(layers=2), GATES, EMBED)
 
     def said(name: str) -> str:
         lines = terminal.explanation_text(explain(made, name), made.digest, color=False)
@@ -311,31 +300,22 @@ def test_explain_prints_them() -> None:
 
 
 def test_explain_says_where_a_pin_has_none() -> None:
-    made = plan(at(3, "bf16", rules=[{"match": "m.gate", "pin": "fp32"}]), of("m.gate", "m.up"))
+    made = pinned(of("m.gate", "m.up"), "m.gate")
     shown = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
     assert "boundary   none: no module around it casts its inputs" in shown
 
 
 def test_an_embedding_is_known_by_its_class() -> None:
     model = ModelSpec("m", (parameter("e.weight", (8, 8), EMBEDDING), parameter("h.weight", (8, 8))))
-    made = plan(at(3, "bf16", rules=[{"match": "e.*", "pin": "fp32"}]), model)
-    assert made.boundaries == (
-        Boundary(
-            "e",
-            DType.FP32,
-            "keep",
-            DType.BF16,
-            (("dtype", "precision.rules[0]: 'e.*'"), ("output", "one matrix, as a router or a head")),
-        ),
-    )
+    why = (("dtype", "precision.rules[0]: 'e.*'"), ("output", "one matrix, as a router or a head"))
+    assert pinned(model, "e.*").boundaries == (Boundary("e", DType.FP32, "keep", DType.BF16, why),)
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_tells_of_boundaries_that_changed() -> None:
-    now = pinned(layers=2)
-    before = plan(at(3, "bf16", rules=[{"match": "*embed*", "pin": "fp32"}]), moe(layers=2))
+    now, before = pinned(moe(layers=2), GATES, EMBED), pinned(moe(layers=2), EMBED)
     running = CurrentRun(now, "", {}, (), "", ())
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 

@@ -99,14 +99,8 @@ AUTOCAST = {"enabled": True, "dtype": "bf16"}
         ({"precision": {"mode": "bf16"}, "bf16": {"enabled": False}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "bf16": {"enabled": True}}, "bf16.enabled"),
         ({"precision": {"mode": "fp32"}, "torch_autocast": {"enabled": True}}, "precision.mode"),
-        (
-            config(precision=LOW, torch_autocast={"enabled": False}),
-            "torch_autocast.enabled",
-        ),
-        (
-            config(precision=LOW, torch_autocast={"dtype": "fp16"}),
-            "torch_autocast.dtype",
-        ),
+        (config(precision=LOW, torch_autocast={"enabled": False}), "torch_autocast.enabled"),
+        (config(precision=LOW, torch_autocast={"dtype": "fp16"}), "torch_autocast.dtype"),
     ],
     ids=str,
 )

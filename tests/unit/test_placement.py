@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
-from zerodrift import ConfigError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from tests.unit.models import EMBEDDING, LINEAR, at, moe, parameter, tied
+from zerodrift import ConfigError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
@@ -26,10 +26,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
 
 
 def plan(model: ModelSpec | None = None, world: int = 2, rules: Any = (), **rest: Any) -> Plan:
-    written = {"precision": {"mode": "bf16", "rules": list(rules)}, "zero_optimization": {"stage": 3}, **rest}
-    config = load(written)
-    mesh = mesh_for(config, world)
-    return build(resolve(config, mesh), model or moe(), mesh)
+    return make_plan({**at(3, rules=list(rules)), **rest}, model or moe(), world)
 
 
 def options(made: Plan, name: str) -> dict[str, str]:
@@ -135,10 +132,13 @@ def test_rows_of_a_segment_are_in_the_order_of_their_offsets() -> None:
     assert names == [row.name for row in plan().rows if row.unit == 1], "rows stay in the model's order"
 
 
-def test_a_later_rule_wins_and_a_tied_parameter_gets_the_wider_demand() -> None:
+def test_a_later_rule_wins_and_ties_get_the_wider_demand_and_what_is_frozen_none() -> None:
     rules = [{"match": "*", "placement": "whole"}, {"match": "lm_head.weight", "placement": "sliced"}]
     assert options(plan(rules=rules), "lm_head.weight") == {}
     assert options(plan(moe(tie=True), rules=rules), "lm_head.weight") == {"placement": "whole"}
+    model = ModelSpec("m", (parameter("a", (64, 64), trained=False), parameter("b", (64, 64))))
+    made = plan(model, rules=rules[:1])
+    assert options(made, "a") == {} and options(made, "b") == {"placement": "whole"}, "frozen as ever"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -149,12 +149,6 @@ def test_plans_hold_at_every_stage_and_world(stage: int, world: int) -> None:
     made = plan(model, world, zero_optimization={"stage": stage}, **MUON)
     assert find_violations(made) == []
     assert Plan.from_json(made.to_json()) == made
-
-
-def test_frozen_parameters_are_placed_as_ever() -> None:
-    model = ModelSpec("m", (parameter("a", (64, 64), trained=False), parameter("b", (64, 64))))
-    made = plan(model, rules=[{"match": "*", "placement": "whole"}])
-    assert options(made, "a") == {} and options(made, "b") == {"placement": "whole"}
 
 
 # --- what it costs ------------------------------------------------------------------------------------
@@ -200,9 +194,6 @@ def test_the_padding_is_in_the_cost_and_in_a_note() -> None:
 )
 def test_the_rule(name: str, shape: tuple[int, ...], klass: str, expected: str) -> None:
     assert not_hidden(parameter(name, shape, klass)) == expected
-
-
-def test_a_tied_head_is_no_hidden_matrix() -> None:
     assert not_hidden(tied(("out.weight", "embed.weight"), (9, 8), (LINEAR, EMBEDDING))) == "an embedding"
 
 
@@ -219,9 +210,7 @@ def test_the_rule_is_printed_and_can_be_overruled() -> None:
     assert "embeddings" in decided["optimizer"].why and decided["optimizer"].value.startswith("Muon")
     row = made.row(out)
     assert row is not None and row.columns.reasons()["optimizer"] == "precision.rules[1]: '*.o_proj.weight'"
-
-
-def test_without_muon_nothing_is_said_of_it() -> None:
+    # Without Muon nothing is said of it.
     made = plan(optimizer={"type": "AdamW", "params": {}})
     assert all(row.columns.options() == {} for row in made.rows)
     assert not any(decision.key == "optimizer" for decision in made.policy.decisions)
@@ -263,10 +252,8 @@ def test_every_report_shows_placement_and_optimizer() -> None:
     found = explain(made, name)
     assert {cell.column: cell.value for cell in found.options} == {"placement": "whole", "optimizer": "Muon"}
     assert len(found.slices) == 1, "one rank owns all of it"
+    assert plan(world=1).digest != plan(world=1, rules=[{"match": "*", "placement": "whole"}]).digest, (
+        "also where the offsets are the same"
+    )
     shown = explanation_text(found, made.digest, color=False)
     assert "Muon works on whole matrices" in shown and "Muon's rule: a hidden matrix" in shown
-
-
-def test_the_digest_knows_the_placement() -> None:
-    """Also where the offsets happen to be the same, as on one rank."""
-    assert plan(world=1).digest != plan(world=1, rules=[{"match": "*", "placement": "whole"}]).digest
