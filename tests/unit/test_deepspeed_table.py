@@ -28,14 +28,10 @@ def facts() -> list[str]:
 def nested(key: str, value: Any) -> dict[str, Any]:
     """A config that writes one dotted key, with what its block cannot do without."""
     needed = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
-    config: dict[str, Any] = {}
-    place = config
-    *blocks, last = key.split(".")
-    for block in blocks:
-        place[block] = dict(needed.get(block, {})) if place is config else {}
-        place = place[block]
-    place[last] = value
-    return config
+    first, *inner = key.split(".")
+    for name in reversed(inner):
+        value = {name: value}
+    return {first: {**needed.get(first, {}), **value} if inner else value}
 
 
 # --- complete ---------------------------------------------------------------------------------------
@@ -63,11 +59,6 @@ def test_a_key_that_nobody_knows_is_not_found() -> None:
             load(nested(key, True))
 
 
-def test_nothing_stands_in_the_table_twice() -> None:
-    keys = [entry.key for section in SECTIONS for entry in section.entries]
-    assert len(keys) == len(set(keys)) == len(ENTRIES)
-
-
 # --- in agreement with the schema -------------------------------------------------------------------
 
 
@@ -80,22 +71,16 @@ def schema_keys() -> set[str]:
     }
 
 
-def test_every_field_of_a_deepspeed_block_is_used_in_the_table() -> None:
+def test_fields_of_deepspeed_blocks_are_the_used_keys() -> None:
     used = {entry.key for entry in ENTRIES.values() if entry.fate == "used"}
-    assert schema_keys() <= used
-
-
-def test_every_used_key_has_a_field() -> None:
-    known = schema_keys() | {key.path for key in fields.every_key(Config)}
-    assert {entry.key for entry in ENTRIES.values() if entry.fate == "used"} <= known
-
-
-def test_no_ignored_or_refused_key_has_a_field() -> None:
     known = {key.path for key in fields.every_key(Config)}
-    assert not {entry.key.removesuffix(".*") for entry in ENTRIES.values() if entry.fate != "used"} & known
+    assert schema_keys() <= used <= schema_keys() | known
+    assert not {key.removesuffix(".*") for key in ENTRIES.keys() - used} & known
 
 
 def test_the_entries_are_well_formed() -> None:
+    keys = [entry.key for section in SECTIONS for entry in section.entries]
+    assert len(keys) == len(set(keys)) == len(ENTRIES)
     for entry in ENTRIES.values():
         assert entry.text and not entry.text.endswith(".")
         assert bool(entry.instead or entry.harmless) <= (entry.fate == "refused")
@@ -151,10 +136,9 @@ def test_one_and_true_are_not_the_same() -> None:
 
 
 def test_a_refused_block_is_refused_as_a_whole() -> None:
-    source = {"zero_optimization": {"zenflow": {"topk_ratio": 0.1, "overlap_step": True}}}
-    with pytest.raises(ConfigError) as caught:
-        load(source)
-    assert str(caught.value).startswith("config: `zero_optimization.zenflow`: must be false: ")
+    zenflow = {"topk_ratio": 0.1, "overlap_step": True}
+    with pytest.raises(ConfigError, match=r"^config: `zero_optimization\.zenflow`: must be false: "):
+        load({"zero_optimization": {"zenflow": zenflow}})
 
 
 def test_a_block_that_only_the_table_knows_must_be_a_block() -> None:
@@ -168,24 +152,22 @@ def test_a_block_that_only_the_table_knows_must_be_a_block() -> None:
 def test_what_stands_beside_a_switch_follows_it() -> None:
     off = load({"amp": {"enabled": False, "opt_level": "O1"}})
     assert [use.status for use in off.keys] == ["ignored", "ignored"]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^(?!.*opt_level)"):
         load({"amp": {"enabled": True, "opt_level": "O1"}})
-    assert "opt_level" not in str(caught.value)
 
 
 def test_compression_is_refused_by_technique() -> None:
+    groups = {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}}
+    shared = {"enabled": True, "schedule_offset": 0}
     block = {
-        "weight_quantization": {
-            "shared_parameters": {"enabled": True, "schedule_offset": 0},
-            "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}},
-        },
+        "weight_quantization": {"shared_parameters": shared, "different_groups": groups},
         "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}},
     }
     with pytest.raises(ConfigError) as caught:
         load({"compression_training": block})
     assert "weight_quantization.shared_parameters.enabled`" in str(caught.value)
     assert "row_pruning" not in str(caught.value)
-    block["weight_quantization"]["shared_parameters"]["enabled"] = False
+    shared["enabled"] = False
     assert all(use.status == "ignored" for use in load({"compression_training": block}).keys)
 
 

@@ -137,7 +137,7 @@ HEADERS: list[tuple[bytes | dict[str, Any], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("header", "size", "said"), HEADERS)
+@pytest.mark.parametrize(("header", "size", "said"), HEADERS, ids=[said[:30] for *_, said in HEADERS])
 def test_a_header_that_makes_no_sense(
     tmp_path: Path, header: bytes | dict[str, Any], size: int, said: str
 ) -> None:
