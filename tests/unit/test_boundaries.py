@@ -21,24 +21,15 @@ from zerodrift.report.explain import explain
 from zerodrift.report.rows import group_rows, list_rows
 
 
-def pinned(
-    model: ModelSpec,
-    *patterns: str,
-    mode: str = "bf16",
-    rules: tuple[dict[str, Any], ...] = (),
-    pieces: int = 1,
-) -> Plan:
-    """A plan in which these patterns are pinned."""
-    pins = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
-    pipeline = {"pipeline": {"stages": pieces, "micro_batches": 2}} if pieces > 1 else {}
-    return plan(at(3, mode, rules=[*pins, *rules]) | pipeline, model)
+def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
+    """A plan in which these patterns are pinned; a dict is a rule as it stands."""
+    rules = [{"match": each, "pin": "fp32"} if isinstance(each, str) else each for each in patterns]
+    return plan(at(3, mode, rules=rules) | rest, model)
 
 
-def boundaries(
-    model: ModelSpec, *patterns: str, mode: str = "bf16", rules: tuple[dict[str, Any], ...] = ()
-) -> dict[str, tuple[str, str, str]]:
+def boundaries(model: ModelSpec, *patterns: Any, mode: str = "bf16") -> dict[str, tuple[str, str, str]]:
     """path -> (dtype, output, lookup), of a plan in which these patterns are pinned."""
-    made = pinned(model, *patterns, mode=mode, rules=rules)
+    made = pinned(model, *patterns, mode=mode)
     return {each.path: (str(each.dtype), each.output, str(each.lookup or "-")) for each in made.boundaries}
 
 
@@ -61,10 +52,7 @@ def test_pinned_routers_norms_and_heads(mode: str) -> None:
         "model.norm": ("fp32", "input", lookup),
         "lm_head": ("fp32", "keep", lookup),
     }
-
-
-def test_where_all_compute_alike_there_is_none() -> None:
-    assert boundaries(moe()) == boundaries(moe(), "*.gate.weight", mode="fp32") == {}
+    assert boundaries(moe(), mode=mode) == boundaries(moe(), "*.gate.weight", mode="fp32") == {}, "all alike"
 
 
 LAYERS = of("layers.0.weight", "layers.1.weight", "head.weight", containers=frozenset({"layers"}))
@@ -95,19 +83,17 @@ def test_a_boundary_is_at_the_outermost_module_that_is_called(
 def test_two_dtypes_are_two_boundaries() -> None:
     model = of("mlp.gate.weight", "mlp.up.weight", "head.weight")
     bf16 = {"match": "mlp.up.*", "storage": "bf16", "compute": "bf16", "master": "fp32"}
-    found = boundaries(model, "mlp.gate.*", mode="fp16", rules=(bf16,))
+    found = boundaries(model, "mlp.gate.*", bf16, mode="fp16")
     assert found == {"mlp.gate": ("fp32", "keep", "fp16"), "mlp.up": ("bf16", "input", "fp16")}
 
 
-def test_what_computes_apart_unpinned_is_one_too_but_not_under_autocast() -> None:
-    rule = {"match": "gate.*", "compute": "fp32"}
-    assert boundaries(of("gate.weight", "head.weight"), rules=(rule,)) == {"gate": ("fp32", "keep", "bf16")}
-    assert boundaries(of("gate.weight", "head.weight"), mode="autocast-bf16", rules=(rule,)) == {}
-
-
-def test_an_integer_parameter_says_nothing_but_under_autocast() -> None:
+def test_what_is_one_too_but_not_under_autocast() -> None:
+    """A module that computes apart and is not pinned; one beside an integer parameter, which says nothing."""
+    rule, two = {"match": "gate.*", "compute": "fp32"}, of("gate.weight", "head.weight")
+    assert boundaries(two, rule) == {"gate": ("fp32", "keep", "bf16")}
+    assert boundaries(two, rule, mode="autocast-bf16") == {}
     table = parameter("gate.table", (4, 4), dtype=DType.INT64, trained=False)
-    model = ModelSpec("m", (*of("gate.weight", "head.weight").parameters, table))
+    model = ModelSpec("m", (*two.parameters, table))
     assert boundaries(model, "gate.weight") == {"gate": ("fp32", "input", "bf16")}  # two matrices
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
 
@@ -151,7 +137,7 @@ def test_a_projection_returns_its_inputs_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("told", ["keep", "input"])
 def test_a_rule_is_obeyed_and_named(told: str) -> None:
-    made = pinned(moe(layers=1), "*norm*", rules=({"match": "*norm*", "output": told},))
+    made = pinned(moe(layers=1), "*norm*", {"match": "*norm*", "output": told})
     assert {each.output for each in made.boundaries} == {told}
     assert {each.lookup for each in made.boundaries} == {None if told == "keep" else DType.BF16}
     assert {dict(each.why)["output"] for each in made.boundaries} == {"precision.rules[1]: '*norm*'"}
@@ -160,7 +146,7 @@ def test_a_rule_is_obeyed_and_named(told: str) -> None:
 def test_keep_wins_where_rules_say_both() -> None:
     told = ({"match": "m.up.*", "output": "keep"}, {"match": "m.down.*", "output": "input"})
     model = of("m.up.weight", "m.down.weight", "head.weight")
-    (found,) = pinned(model, "m.*", rules=told).boundaries
+    (found,) = pinned(model, "m.*", *told).boundaries
     assert (found.output, dict(found.why)["output"]) == ("keep", "precision.rules[1]: 'm.up.*'")
 
 
@@ -209,17 +195,15 @@ def of_pieces(made: Plan) -> list[list[str]]:
     return [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
 
 
-def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
-    made = pinned(moe(layers=4), "*.gate.*", "*norm*", pieces=2)
+def test_a_piece_of_a_pipeline_has_those_of_its_modules_and_a_module_that_is_cut_in_each() -> None:
+    cut = {"pipeline": {"stages": 2, "micro_batches": 2}}
+    made = pinned(moe(layers=4), "*.gate.*", "*norm*", **cut)
     first, last = map(set, of_pieces(made))
     assert first & last == set() and first | last == {each.path for each in made.boundaries}
     assert "model.layers.1.mlp.gate" in first and {"model.layers.2.mlp.gate", "model.norm"} <= last
-
-
-def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
-    assert of_pieces(pinned(moe(layers=4), "model.*", pieces=2)) == [["model"], ["model"]]
+    assert of_pieces(pinned(moe(layers=4), "model.*", **cut)) == [["model"], ["model"]]
     # And a piece whose parameters are all pinned has none that the whole model has not.
-    made = pinned(moe(layers=4), "model.layers.2.*", "model.layers.3.*", pieces=2)
+    made = pinned(moe(layers=4), "model.layers.2.*", "model.layers.3.*", **cut)
     assert of_pieces(made) == [[], ["model.layers.2", "model.layers.3"]]
 
 
@@ -240,9 +224,7 @@ def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
     assert "an embedding" in section and "returns bf16" in section
     html = page.plan_page(made, cost(made), group_rows(made))
     assert "Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html
-
-
-def test_a_plan_without_any_says_nothing_of_them() -> None:
+    # A plan without any says nothing of them.
     made = pinned(moe())
     assert "boundaries" not in text(made)
     assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
@@ -276,33 +258,23 @@ def test_some_of_a_kind_are_told_by_their_numbers() -> None:
     made = pinned(moe(layers=4), GATES, *(f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)))
     patterns = [each.pattern for each in group_rows(made).boundaries]
     assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
-
-
-def test_rows_show_the_boundaries_around_them() -> None:
-    made = pinned(moe(layers=2), GATES, EMBED)
+    # Rows show those around them.
     chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
     assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
 
 
-def test_explain_prints_them() -> None:
-    made = pinned(moe(layers=2), GATES, EMBED)
-
-    def said(name: str) -> str:
+def test_explain_prints_them_and_where_a_pin_has_none() -> None:
+    def said(made: Plan, name: str) -> str:
         lines = terminal.explanation_text(explain(made, name), made.digest, color=False)
         return " ".join(lines.partition("\ncolumns")[0].split())
 
-    shown = said("model.layers.1.mlp.gate.weight")
-    assert "boundary model.layers.1.mlp.gate computes in fp32, returns its own dtype: one matrix" in shown
-    assert "boundary model.embed_tokens computes in fp32, returns bf16: one matrix" in said(
-        "model.embed_tokens.weight"
-    )
-    assert "boundary" not in said("lm_head.weight")
-
-
-def test_explain_says_where_a_pin_has_none() -> None:
+    made = pinned(moe(layers=2), GATES, EMBED)
+    shown = {name: said(made, f"{name}.weight") for name in ("model.layers.1.mlp.gate", "model.embed_tokens")}
+    for (name, text), returns in zip(shown.items(), ("its own dtype", "bf16"), strict=True):
+        assert f"boundary {name} computes in fp32, returns {returns}: one matrix" in text
+    assert "boundary" not in said(made, "lm_head.weight")
     made = pinned(of("m.gate", "m.up"), "m.gate")
-    shown = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
-    assert "boundary   none: no module around it casts its inputs" in shown
+    assert "boundary none: no module around it casts its inputs" in said(made, "m.gate")
 
 
 def test_an_embedding_is_known_by_its_class() -> None:

@@ -54,8 +54,7 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
     parameters = [parameter(f"p{n}", (size,)) for n, size in enumerate(sizes)]
     packed = pack(parameters, slices, "whole")
     assert packed == pack(parameters, slices, "whole")
-    assert packed.numel == sum(sizes)
-    assert packed.padded % (slices * BLOCK) == 0
+    assert packed.numel == sum(sizes) and packed.padded % (slices * BLOCK) == 0
     assert all(first == last for first, last in ends(packed, sizes, slices))
     end = 0
     for offset, size in sorted(zip(packed.offsets, sizes, strict=True)):
@@ -71,22 +70,18 @@ def test_whole_parameters_are_never_cut_and_never_overlap(sizes: list[int], slic
 def test_longest_first_is_within_a_third_of_the_best(blocks: list[int], slices: int) -> None:
     """The best by trying every way."""
     packed = pack([parameter(f"p{n}", (BLOCK * size,)) for n, size in enumerate(blocks)], slices, "whole")
-    ways = itertools.product(range(slices), repeat=len(blocks))
-    best = min(
-        max(sum(size for size, at in zip(blocks, way, strict=True) if at == slot) for slot in range(slices))
-        for way in ways
-    )
+    best = sum(blocks)
+    for way in itertools.product(range(slices), repeat=len(blocks)):
+        pairs = list(zip(blocks, way, strict=True))
+        best = min(best, max(sum(size for size, at in pairs if at == slot) for slot in range(slices)))
     assert BLOCK * best <= packed.padded / slices <= BLOCK * best * 4 / 3
 
 
-@given(
-    st.integers(0, 12),
-    st.sampled_from([(16, 16), (8, 48), (3, 5), (10, 12), (1, 1), (96, 32)]),
-    st.integers(1, 9),
-)
-def test_a_stack_is_cut_between_matrices_and_between_blocks(
-    count: int, shape: tuple[int, int], slices: int
-) -> None:
+SHAPES = st.sampled_from([(16, 16), (8, 48), (3, 5), (10, 12), (1, 1), (96, 32)])
+
+
+@given(st.integers(0, 12), SHAPES, st.integers(1, 9))
+def test_a_stack_is_cut_between_matrices_and_blocks(count: int, shape: tuple[int, int], slices: int) -> None:
     packed = pack([parameter("w", (count, *shape))], slices, "matrices")
     each, matrix = packed.padded // slices, math.prod(shape)
     assert packed.offsets == (0,) and packed.numel == count * matrix <= packed.padded
@@ -220,11 +215,7 @@ def test_the_rule_is_printed_and_can_be_overruled() -> None:
     ("rule", "rest", "message"),
     [
         ({"match": "*.q_proj.weight", "placement": "sliced"}, MUON, "`placement` must be"),
-        (
-            {"match": "model.norm.weight", "optimizer": "Muon"},
-            MUON,
-            "must be for matrices; got a parameter with 1",
-        ),
+        ({"match": "model.norm.weight", "optimizer": "Muon"}, MUON, "must be for matrices; got"),
         ({"match": "*.q_proj.weight", "optimizer": "Muon"}, {}, "`optimizer` must be left out of rules"),
         ({"match": "*.q_proj.weight", "placement": "whole"}, {"backend": "fsdp2"}, "on backend fsdp2"),
         ({"match": "model.norm.weight", "state": "bf16"}, MUON, "beta2 of at most"),

@@ -67,10 +67,7 @@ def test_small_segments_stay_where_they_would_fill_memory() -> None:
     [
         (["0.weight", "2.weight"], [""]),
         (["h.0.attn.w", "h.1.attn.w", "wte.w"], ["", "h.0", "h.1"]),
-        (
-            ["encoder.block.0.layer.0.q.w", "decoder.block.0.layer.1.q.w"],
-            ["", "encoder.block.0", "decoder.block.0"],
-        ),
+        (["encoder.b.0.layer.0.q.w", "decoder.b.0.layer.1.q.w"], ["", "encoder.b.0", "decoder.b.0"]),
         (["stem.0.weight", "body.0.conv.weight"], ["", "body.0"]),
         (["w"], [""]),
     ],

@@ -64,6 +64,8 @@ SUBSTRINGS = at(3) | {"zero_optimization": {"stage": 3, "fp32_pinned_parameters"
 SAFE_LIST = {"enabled": True, "lower_precision_safe_modules": ["models.RMSNorm"]}
 SAFE = {"torch_autocast": SAFE_LIST, "zero_optimization": {"stage": 3}}
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+LOW_MASTERS = {"bf16": LOW, "zero_optimization": {"stage": 2}}
+SUMS_BF16 = {"gradient_accumulation_dtype": "bf16"}
 NO_UPDATE = dict.fromkeys(("grad", "accumulate", "reduce", "master", "state"), "-")
 LATER = ({"match": "*", "state": "bf16-stochastic", "master": "fp32"}, {"match": "*.gate.*", "state": "fp32"})
 NARROWED = {"match": "*.gate.*", "class": "torch.nn.Linear", "pin": "fp32"}
@@ -97,14 +99,9 @@ CELLS: dict[str, tuple[dict[str, Any], str, ModelSpec | None, dict[str, str]]] =
     "fp32 wire, autocast": (at(2, "autocast-bf16") | WIRE_FP32, QUERY, None, {"reduce": "fp32"}),
     "bf16 wire": (at(2) | WIRE_BF16, QUERY, None, {"reduce": "bf16>fp32"}),
     "fp16 wire": (at(1, "fp16") | WIRE_FP16, QUERY, None, {"reduce": "fp16>fp32"}),
-    "low masters of DeepSpeed": (
-        {"bf16": LOW, "zero_optimization": {"stage": 2}},
-        *(QUERY, None, {"master": "same/", "accumulate": "bf16/", "state": "bf16-stochastic/"}),
-    ),
-    "two keys that agree": (
-        at(1, accumulate="bf16") | {"gradient_accumulation_dtype": "bf16"},
-        *(QUERY, None, {"accumulate": "bf16"}),
-    ),
+    "low masters of DeepSpeed": (LOW_MASTERS, QUERY, None, {"master": "same/", "accumulate": "bf16/"}),
+    "low states of DeepSpeed": (LOW_MASTERS, QUERY, None, {"state": "bf16-stochastic/"}),
+    "two keys that agree": (at(1, accumulate="bf16") | SUMS_BF16, QUERY, None, {"accumulate": "bf16"}),
     **{
         f"class {name}": (ruled({"class": name, "pin": "fp32"}), QUERY, None, {"storage": "fp32"})
         for name in ("torch.nn.Linear", "torch.nn.modules.linear.Linear", "Linear")
@@ -124,13 +121,8 @@ def test_cells(case: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_pin_is_fp32_in_every_column_at_every_stage(mode: str, stage: int) -> None:
-    assert {text.rstrip("/") for text in cells(at(stage, mode, rules=[PINNED]), ROUTER).values()} <= {
-        *("fp32", "same")
-    }
-
-
-def test_a_pin_survives_narrow_defaults() -> None:
-    assert {t.rstrip("/") for t in cells(at(2, **NARROW) | WIRE_BF16, ROUTER).values()} <= {"fp32", "same"}
+    for written in (at(stage, mode, rules=[PINNED]), at(stage, **NARROW) | WIRE_BF16):
+        assert {text.rstrip("/") for text in cells(written, ROUTER).values()} <= {"fp32", "same"}
 
 
 def test_our_rules_win_over_substrings() -> None:
@@ -199,7 +191,8 @@ def test_buffers_are_kept_unless_told() -> None:
 
 # --- refusals, each with a twin that is accepted ----------------------------------------------------
 
-REDUCE = {"wire": "fp32", "sum": "bf16"}
+ALL, REDUCE = {"match": "*"}, {"wire": "fp32", "sum": "bf16"}
+PARAM_FP32, SUMS_FP32 = ({"data_types": {key: "fp32"}} for key in ("param_dtype", "grad_accum_dtype"))
 LINEARS = {"class": "torch.Linears", "pin": "fp32"}
 REFUSED = [
     (at(1, "fp32", accumulate="bf16"), at(1, "fp32", accumulate="bf16", allow_narrow=True), "allow_narrow"),
@@ -211,25 +204,14 @@ REFUSED = [
     (at(1, "autocast-bf16", gather="bf16"), at(3, gather="bf16"), "stage 3"),
     (at(3, gather="fp16"), at(3, gather="bf16"), "gather"),
     (at(1, reduce=REDUCE), at(1, reduce={**REDUCE, "wire": "bf16"}), "sum"),
-    (
-        at(1, rules=[{"match": "*", "compute": "fp16"}]),
-        at(1, "fp16", rules=[{"match": "*", "compute": "bf16"}]),
-        "loss",
-    ),
+    (at(1, rules=[{**ALL, "compute": "fp16"}]), at(1, "fp16", rules=[{**ALL, "compute": "bf16"}]), "loss"),
     (at(1) | WIRE_FP16, at(1, "fp16") | WIRE_FP16, "65504"),
-    (
-        at(1) | {"data_types": {"param_dtype": "fp32"}},
-        at(1) | {"data_types": {"param_dtype": "bf16"}},
-        "data_types.param_dtype",
-    ),
+    (at(1) | PARAM_FP32, at(1) | {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
     (ruled(LINEARS), ruled({**LINEARS, "class": "torch.nn.Linear"}), "rules[0]: 'torch.Linears'"),
     ({"optimizer": {"type": "Adamm"}}, {"optimizer": {"type": "adamw"}}, "AdamW"),
     ({"scheduler": {"type": "WarmUpLR"}}, {"scheduler": {"type": "WarmupLR"}}, "WarmupLR"),
-    (
-        at(1, accumulate="bf16") | {"data_types": {"grad_accum_dtype": "fp32"}},
-        at(1, accumulate="bf16") | {"data_types": {"grad_accum_dtype": "bf16"}},
-        "`precision.accumulate`",
-    ),
+    (at(1, accumulate="bf16") | SUMS_FP32, at(1, accumulate="fp32") | SUMS_FP32, "`precision.accumulate`"),
+    (at(1, accumulate="bf16") | SUMS_FP32, at(1) | SUMS_FP32, "`data_types.grad_accum_dtype`"),
 ]
 
 

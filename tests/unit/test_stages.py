@@ -18,7 +18,7 @@ from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.cost import cost, stage_cost
@@ -50,8 +50,7 @@ def tied(layers: int = 4, names: tuple[str, ...] = ("embed.weight", "head.weight
         for name, shape in (("mlp.up", (8, 8)), ("norm", (8,)))
     ]
     first = parameter(names[0], (32, 8))
-    owners = tuple(first.owners[0] for _ in names)
-    shared = ParameterSpec(names, first.shape, first.dtype, owners)
+    shared = replace(first, names=names, owners=first.owners * len(names))
     return ModelSpec("tied", (shared, *blocks, parameter("norm.weight", (8,))))
 
 
@@ -64,11 +63,9 @@ def cut(schedule: str, model: ModelSpec | None = None, stages: int = 2, **block:
 
 
 def test_pieces_go_round_the_ranks_or_forth_and_back() -> None:
-    mesh = MeshShape(pipeline=3)
-    round_ = Pipelining("interleaved", 2, "layers", "queue")
-    back = Pipelining("zbv", 2, "layers", "queue")
-    assert [rank_of(round_, mesh, piece) for piece in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [rank_of(back, mesh, piece) for piece in range(6)] == [0, 1, 2, 2, 1, 0]
+    for schedule, ranks in (("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])):
+        pipelining = Pipelining(schedule, 2, "layers", "queue")
+        assert [rank_of(pipelining, MeshShape(pipeline=3), piece) for piece in range(6)] == ranks
 
 
 def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
@@ -77,6 +74,8 @@ def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
     # The head, tied to an embedding of 32 x 8, costs as much as four blocks.
     by_cost = cut("1f1b", tied(8), split="cost")
     assert [unit.stage for unit in by_cost.units if unit.name] == [0] * 6 + [1] * 2
+    said = dict(facts(by_layers, None))["imbalance"]
+    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said
 
 
 @pytest.mark.parametrize(
@@ -238,9 +237,8 @@ def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
     """What the bill of sums by the tree counts: of a piece, and of the root that both ends of a V use."""
     for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8, 16)):
         made = cut(schedule, tied(8 * stages), stages, micro_batches=count)
-        shared = [pieces_of(made, 0)] if schedule in V_SHAPED else []
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
-        used += [(0, set(pieces)) for pieces in shared]
+        used += [(0, set(pieces_of(made, 0)))] if schedule in V_SHAPED else []
         most = max(most_begun(steps(made).ranks[rank], pieces) for rank, pieces in used)
         assert most == pipelining.most_unfinished(made.policy.pipeline, stages, count)
 
@@ -314,7 +312,7 @@ def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() 
 def test_of_experts_those_count_that_a_token_uses() -> None:
     """Stacked or in a list; said by the module, by its router, or by the config of the model."""
 
-    def mixture(experts: nn.Module, **said: int) -> nn.Module:
+    def block_of(experts: nn.Module, **said: int) -> nn.Module:
         block = nn.Module()
         block.gate, block.experts = nn.Linear(4, 8), experts
         for key, value in said.items():
@@ -324,17 +322,12 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
     stacked = nn.Module()
     stacked.up = nn.Parameter(torch.zeros(8, 6, 4))
     listed = nn.ModuleList(nn.Linear(4, 6) for _ in range(8))
-    routed = mixture(stacked)
+    routed = block_of(stacked)
     routed.gate.top_k = 2
-    for made in (mixture(stacked, top_k=2), mixture(listed, num_experts_per_tok=2), routed):
+    for made in (block_of(stacked, top_k=2), block_of(listed, num_experts_per_tok=2), routed):
         used = {each.name: each.used for each in describe(made).parameters}
         assert used.pop("gate.weight") == used.pop("gate.bias") == (1, 1)
         assert set(used.values()) == {(2, 8)}
         costs = [products(each) for each in describe(made).parameters if "experts" in each.name]
         assert sum(costs) == 2 * 6 * 4
-    assert {each.used for each in describe(mixture(stacked)).parameters} == {(1, 1)}, "nobody says"
-
-
-def test_the_imbalance_of_pieces_stands_beside_the_bubble() -> None:
-    said = dict(facts(cut("1f1b", tied(8)), None))["imbalance"]
-    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said
+    assert {each.used for each in describe(block_of(stacked)).parameters} == {(1, 1)}, "nobody says"
