@@ -59,14 +59,11 @@ def test_a_rank_has_its_own_experts_and_their_axis(stage: int) -> None:
     assert axes == {"shard", "expert_shard"}
 
 
-def test_alone_on_their_axis_experts_send_nothing() -> None:
+def test_replicas_sum_experts_and_experts_alone_on_their_axis_send_nothing() -> None:
     made = plan(2, world=2)
     assert {call.axis for call in collectives(made)} == {"shard"}
     sent = {call.segment for call in collectives(made)}
     assert all(made.segments[number].axis == "shard" for number in sent if number >= 0)
-
-
-def test_replicas_sum_experts_too() -> None:
     made = plan(2, world=8, sharding={"replicate": 2})
     assert made.mesh == MeshShape(shard=4, replicate=2, expert=2)
     summed = [call for call in collectives(made) if call.axis == "replicate"]
@@ -106,9 +103,7 @@ def test_an_explanation_says_who_has_what() -> None:
     assert all(each.rank % 2 == (each.start >= found.numel // 2) for each in found.slices)
     ends = [0, *(each.stop for each in found.slices)]
     assert [each.start for each in found.slices] == ends[:-1] and ends[-1] == found.numel
-
-
-def test_globs_say_which() -> None:
+    # Globs say which.
     made = plan({"ranks": 2, "parameters": ["*.layers.1.*.gate_up*", "*.layers.1.*.down_proj"]})
     assert {row.name.split(".")[2] for row in made.rows if row.parts > 1} == {"1"}
 

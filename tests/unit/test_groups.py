@@ -79,15 +79,12 @@ def refusal(model: nn.Module, **rest: Any) -> str:
     return str(raised.value)
 
 
-def test_two_kinds_in_one_module() -> None:
+def test_two_kinds_in_one_module_and_a_parameter_without_dimensions() -> None:
     text = refusal(GPT(layers=1), **rules({"match": "*.bias", "reduce": "bf16"}))
     for path in ("layers.0.norm1", "layers.0.attention.out", "layers.0.mlp.up", "norm"):
         assert f"`{path}`" in text
     assert "native backend" in text
     plan(GPT(layers=1), **rules({"match": "*.norm*.*", "pin": "fp32"}))
-
-
-def test_a_parameter_without_dimensions() -> None:
     model = GPT()
     model.scale = nn.Parameter(torch.ones(()))
     assert "`scale`" in refusal(model)
@@ -116,13 +113,9 @@ def test_columns(refused: dict[str, Any], accepted: dict[str, Any], where: str) 
 
 
 def test_settings_are_refused_together() -> None:
-    written = {
-        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
-        "sharding": {"accumulator": "keep"},
-        "precision": {"statistics": True},
-        "pipeline": {"stages": 2},
-    }
-    text = refusal(GPT(), world=4, **written)
+    lion = {"type": "Lion", "params": {"lr": 1e-3}}
+    written = {"optimizer": lion, "sharding": {"accumulator": "keep"}, "precision": {"statistics": True}}
+    text = refusal(GPT(), world=4, pipeline={"stages": 2}, **written)
     for key in ("optimizer.type", "sharding.accumulator", "precision.statistics", "pipeline"):
         assert key in text
     plan(GPT(), optimizer={"type": "SGD", "params": {"lr": 1e-3}}, sharding={"accumulator": "free"})

@@ -140,7 +140,7 @@ def test_tied_names(tmp_path: Path) -> None:
     open_(tmp_path, model=Small(tied=False))
 
 
-def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantized_tensors_and_buffers_that_would_be_rounded_are_refused_by_name(tmp_path: Path) -> None:
     tensors = state()
     tensors["inner.weight"] = tensors["inner.weight"].to(torch.float8_e4m3fn)
     files = open_(write(tmp_path, tensors))
@@ -151,9 +151,8 @@ def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, tensors), strict=False)
     assert "fp8_e4m3 of `inner.weight`, scaled by `inner.weight_scale_inv`" in text
     assert "must be of a checkpoint that is not quantized; got 'fp8'" in text
-
-
-def test_a_buffer_is_never_rounded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").unlink()
+    # A buffer is never rounded.
     model = Small()
     model.mean = model.mean.bfloat16()
     text = refusal(write(tmp_path, state()), model=model)

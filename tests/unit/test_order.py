@@ -208,15 +208,6 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
     make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), 2)
 
 
-def test_a_safe_module_travels_unrounded() -> None:
-    """Autocast's own default would round a rank's sum before it is added to others'."""
-    made = plan(2, 2, {"mode": "autocast-bf16", **TREE})
-    for row in made.rows:
-        update = row.columns.update
-        assert update is not None
-        assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
-
-
 def test_the_order_is_a_decision_and_the_default_leaves_no_trace() -> None:
     usual, named, tree = plan(2, 2, {}), plan(2, 2, {"reduce": {"order": "rank"}}), plan(2, 2, TREE)
     assert "order" not in str(usual.to_json()["columns"])
@@ -224,6 +215,11 @@ def test_the_order_is_a_decision_and_the_default_leaves_no_trace() -> None:
     assert tree.digest != usual.digest
     assert Plan.from_json(tree.to_json()) == tree
     assert any(item.key == "order of sums" for item in tree.policy.decisions)
+    # A safe module travels unrounded: autocast's default would round a sum before it is added to others'.
+    for row in plan(2, 2, {"mode": "autocast-bf16", **TREE}).rows:
+        update = row.columns.update
+        assert update is not None
+        assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
 
 
 def test_the_plan_says_who_takes_what() -> None:
@@ -239,17 +235,14 @@ def test_the_plan_says_who_takes_what() -> None:
     assert "4 accumulators" in told(2, pipeline=ZBV)
 
 
-def test_the_bill_has_the_accumulators() -> None:
-    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first."""
+def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
+    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first. A half comes and
+    one goes, of the two largest segments, with no sum of a slice beside them."""
     usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
     sums = sum(segment.padded * 4 for segment in tree.segments)
     more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
     assert 2 * sums < more < 3 * sums
     assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
-
-
-def test_the_bill_has_what_arrives_by_halves() -> None:
-    """A half that comes and one that goes, of the two largest segments, and no sum of a slice beside them."""
     assert max(HALVING.values()) == cost_module.HALVING
     for ranks, share in ((2, 1.0), (4, 1.25), (8, 1.0), (16, 1.0)):
         made = plan(ranks, 1, TREE)
@@ -277,9 +270,6 @@ def test_seeds_never_change() -> None:
     known = [18089622622667645874, 8384462955522581546, 7127797555942930033]
     assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == known
     assert len({seed_of(*numbers) for numbers in itertools.product(range(8), repeat=3)}) == 512
-
-
-# --- left to the carrier ----------------------------------------------------------------------------------
 
 
 def test_native_is_an_order_that_the_plan_says() -> None:

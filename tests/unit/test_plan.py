@@ -133,14 +133,15 @@ def test_empty_and_scalar_parameters() -> None:
 # --- checks can fail --------------------------------------------------------------------------------
 
 
-def with_row(made: Plan, index: int, **changes: Any) -> Plan:
-    rows = list(made.rows)
-    rows[index] = replace(rows[index], **changes)
-    return replace(made, rows=tuple(rows))
+def changed(made: Plan, part: str, index: int, **changes: Any) -> Plan:
+    """The plan with another row, segment, unit or boundary."""
+    items = list(getattr(made, part))
+    items[index] = replace(items[index], **changes)
+    return replace(made, **{part: tuple(items)})  # type: ignore[arg-type]
 
 
 def with_columns(made: Plan, index: int, **changes: Any) -> Plan:
-    return with_row(made, index, columns=replace(made.rows[index].columns, **changes))
+    return changed(made, "rows", index, columns=replace(made.rows[index].columns, **changes))
 
 
 def with_update(made: Plan, index: int, **changes: Any) -> Plan:
@@ -149,19 +150,9 @@ def with_update(made: Plan, index: int, **changes: Any) -> Plan:
     return with_columns(made, index, update=replace(update, **changes))
 
 
-def with_boundary(made: Plan, **changes: Any) -> Plan:
-    return replace(made, boundaries=(replace(made.boundaries[0], **changes), *made.boundaries[1:]))
-
-
 def longer(made: Plan, number: int, more: int) -> Plan:
     """A segment made longer: what lies in it, or where its slices end, no longer fits."""
-    segments = list(made.segments)
-    segments[number] = replace(segments[number], padded=segments[number].padded + more)
-    return replace(made, segments=tuple(segments))
-
-
-def gate(made: Plan) -> int:
-    return next(i for i, row in enumerate(made.rows) if row.columns.pinned)
+    return changed(made, "segments", number, padded=made.segments[number].padded + more)
 
 
 def muon_plan() -> Plan:
@@ -170,6 +161,7 @@ def muon_plan() -> Plan:
     return plan(at(3, optimizer={"type": "Muon", "params": {}}), spec(*moe(layers=1).parameters, stack))
 
 
+GATE = next(i for i, row in enumerate(pinned_plan().rows) if row.columns.pinned)
 MUON = muon_plan()
 MATRIX = next(i for i, row in enumerate(MUON.rows) if row.columns.options().get("optimizer") == "Muon")
 
@@ -178,7 +170,7 @@ def shifted() -> Plan:
     """A whole row moved half a slice on, across the end of it."""
     row = next(i for i, row in enumerate(MUON.rows) if row.name.endswith("q_proj.weight"))
     each = MUON.segments[MUON.rows[row].segment].padded // 2
-    return with_row(MUON, row, offset=(each - 1) // BLOCK * BLOCK)
+    return changed(MUON, "rows", row, offset=(each - 1) // BLOCK * BLOCK)
 
 
 def without_reason() -> Plan:
@@ -193,28 +185,30 @@ def nested(made: Plan) -> Plan:
 
 
 PLANTED: dict[str, Any] = {
-    "names_are_unique": lambda p: with_row(p, 1, names=p.rows[0].names),
-    "rows_are_in_one_place": lambda p: with_row(p, 0, unit=1),
-    "segments_hold_their_rows": lambda p: with_row(p, 1, offset=0),
+    "names_are_unique": lambda p: changed(p, "rows", 1, names=p.rows[0].names),
+    "rows_are_in_one_place": lambda p: changed(p, "rows", 0, unit=1),
+    "segments_hold_their_rows": lambda p: changed(p, "rows", 1, offset=0),
     "no_slice_cuts_what_is_whole": lambda p: shifted(),
-    "pins_hold_everywhere": lambda p: with_columns(p, gate(p), compute=DType.BF16),
+    "pins_hold_everywhere": lambda p: with_columns(p, GATE, compute=DType.BF16),
     "nothing_narrows_silently": lambda p: with_update(p, 0, master=Master.SPLIT, grad=DType.FP32),
     "axes_follow_the_stage": lambda p: with_update(p, 0, axis=""),
-    "experts_are_divided": lambda p: with_row(p, 0, parts=2),
+    "experts_are_divided": lambda p: changed(p, "rows", 0, parts=2),
     "every_cell_says_why": lambda p: with_columns(p, 0, why=()),
-    "units_are_in_order": lambda p: replace(p, units=(replace(p.units[0], name="x"), *p.units[1:])),
-    "boundaries_hold_their_dtype": lambda p: with_boundary(p, dtype=DType.FP16),
+    "units_are_in_order": lambda p: changed(p, "units", 0, name="x"),
+    "boundaries_hold_their_dtype": lambda p: changed(p, "boundaries", 0, dtype=DType.FP16),
 }
 PARTS: dict[str, Any] = {
     "no_slice_cuts_what_is_whole:": lambda p: longer(MUON, MUON.rows[-1].segment, 2 * BLOCK),
     "every_cell_says_why: no reason for placement": lambda p: without_reason(),
-    "is no whole matrix for Muon": lambda p: with_row(MUON, MATRIX, shape=(MUON.rows[MATRIX].numel,)),
+    "is no whole matrix for Muon": lambda p: changed(MUON, "rows", MATRIX, shape=(MUON.rows[MATRIX].numel,)),
     "no whole matrix for Muon": lambda p: with_update(MUON, MATRIX, placement="sliced"),
-    "the boundary model.gone holds no parameter": lambda p: with_boundary(p, path="model.gone"),
-    "no reason for the boundary": lambda p: with_boundary(p, why=(("dtype", "a rule"), ("output", ""))),
+    "the boundary model.gone holds no parameter": lambda p: changed(p, "boundaries", 0, path="model.gone"),
+    "no reason for the boundary": lambda p: changed(
+        p, "boundaries", 0, why=(("dtype", "a rule"), ("output", ""))
+    ),
     "a path has two boundaries": lambda p: replace(p, boundaries=p.boundaries * 2),
     "mlp.gate lies inside model.layers.0.mlp": nested,
-    "starts at 3, not on a multiple": lambda p: with_row(p, 0, offset=3),
+    "starts at 3, not on a multiple": lambda p: changed(p, "rows", 0, offset=3),
     "differs from segment 0 in a column": lambda p: with_columns(p, 0, compute=DType.FP32),
     "elements, not a multiple of": lambda p: longer(p, 0, 256),
 }
