@@ -11,45 +11,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tests.unit import models
+from zerodrift.api import make_plan
 from zerodrift.config.load import load
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
+from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.cost import Cost, Peak, RestingBytes, Traffic
 from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import COLUMNS, Columns, Master, Placed, Policy, Reduction, State, Update
+from zerodrift.policy.nouns import COLUMNS, Columns, Placed, Policy, Update
 from zerodrift.policy.resolve import resolve
 
 
-def columns(dtype: DType = DType.BF16, why: str = "mode bf16", **changes: Any) -> Columns:
+def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns:
     """The columns of a trained parameter at stage 3; `changes` are fields of Columns or Update."""
-    update = Update(
-        grad=dtype,
-        accumulate=Placed(DType.FP32, "shard"),
-        reduce=Reduction(DType.FP32, DType.FP32, "every"),
-        master=Master.SPLIT if dtype is DType.BF16 else Master.SAME,
-        state=State.FP32,
-        axis="shard",
-    )
+    one = ModelSpec("m", (models.parameter("a.w", (8, 8)),))
+    made = make_plan(models.at(3, "fp32" if dtype is DType.FP32 else "bf16"), one, 2).rows[0].columns
+    assert made.update is not None
     mine = {key: changes.pop(key) for key in list(changes) if key in Update.__dataclass_fields__}
-    reasons = {column: why for column in COLUMNS}
-    reasons |= {
-        "accumulate": "default: micro-batches are summed in fp32; sharded, reduce.when is every",
-        "reduce": "wire fp32: default: what was accumulated travels unrounded; sum fp32: the ranks' "
-        "gradients are summed in fp32; when every: stage 3: the accumulator is sharded",
-        "state": "default: moments in fp32",
-        "export": "the dtype of the source checkpoint",
-    }
-    made = Columns(
-        storage=Placed(dtype, "shard"),
-        gather=dtype,
-        compute=dtype,
-        update=replace(update, **mine),
-        export=dtype,
-        output="keep",
-        pinned=False,
-        why=tuple(reasons.items()),
-    )
-    return replace(made, **changes)
+    dtypes = {"storage": Placed(dtype, "shard"), **dict.fromkeys(("gather", "compute", "export"), dtype)}
+    kept = ("accumulate", "reduce", "state", "export")  # said of all, whatever a rule says of the rest
+    reasons = tuple((column, reason if column in kept else why or reason) for column, reason in made.why)
+    update = replace(made.update, **{"grad": dtype, **mine})
+    return replace(made, **{**dtypes, "output": "keep", "update": update, "why": reasons, **changes})
 
 
 def pinned(why: str = "precision.rules[0]: '*.gate.weight'") -> Columns:
