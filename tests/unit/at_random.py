@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.cells import cell_len
 
 from tests.unit.models import EMBEDDING, NORM, moe, parameter, tied
@@ -42,74 +43,41 @@ SECONDS = 1.0
 """Of processor time, for one case."""
 
 ODD_NAMES = (
-    "a.\x1b[31mred\x1b[0m.weight",
-    "[red]a[/red].[bold].weight",
-    "<script>alert(1)</script>.weight",
-    "layers.0.\u202eweight",
-    "\u5c42.0.\u6ce8\u610f.weight",
-    "\U0001f600." * 60 + "weight",
-    "x" * 5000,
-    "a b c." + "long " * 900 + "weight",
-    "..",
-    "0.0.0.0",
-    "layers.00.mlp.w",
-    "layers.\u0663.mlp.w",
-    "a\nb.weight",
-    "a\tb.weight",
-    "a\x00b.weight",
-    "a\x9b31mb",
-    "e\u0301" * 40,
-    "half\ud800.weight",
-    "__metadata__",
-    "*.?.[!a].weight",
-    "`tick`.weight",
-    "weight",
+    *("a.\x1b[31mred\x1b[0m.weight", "[red]a[/red].[bold].weight", "<script>alert(1)</script>.weight"),
+    *("layers.0.\u202eweight", "\u5c42.0.\u6ce8\u610f.weight", "\U0001f600." * 60 + "weight", "x" * 5000),
+    *("a b c." + "long " * 900 + "weight", "..", "0.0.0.0", "layers.00.mlp.w", "layers.\u0663.mlp.w"),
+    *("a\nb.weight", "a\tb.weight", "a\x00b.weight", "a\x9b31mb", "e\u0301" * 40, "half\ud800.weight"),
+    *("__metadata__", "*.?.[!a].weight", "`tick`.weight", "weight"),
 )
 
-GOOD: tuple[dict[str, Any], ...] = (
-    {},
-    {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
-    {"fp16": {"enabled": True, "initial_scale_power": 12}, "zero_optimization": {"stage": 2}},
-    {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
-    {"precision": {"mode": "bf16", "master": "split", "rules": [{"match": "*", "pin": "fp32"}]}},
-    {
-        "precision": {"mode": "bf16", "rules": [{"match": "*norm*", "pin": "fp32", "output": "input"}]},
-        "zero_optimization": {"stage": 3},
-        "gradient_accumulation_steps": 8,
-        "train_micro_batch_size_per_gpu": 2,
-    },
-    {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-        "gradient_clipping": 1.0,
-    },
-    {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95}},
-        "zero_optimization": {"stage": 2},
-    },
-    {"bf16": {"enabled": True}, "pipeline": {"stages": 2}, "gradient_accumulation_steps": 4},
-    {"pipeline": {"stages": 2, "schedule": "zbv"}, "gradient_accumulation_steps": 8},
-    {"pipeline": {"stages": 4, "schedule": "interleaved", "chunks": 1, "split": "cost"}},
-    {"experts": {"ranks": 2}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
-    {"sharding": {"replicate": 2, "keep_gathered": "step"}, "zero_optimization": {"stage": 3}},
-    {"sharding": {"units": ["layers.*", "layers.*.mlp"]}, "zero_optimization": {"stage": 3}},
-    {"backend": "fsdp2", "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
-    {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}}},
-    {
-        "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
-        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}},
-    },
-    {
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}},
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-    },
-)
+_GOOD = """
+{}
+{bf16: {enabled: true}, zero_optimization: {stage: 3}}
+{fp16: {enabled: true, initial_scale_power: 12}, zero_optimization: {stage: 2}}
+{torch_autocast: {enabled: true, dtype: bfloat16}, zero_optimization: {stage: 1}}
+{precision: {mode: bf16, master: split, rules: [{match: "*", pin: fp32}]}}
+{precision: {mode: bf16, rules: [{match: "*norm*", pin: fp32, output: input}]}, \
+ zero_optimization: {stage: 3}, gradient_accumulation_steps: 8, train_micro_batch_size_per_gpu: 2}
+{bf16: {enabled: true}, optimizer: {type: AdamW, params: {lr: 0.0001, betas: [0.9, 0.95], eps: 0.00000001}}, \
+ gradient_clipping: 1.0, \
+ scheduler: {type: WarmupDecayLR, params: {total_num_steps: 100, warmup_num_steps: 10}}}
+{bf16: {enabled: true}, optimizer: {type: Muon, params: {lr: 0.001, momentum: 0.95}}, \
+ zero_optimization: {stage: 2}}
+{bf16: {enabled: true}, pipeline: {stages: 2}, gradient_accumulation_steps: 4}
+{pipeline: {stages: 2, schedule: zbv}, gradient_accumulation_steps: 8}
+{pipeline: {stages: 4, schedule: interleaved, chunks: 1, split: cost}}
+{experts: {ranks: 2}, bf16: {enabled: true}, zero_optimization: {stage: 3}}
+{sharding: {replicate: 2, keep_gathered: step}, zero_optimization: {stage: 3}}
+{sharding: {units: [layers.*, layers.*.mlp]}, zero_optimization: {stage: 3}}
+{backend: fsdp2, bf16: {enabled: true}, zero_optimization: {stage: 2}}
+{optimizer: {type: SGD, params: {lr: 0.1, momentum: 0.9, nesterov: true}}}
+{optimizer: {type: Lion, params: {lr: auto}}, \
+ scheduler: {type: OneCycle, params: {cycle_min_lr: 0.0, cycle_max_lr: 0.1}}}
+{scheduler: {type: WarmupLR, params: {warmup_max_lr: auto, warmup_num_steps: auto}}, \
+ optimizer: {type: Adam, params: {lr: auto, betas: auto}}, train_batch_size: auto, \
+ train_micro_batch_size_per_gpu: auto, gradient_accumulation_steps: auto, gradient_clipping: auto}
+"""
+GOOD: tuple[dict[str, Any], ...] = tuple(map(yaml.safe_load, _GOOD.strip().splitlines()))
 
 ARGUMENTS = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "torch_adam"),
@@ -119,24 +87,18 @@ ARGUMENTS = (
     *("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"),
     *("cycle_momentum", "cycle_min_mom", "lr_range_test_min_lr", "lr_range_test_step_size", "params", "self"),
 )
+KEYS = {key.path for key in fields.every_key(Config) if fields.block_of(key.kind) is None}
 PATHS = tuple(
     sorted(
         {
-            *(
-                key.path.replace("[]", ".0")
-                for key in fields.every_key(Config)
-                if fields.block_of(key.kind) is None
-            ),
+            *(path.replace("[]", ".0") for path in KEYS),
             *(key.replace("*", "anything") for key in deepspeed.ENTRIES),
             *(f"{block}.params.{name}" for block in ("optimizer", "scheduler") for name in ARGUMENTS),
         }
     )
 )
-AUTOS = tuple(
-    path
-    for path in PATHS
-    if path.startswith(("optimizer.params", "scheduler.params", "train_", "gradient_", "fp16."))
-)
+NUMBERS = ("optimizer.params", "scheduler.params", "train_", "gradient_", "fp16.")
+AUTOS = tuple(path for path in PATHS if path.startswith(NUMBERS))
 WORLDS = (1, 1, 2, 2, 3, 4, 4, 5, 7, 8, 8, 12, 16, 64, 97, 1000, 1024, 4099, 65536, 999983, 10**6)
 ODD_WORLDS = (0, -1, 2**31, 2**63, 2**200, True, 2.0, "4", None, float("nan"))
 MANY = (0, 1, 2, 3, 4, 7, 8, 100, 255, 256, 1000, 65535, 10**6, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63)
@@ -253,9 +215,8 @@ def _fitting(path: str, draw: random.Random) -> Any:
     if "fp32" in admitted:
         return draw.choice(("fp32", "bf16", "fp16"))
     if "strings" in admitted:
-        return [
-            draw.choice(("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)) for _ in range(draw.randint(0, 3))
-        ]
+        patterns = ("*", "*.weight", "layers.*", "*mlp*", *ODD_NAMES)
+        return [draw.choice(patterns) for _ in range(draw.randint(0, 3))]
     if "number" in admitted or admitted[:1].isdigit():
         return draw.choice((1, 1, 1, 2, 2, 3, 4, 8, 0, 0.5, draw.choice(MANY)))
     return draw.choice((0, 1, 2, 10, 0.1, 0.9, 1e-3, True, False, [0.9, 0.99], "auto"))
@@ -263,20 +224,13 @@ def _fitting(path: str, draw: random.Random) -> Any:
 
 def _value(draw: random.Random, depth: int = 0) -> Any:
     kind = draw.randrange(9 if depth < 4 else 6)
-    if kind == 0:
-        return draw.choice((None, True, False))
-    if kind == 1:
-        return draw.choice(MANY) * draw.choice((1, 1, -1))
-    if kind == 2:
-        return draw.choice(FLOATS)
-    if kind in (3, 4):
-        return draw.choice(TEXTS)
-    if kind == 5:
-        return draw.choice((10**400, {1, 2}, b"bytes", (1, 2), object, 1j, range(3)))
+    odd = (10**400, {1, 2}, b"bytes", (1, 2), object, 1j, range(3))
+    whole = (*MANY, *MANY, *(-number for number in MANY))
+    if kind < 6:
+        return draw.choice(((None, True, False), whole, FLOATS, TEXTS, TEXTS, odd)[kind])
     if kind == 6:
-        return {
-            draw.choice((*TEXTS, 1, None, True)): _value(draw, depth + 1) for _ in range(draw.randrange(4))
-        }
+        keys = [draw.choice((*TEXTS, 1, None, True)) for _ in range(draw.randrange(4))]
+        return {key: _value(draw, depth + 1) for key in keys}
     return [_value(draw, depth + 1) for _ in range(draw.choice((0, 1, 2, 2, 3, 4)))]
 
 
@@ -286,9 +240,8 @@ def model(draw: random.Random) -> ModelSpec:
     if kind == 0:
         return moe(draw.choice((1, 2, 5)), draw.choice((1, 2, 4)), tie=draw.random() < 0.5)
     if kind == 1:
-        stacks = [
-            parameter(f"model.layers.{i}.mlp.experts.up", (draw.choice((1, 4, 6)), 8, 16)) for i in range(4)
-        ]
+        counts = [draw.choice((1, 4, 6)) for _ in range(4)]
+        stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (n, 8, 16)) for i, n in enumerate(counts)]
         return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8), EMBEDDING), *stacks))
     if kind == 2:
         both = tied(("embed.weight", "head.weight"), (16, 8), (EMBEDDING, NORM))

@@ -1,67 +1,39 @@
 """Plans, costs and columns made by hand, for tests of rooms that only read them.
 
-Nothing here resolves or lays out as zerodrift does: parameters of one module path prefix are a unit, equal
-columns a segment. A test that needs a true plan makes one with `zerodrift.api.make_plan`.
+Nothing here lays out as zerodrift does: parameters of one module path prefix are a unit, equal columns a
+segment. A test that needs a true plan makes one with `zerodrift.api.make_plan`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from tests.unit import models
+from zerodrift.api import make_plan
+from zerodrift.config.load import load
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
+from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.cost import Cost, Peak, RestingBytes, Traffic
 from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import (
-    COLUMNS,
-    Averaging,
-    Batch,
-    Columns,
-    ComponentSpec,
-    Decision,
-    Master,
-    Mode,
-    Placed,
-    Policy,
-    Reduction,
-    ShardingPolicy,
-    State,
-    Update,
-)
+from zerodrift.policy.nouns import COLUMNS, Columns, Placed, Policy, Update
+from zerodrift.policy.resolve import resolve
 
 
-def columns(dtype: DType = DType.BF16, why: str = "mode bf16", **changes: Any) -> Columns:
+def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns:
     """The columns of a trained parameter at stage 3; `changes` are fields of Columns or Update."""
-    update = Update(
-        grad=dtype,
-        accumulate=Placed(DType.FP32, "shard"),
-        reduce=Reduction(DType.FP32, DType.FP32, "every"),
-        master=Master.SPLIT if dtype is DType.BF16 else Master.SAME,
-        state=State.FP32,
-        axis="shard",
-    )
+    one = ModelSpec("m", (models.parameter("a.w", (8, 8)),))
+    made = make_plan(models.at(3, "fp32" if dtype is DType.FP32 else "bf16"), one, 2).rows[0].columns
+    assert made.update is not None
     mine = {key: changes.pop(key) for key in list(changes) if key in Update.__dataclass_fields__}
-    reasons = {column: why for column in COLUMNS}
-    reasons |= {
-        "accumulate": "default: micro-batches are summed in fp32; sharded, reduce.when is every",
-        "reduce": "wire fp32: default: what was accumulated travels unrounded; sum fp32: the ranks' "
-        "gradients are summed in fp32; when every: stage 3: the accumulator is sharded",
-        "state": "default: moments in fp32",
-        "export": "the dtype of the source checkpoint",
-    }
-    made = Columns(
-        storage=Placed(dtype, "shard"),
-        gather=dtype,
-        compute=dtype,
-        update=replace(update, **mine),
-        export=dtype,
-        output="keep",
-        pinned=False,
-        why=tuple(reasons.items()),
-    )
-    return replace(made, **changes)
+    dtypes = {"storage": Placed(dtype, "shard"), **dict.fromkeys(("gather", "compute", "export"), dtype)}
+    kept = ("accumulate", "reduce", "state", "export")  # said of all, whatever a rule says of the rest
+    reasons = tuple((column, reason if column in kept else why or reason) for column, reason in made.why)
+    update = replace(made.update, **{"grad": dtype, **mine})
+    return replace(made, **{**dtypes, "output": "keep", "update": update, "why": reasons, **changes})
 
 
 def pinned(why: str = "precision.rules[0]: '*.gate.weight'") -> Columns:
@@ -78,14 +50,11 @@ def boundary(path: str, why: str = "precision.rules[0]: '*.gate.weight'") -> Bou
 
 def frozen(dtype: DType = DType.BF16) -> Columns:
     """Not trained."""
-    why = tuple(
-        (column, f"frozen: {dtype} as it came") for column in ("storage", "gather", "compute", "export")
-    )
-    return replace(columns(dtype), update=None, why=why)
+    why = dict.fromkeys(("storage", "gather", "compute", "export"), f"frozen: {dtype} as it came")
+    return replace(columns(dtype), update=None, why=tuple(why.items()))
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """One parameter of a handmade plan."""
 
     names: tuple[str, ...]
@@ -97,47 +66,22 @@ def given(name: str, shape: tuple[int, ...], of: Columns, *also: str) -> Given:
     return Given((name, *also), shape, of)
 
 
+WRITTEN = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 10**9},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "sharding": {"keep_gathered": "never"},
+    "train_batch_size": 2048,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 10,
+}
+
+
 def policy(**changes: Any) -> Policy:
-    made = Policy(
-        mode=Mode.BF16,
-        backend="native",
-        demands=(),
-        rules=(),
-        safe=(),
-        buffers=None,
-        buffers_why="default: buffers are kept as the model made them",
-        allow_narrow=False,
-        sharding=ShardingPolicy(3, (), "never", True, False),
-        batch=Batch(4, 8, 2048),
-        averaging=Averaging(True, 1.0),
-        clip=1.0,
-        loss_scale=None,
-        skip_nonfinite=True,
-        optimizer=ComponentSpec("AdamW", '{"lr":0.0001}'),
-        schedule=None,
-        statistics=False,
-        print_every=10,
-        decisions=(
-            Decision("precision.mode", "bf16", "`bf16.enabled` is true"),
-            Decision("backend", "native", "default"),
-            Decision("stage", "3", "`zero_optimization.stage`"),
-            Decision("batch", "4 x 8 micro-batches x 64 ranks = 2048", "any two give the third"),
-            Decision("gradient_clipping", "1", "default, as in DeepSpeed; 0 is off"),
-            Decision("loss scale", "none", "mode bf16 has the range of fp32"),
-        ),
-        ignored=(
-            (
-                "zero_optimization.overlap_comm",
-                "collectives always overlap with computation: there is nothing to turn on",
-            ),
-            (
-                "zero_optimization.stage3_max_live_parameters",
-                "units bound what is live: see `sharding.units`",
-            ),
-        ),
-        used=("bf16.enabled", "zero_optimization.stage"),
-    )
-    return replace(made, **changes)
+    """That of a usual config; `changes` are fields."""
+    made = resolve(load(WRITTEN), MeshShape(shard=64))
+    shown = tuple(each for each in made.decisions if each.key != "averaging")  # no page says the usual one
+    return replace(made, **{"decisions": shown, **changes})
 
 
 def plan(
@@ -163,17 +107,8 @@ def plan(
             _segment(group, len(units), mesh, rows, segments)
         spans = tuple(range(first_row, len(rows))), tuple(range(first_segment, len(segments)))
         units.append(Unit(name, *spans, stage=0))
-    return Plan(
-        source,
-        policy(**changes),
-        mesh,
-        tuple(rows),
-        tuple(buffers),
-        tuple(units),
-        tuple(segments),
-        tuple(boundaries),
-        tuple(notes),
-    )
+    parts = map(tuple, (rows, buffers, units, segments, boundaries, notes))
+    return Plan(source, policy(**changes), mesh, *parts)  # type: ignore[arg-type]
 
 
 def _units(parameters: Sequence[Given]) -> dict[str, list[Given]]:
@@ -192,10 +127,8 @@ def _segment(
 ) -> None:
     offset = numel = 0
     start = len(rows)
-    for parameter in group:
-        row = Row(
-            parameter.names, parameter.shape, DType.BF16, "", parameter.columns, unit, len(segments), offset
-        )
+    for names, shape, of in group:
+        row = Row(names, shape, DType.BF16, "", of, unit, len(segments), offset)
         rows.append(row)
         numel += row.numel
         offset += -(-row.numel // BLOCK) * BLOCK
@@ -239,20 +172,13 @@ def moe(layers: int = 32, experts: int = 8) -> Plan:
         heads = (("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024), ("o_proj", 4096))
         found += [given(f"{at}.self_attn.{name}.weight", (size, 4096), low) for name, size in heads]
         found.append(given(f"{at}.block_sparse_moe.gate.weight", (experts, 4096), high))
-        for expert in range(experts):
-            inside = f"{at}.block_sparse_moe.experts.{expert}"
-            found.append(given(f"{inside}.w1.weight", (14336, 4096), low))
-            found.append(given(f"{inside}.w2.weight", (4096, 14336), low))
-            found.append(given(f"{inside}.w3.weight", (14336, 4096), low))
-        found.append(given(f"{at}.input_layernorm.weight", (4096,), norm))
-        found.append(given(f"{at}.post_attention_layernorm.weight", (4096,), norm))
-    rotary = BufferRow(
-        "model.rotary_emb.inv_freq",
-        (64,),
-        DType.FP32,
-        DType.FP32,
-        "default: buffers are kept as the model made them",
-    )
+        for expert, name in itertools.product(range(experts), ("w1", "w2", "w3")):
+            shape = (4096, 14336) if name == "w2" else (14336, 4096)
+            found.append(given(f"{at}.block_sparse_moe.experts.{expert}.{name}.weight", shape, low))
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found.append(given(f"{at}.{name}.weight", (4096,), norm))
+    kept = "default: buffers are kept as the model made them"
+    rotary = BufferRow("model.rotary_emb.inv_freq", (64,), DType.FP32, DType.FP32, kept)
     notes = ("gradients of 995 parameters are rounded once on the wire (fp32 -> bf16) and summed in fp32",)
     gates = [boundary(f"model.layers.{layer}.block_sparse_moe.gate") for layer in range(layers)]
     return plan(found, MeshShape(shard=64), [rotary], notes, gates, source="mixtral-8x7b")

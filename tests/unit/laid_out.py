@@ -33,9 +33,8 @@ def lay_out(
     lr: float = 1e-3,
     archive: bool = True,
 ) -> Path:
-    """A folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr`
-    the rate that it had set. Without `archive`
-    files are in the format that torch wrote before it wrote zips."""
+    """A folder with `latest` and one tag. `scheduler` is the config's block and the state, `lr` the rate that
+    it had set. Without `archive` files are in the format that torch wrote before it wrote zips."""
     tag = folder / f"global_step{step}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
@@ -43,23 +42,12 @@ def lay_out(
     squares = {name: value.square() for name, value in values(seed + 2).items()}
     moments = {"master": values(seed), "exp_avg": values(seed + 1), "exp_avg_sq": squares}
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "scheduler": block}
-    model: dict[str, Any] = {
-        "module": {name: value.bfloat16() for name, value in moments["master"].items()} if stage < 3 else {},
-        "buffer_names": [],
-        "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in NAMES.items())],
-        "frozen_param_shapes": {},
-        "frozen_param_fragments": {},
-        "shared_params": {},
-        "lr_scheduler": state,
-        "optimizer": None,
-        "global_steps": step,
-        "skipped_steps": 0,
-        "global_samples": 4 * step,
-        "dp_world_size": ranks,
-        "ds_config": config,
-        "ds_version": VERSION,
-        "epoch": 7,
-    }
+    low = {name: value.bfloat16() for name, value in moments["master"].items()}
+    model: dict[str, Any] = {"module": low if stage < 3 else {}, "lr_scheduler": state, "optimizer": None}
+    model["param_shapes"] = [OrderedDict((name, torch.Size(shape)) for name, shape in NAMES.items())]
+    model |= {"frozen_param_shapes": {}, "frozen_param_fragments": {}, "shared_params": {}}
+    model |= {"buffer_names": [], "epoch": 7, "ds_config": config, "ds_version": VERSION}
+    model |= {"global_steps": step, "skipped_steps": 0, "global_samples": 4 * step, "dp_world_size": ranks}
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
     for rank in range(ranks):
         flat = {key: _share(of, rank, ranks, stage) for key, of in moments.items()}
@@ -71,13 +59,8 @@ def lay_out(
         else:
             own |= {"partition_count": [ranks], "base_optimizer_state": base}
             own |= {"single_partition_of_fp32_groups": [master]}
-        files: dict[str, Any] = {
-            f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": {
-                "optimizer_state_dict": own,
-                "ds_config": config,
-                "ds_version": VERSION,
-            }
-        }
+        optimizer = {"optimizer_state_dict": own, "ds_config": config, "ds_version": VERSION}
+        files: dict[str, Any] = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": optimizer}
         if stage == 3:
             files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = model
         elif rank == 0:

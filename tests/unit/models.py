@@ -1,9 +1,13 @@
-"""Small model specs for the pure tests: no torch, no files."""
+"""Small model specs for the pure tests, and plans of them: no torch, no files."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
+from zerodrift.plan.table import Plan
 
 LINEAR = "torch.nn.modules.linear.Linear"
 NORM = "models.RMSNorm"
@@ -53,3 +57,13 @@ def moe(layers: int = 3, experts: int = 2, dtype: DType = DType.FP32, tie: bool 
         BufferSpec("model.steps", (), DType.INT64),
     )
     return ModelSpec("tiny moe", tuple(parameters), buffers)
+
+
+def at(stage: int, mode: str = "bf16", **precision: Any) -> dict[str, Any]:
+    """A config of a stage and a mode."""
+    return {"precision": {"mode": mode, **precision}, "zero_optimization": {"stage": stage}}
+
+
+def plan(written: dict[str, Any], model: ModelSpec | None = None, world: int = 2) -> Plan:
+    """The plan of a config for the mixture of experts, or for another model."""
+    return make_plan(written, model or moe(), world)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.models import EMBEDDING, LINEAR, moe, parameter, tied
+from tests.unit.models import EMBEDDING, LINEAR, at, moe, parameter, plan, tied
 from tests.unit.test_checkpoint_folder import manifest
-from tests.unit.test_policy import at, plan
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
@@ -22,12 +21,15 @@ from zerodrift.report.explain import explain
 from zerodrift.report.rows import group_rows, list_rows
 
 
-def boundaries(
-    model: ModelSpec, *patterns: str, mode: str = "bf16", rules: tuple[dict[str, Any], ...] = ()
-) -> dict[str, tuple[str, str, str]]:
+def pinned(model: ModelSpec, *patterns: str | dict[str, Any], mode: str = "bf16", **rest: Any) -> Plan:
+    """A plan in which these patterns are pinned; a dict is a rule as it stands."""
+    rules = [{"match": each, "pin": "fp32"} if isinstance(each, str) else each for each in patterns]
+    return plan(at(3, mode, rules=rules) | rest, model)
+
+
+def boundaries(model: ModelSpec, *patterns: Any, mode: str = "bf16") -> dict[str, tuple[str, str, str]]:
     """path -> (dtype, output, lookup), of a plan in which these patterns are pinned."""
-    pins = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
-    made = plan(at(3, mode, rules=[*pins, *rules]), model)
+    made = pinned(model, *patterns, mode=mode)
     return {each.path: (str(each.dtype), each.output, str(each.lookup or "-")) for each in made.boundaries}
 
 
@@ -50,11 +52,7 @@ def test_pinned_routers_norms_and_heads(mode: str) -> None:
         "model.norm": ("fp32", "input", lookup),
         "lm_head": ("fp32", "keep", lookup),
     }
-
-
-def test_where_all_compute_alike_there_is_none() -> None:
-    assert plan(at(3, "bf16"), moe()).boundaries == ()
-    assert boundaries(moe(), "*.gate.weight", mode="fp32") == {}
+    assert boundaries(moe(), mode=mode) == boundaries(moe(), "*.gate.weight", mode="fp32") == {}, "all alike"
 
 
 LAYERS = of("layers.0.weight", "layers.1.weight", "head.weight", containers=frozenset({"layers"}))
@@ -85,20 +83,17 @@ def test_a_boundary_is_at_the_outermost_module_that_is_called(
 def test_two_dtypes_are_two_boundaries() -> None:
     model = of("mlp.gate.weight", "mlp.up.weight", "head.weight")
     bf16 = {"match": "mlp.up.*", "storage": "bf16", "compute": "bf16", "master": "fp32"}
-    found = boundaries(model, "mlp.gate.*", mode="fp16", rules=(bf16,))
+    found = boundaries(model, "mlp.gate.*", bf16, mode="fp16")
     assert found == {"mlp.gate": ("fp32", "keep", "fp16"), "mlp.up": ("bf16", "input", "fp16")}
 
 
-def test_what_computes_apart_unpinned_is_one_too_but_not_under_autocast() -> None:
-    rule = {"match": "gate.*", "compute": "fp32"}
-    assert boundaries(of("gate.weight", "head.weight"), rules=(rule,)) == {"gate": ("fp32", "keep", "bf16")}
-    assert boundaries(of("gate.weight", "head.weight"), mode="autocast-bf16", rules=(rule,)) == {}
-
-
-def test_an_integer_parameter_says_nothing_but_under_autocast() -> None:
+def test_what_is_one_too_but_not_under_autocast() -> None:
+    """A module that computes apart and is not pinned; one beside an integer parameter, which says nothing."""
+    rule, two = {"match": "gate.*", "compute": "fp32"}, of("gate.weight", "head.weight")
+    assert boundaries(two, rule) == {"gate": ("fp32", "keep", "bf16")}
+    assert boundaries(two, rule, mode="autocast-bf16") == {}
     table = parameter("gate.table", (4, 4), dtype=DType.INT64, trained=False)
-    model = of("gate.weight", "head.weight")
-    model = replace(model, parameters=(*model.parameters, table))
+    model = ModelSpec("m", (*two.parameters, table))
     assert boundaries(model, "gate.weight") == {"gate": ("fp32", "input", "bf16")}  # two matrices
     assert boundaries(model, "gate.weight", mode="autocast-bf16") == {}
 
@@ -127,8 +122,7 @@ def test_a_module_in_two_places_is_one_by_its_first_name() -> None:
     ],
 )
 def test_what_is_returned_unless_told(names: tuple[str, ...], output: str, why: str) -> None:
-    made = plan(at(0, "bf16", rules=[{"match": "m.*", "pin": "fp32"}]), of(*names, "head.weight"))
-    (found,) = made.boundaries
+    (found,) = pinned(of(*names, "head.weight"), "m.*").boundaries
     assert (found.path, found.output, found.lookup) == ("m", output, DType.BF16)
     assert why in dict(found.why)["output"]
     assert dict(found.why)["dtype"] == "precision.rules[0]: 'm.*'"
@@ -143,8 +137,7 @@ def test_a_projection_returns_its_inputs_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("told", ["keep", "input"])
 def test_a_rule_is_obeyed_and_named(told: str) -> None:
-    rules = [{"match": "*norm*", "pin": "fp32"}, {"match": "*norm*", "output": told}]
-    made = plan(at(0, "bf16", rules=rules), moe(layers=1))
+    made = pinned(moe(layers=1), "*norm*", {"match": "*norm*", "output": told})
     assert {each.output for each in made.boundaries} == {told}
     assert {each.lookup for each in made.boundaries} == {None if told == "keep" else DType.BF16}
     assert {dict(each.why)["output"] for each in made.boundaries} == {"precision.rules[1]: '*norm*'"}
@@ -153,28 +146,19 @@ def test_a_rule_is_obeyed_and_named(told: str) -> None:
 def test_keep_wins_where_rules_say_both() -> None:
     told = ({"match": "m.up.*", "output": "keep"}, {"match": "m.down.*", "output": "input"})
     model = of("m.up.weight", "m.down.weight", "head.weight")
-    made = plan(at(0, "bf16", rules=[{"match": "m.*", "pin": "fp32"}, *told]), model)
-    (found,) = made.boundaries
+    (found,) = pinned(model, "m.*", *told).boundaries
     assert (found.output, dict(found.why)["output"]) == ("keep", "precision.rules[1]: 'm.up.*'")
 
 
 # --- names alone ------------------------------------------------------------------------------------------
 
 
-def named(model: ModelSpec) -> ModelSpec:
-    """The same model as files know it."""
-    bare = tuple(
-        replace(p, owners=tuple(OwningModule(owner.path, "") for owner in p.owners)) for p in model.parameters
-    )
-    return replace(model, parameters=bare, buffers=(), containers=frozenset(), shared=())
-
-
 def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
     model = of("layers.0.weight", "layers.1.weight", "head.weight", klass="")
-    made = plan(at(3, "bf16", rules=[{"match": "layers.*", "pin": "fp32"}]), model)
+    made = pinned(model, "layers.*")
     assert [each.path for each in made.boundaries] == ["layers.0", "layers.1"]
     assert any("this source has no module classes: boundaries" in note for note in made.notes)
-    assert not any("boundaries" in note for note in plan(at(3, "bf16"), model).notes)
+    assert not any("boundaries" in note for note in pinned(model).notes)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +166,10 @@ def test_from_names_a_numbered_module_is_a_list_and_the_plan_says_so() -> None:
 )
 def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> None:
     containers = frozenset({"model.layers", *(f"model.layers.{n}.mlp.experts" for n in range(3))})
-    model = replace(moe(), containers=containers)
-    rules = [{"match": pattern, "pin": "fp32"} for pattern in patterns]
-    known, bare = (plan(at(3, "bf16", rules=rules), each) for each in (model, named(model)))
+    owners = [tuple(OwningModule(owner.path, "") for owner in each.owners) for each in moe().parameters]
+    nameless = [replace(each, owners=mine) for each, mine in zip(moe().parameters, owners, strict=True)]
+    known = pinned(replace(moe(), containers=containers), *patterns)
+    bare = pinned(ModelSpec("m", tuple(nameless)), *patterns)
     assert known.boundaries == bare.boundaries != ()
     assert not any("boundaries" in note for note in known.notes)
 
@@ -192,40 +177,34 @@ def test_from_names_a_model_of_lists_is_as_from_classes(patterns: list[str]) -> 
 # --- in the plan ------------------------------------------------------------------------------------------
 
 
-def pinned(layers: int = 3) -> Plan:
-    rules = [{"match": "*.gate.weight", "pin": "fp32"}, {"match": "*embed*", "pin": "fp32"}]
-    return plan(at(3, "bf16", rules=rules), moe(layers=layers))
+GATES, EMBED = "*.gate.weight", "*embed*"
 
 
 def test_the_digest_holds_them_and_their_json_is_read() -> None:
-    made = pinned()
+    made = pinned(moe(), GATES, EMBED)
     assert Plan.from_json(made.to_json()) == made
     for change in ({"path": "x"}, {"dtype": DType.FP16}, {"output": "input"}, {"lookup": None}):
         first = replace(made.boundaries[0], **change)
         assert replace(made, boundaries=(first, *made.boundaries[1:])).digest != made.digest
     assert replace(made, boundaries=()).digest != made.digest
+    assert not any(columns.get("output") == "auto" for columns in made.to_json()["columns"])
+    assert {each.output for each in made.boundaries} == {"keep"}, "decided in the plan"
 
 
-def test_a_piece_of_a_pipeline_has_those_of_its_modules() -> None:
-    written = at(3, "bf16", rules=[{"match": "*.gate.*", "pin": "fp32"}, {"match": "*norm*", "pin": "fp32"}])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    first, last = ({each.path for each in boundaries_of_piece(made, piece)} for piece in (0, 1))
+def of_pieces(made: Plan) -> list[list[str]]:
+    return [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
+
+
+def test_a_piece_of_a_pipeline_has_those_of_its_modules_and_a_module_that_is_cut_in_each() -> None:
+    cut = {"pipeline": {"stages": 2, "micro_batches": 2}}
+    made = pinned(moe(layers=4), "*.gate.*", "*norm*", **cut)
+    first, last = map(set, of_pieces(made))
     assert first & last == set() and first | last == {each.path for each in made.boundaries}
     assert "model.layers.1.mlp.gate" in first and {"model.layers.2.mlp.gate", "model.norm"} <= last
-
-
-def test_a_module_that_is_cut_has_its_boundary_in_every_piece() -> None:
-    written = at(3, "bf16", rules=[{"match": "model.*", "pin": "fp32"}])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    assert [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)] == [
-        ["model"],
-        ["model"],
-    ]
+    assert of_pieces(pinned(moe(layers=4), "model.*", **cut)) == [["model"], ["model"]]
     # And a piece whose parameters are all pinned has none that the whole model has not.
-    written = at(3, "bf16", rules=[{"match": f"model.layers.{n}.*", "pin": "fp32"} for n in (2, 3)])
-    made = plan({**written, "pipeline": {"stages": 2, "micro_batches": 2}}, moe(layers=4), world=2)
-    found = [[each.path for each in boundaries_of_piece(made, piece)] for piece in (0, 1)]
-    assert found == [[], ["model.layers.2", "model.layers.3"]]
+    made = pinned(moe(layers=4), "model.layers.2.*", "model.layers.3.*", **cut)
+    assert of_pieces(made) == [[], ["model.layers.2", "model.layers.3"]]
 
 
 # --- printed ----------------------------------------------------------------------------------------------
@@ -236,7 +215,7 @@ def text(made: Plan, width: int = frame.WIDTH) -> str:
 
 
 def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
-    made = pinned(layers=4)
+    made = pinned(moe(layers=4), GATES, EMBED)
     section = text(made).partition("\nboundaries")[2].partition("\n\n")[0]
     assert "floating inputs of the model are cast to bf16" in section
     line = next(line for line in section.splitlines() if "mlp.gate" in line)
@@ -245,12 +224,21 @@ def test_the_plan_and_its_page_show_a_line_per_pattern() -> None:
     assert "an embedding" in section and "returns bf16" in section
     html = page.plan_page(made, cost(made), group_rows(made))
     assert "Boundaries</h2>" in html and "mlp.<wbr>gate x4" in html
-
-
-def test_a_plan_without_any_says_nothing_of_them() -> None:
-    made = plan(at(3, "bf16"), moe())
+    # A plan without any says nothing of them.
+    made = pinned(moe())
     assert "boundaries" not in text(made)
     assert "Boundaries" not in page.plan_page(made, cost(made), group_rows(made))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("path", ["gate", "a_router_with_quite_a_long_name_" * 3])
+def test_lines_fit_and_say_everything(width: int, path: str) -> None:
+    model = of(f"layers.0.{path}.weight", f"layers.1.{path}.weight", "head.weight")
+    section = text(pinned(model, "layers.*"), width).partition("\nboundaries")[2].partition("\n\n")[0]
+    assert all(len(line) <= width for line in section.splitlines()), section
+    squeezed = re.sub(r"\s", "", section)
+    assert "computesin" in squeezed and "fp32" in squeezed
+    assert "severalmatrices" in squeezed or "onematrix" in squeezed
 
 
 @pytest.mark.long
@@ -259,69 +247,47 @@ def test_ten_thousand_modules_are_a_few_lines() -> None:
     other = [f"layers.{layer}.attn.q_proj.weight" for layer in range(100)]
     lists = frozenset({"layers", *(f"layers.{layer}.experts" for layer in range(100))})
     model = of(*names, *other, "head.weight", containers=lists)
-    made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}]), model)
+    made = pinned(model, GATES)
     assert len(made.boundaries) == 10_000
-    table = group_rows(made)
-    assert [(each.pattern, len(each.boundaries)) for each in table.boundaries] == [
-        ("layers.*.experts.*", 10_000)
-    ]
+    found = [(each.pattern, len(each.boundaries)) for each in group_rows(made).boundaries]
+    assert found == [("layers.*.experts.*", 10_000)]
     assert len(text(made).splitlines()) < 120
 
 
 def test_some_of_a_kind_are_told_by_their_numbers() -> None:
-    rules = [{"match": f"model.layers.{n}.mlp.gate.weight", "pin": "fp32"} for n in (0, 1)]
-    made = plan(at(3, "bf16", rules=[{"match": "*.gate.weight", "pin": "fp32"}, *rules]), moe(layers=4))
+    made = pinned(moe(layers=4), GATES, *(f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)))
     patterns = [each.pattern for each in group_rows(made).boundaries]
     assert patterns == [f"model.layers.{which}.mlp.gate" for which in ("0", "1", "2-3")]
-
-
-def test_rows_show_the_boundaries_around_them() -> None:
-    made = pinned(layers=2)
+    # Rows show those around them.
     chosen = [n for n, row in enumerate(made.rows) if row.name == "model.layers.1.mlp.gate.weight"]
     assert [each.pattern for each in list_rows(made, chosen).boundaries] == ["model.layers.1.mlp.gate"]
 
 
-def test_explain_prints_them() -> None:
-    made = pinned(layers=2)
-
-    def said(name: str) -> str:
+def test_explain_prints_them_and_where_a_pin_has_none() -> None:
+    def said(made: Plan, name: str) -> str:
         lines = terminal.explanation_text(explain(made, name), made.digest, color=False)
         return " ".join(lines.partition("\ncolumns")[0].split())
 
-    shown = said("model.layers.1.mlp.gate.weight")
-    assert "boundary model.layers.1.mlp.gate computes in fp32, returns its own dtype: one matrix" in shown
-    assert "boundary model.embed_tokens computes in fp32, returns bf16: one matrix" in said(
-        "model.embed_tokens.weight"
-    )
-    assert "boundary" not in said("lm_head.weight")
-
-
-def test_explain_says_where_a_pin_has_none() -> None:
-    made = plan(at(3, "bf16", rules=[{"match": "m.gate", "pin": "fp32"}]), of("m.gate", "m.up"))
-    shown = terminal.explanation_text(explain(made, "m.gate"), made.digest, color=False)
-    assert "boundary   none: no module around it casts its inputs" in shown
+    made = pinned(moe(layers=2), GATES, EMBED)
+    shown = {name: said(made, f"{name}.weight") for name in ("model.layers.1.mlp.gate", "model.embed_tokens")}
+    for (name, text), returns in zip(shown.items(), ("its own dtype", "bf16"), strict=True):
+        assert f"boundary {name} computes in fp32, returns {returns}: one matrix" in text
+    assert "boundary" not in said(made, "lm_head.weight")
+    made = pinned(of("m.gate", "m.up"), "m.gate")
+    assert "boundary none: no module around it casts its inputs" in said(made, "m.gate")
 
 
 def test_an_embedding_is_known_by_its_class() -> None:
     model = ModelSpec("m", (parameter("e.weight", (8, 8), EMBEDDING), parameter("h.weight", (8, 8))))
-    made = plan(at(3, "bf16", rules=[{"match": "e.*", "pin": "fp32"}]), model)
-    assert made.boundaries == (
-        Boundary(
-            "e",
-            DType.FP32,
-            "keep",
-            DType.BF16,
-            (("dtype", "precision.rules[0]: 'e.*'"), ("output", "one matrix, as a router or a head")),
-        ),
-    )
+    why = (("dtype", "precision.rules[0]: 'e.*'"), ("output", "one matrix, as a router or a head"))
+    assert pinned(model, "e.*").boundaries == (Boundary("e", DType.FP32, "keep", DType.BF16, why),)
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_tells_of_boundaries_that_changed() -> None:
-    now = pinned(layers=2)
-    before = plan(at(3, "bf16", rules=[{"match": "*embed*", "pin": "fp32"}]), moe(layers=2))
+    now, before = pinned(moe(layers=2), GATES, EMBED), pinned(moe(layers=2), EMBED)
     running = CurrentRun(now, "", {}, (), "", ())
     head = replace(manifest("t", 1), digest="ab" * 32, mesh=now.mesh, versions=())
 

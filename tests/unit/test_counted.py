@@ -11,48 +11,45 @@ from typing import Any
 import pytest
 
 from tests.unit.models import moe, parameter
-from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, cost, make_plan
 from zerodrift.plan.cost import sent_bytes, stage_cost
 from zerodrift.plan.schedule import backward_order, collectives, contains, count_collectives
 from zerodrift.plan.table import Unit
 
 KEEPS = (None, "never", "micro-batch", "step")
 WHENS = (None, "last", "every")
+STACKS = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(3)]
+EXPERTS = ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *STACKS))
 
 
-def plan(written: dict[str, Any], world: int, model: ModelSpec | None = None) -> Plan:
-    config = load(written)
-    mesh = mesh_for(config, world)
-    return build(resolve(config, mesh), model or moe(layers=4), mesh)
-
-
-def written(stage: int, keep: str | None, when: str | None, **rest: Any) -> dict[str, Any]:
+def plan(
+    stage: int,
+    world: int = 2,
+    model: ModelSpec | None = None,
+    keep: str | None = None,
+    when: str | None = None,
+    **rest: Any,
+) -> Plan:
     made: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **rest}
     if keep:
         made["sharding"] = {"keep_gathered": keep, **made.get("sharding", {})}
     if when:
         made["precision"] = {"reduce": {"when": when}}
-    return made
-
-
-def experts() -> ModelSpec:
-    stacks = [parameter(f"model.layers.{i}.mlp.experts.up", (4, 8, 16)) for i in range(3)]
-    return ModelSpec("stacked", (parameter("model.embed.weight", (32, 8)), *stacks))
+    return make_plan(made, model or moe(layers=4), world)
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
     for stage, keep, when in itertools.product(range(4), KEEPS, WHENS):
-        label = f"stage {stage}, {keep}, {when}"
-        yield label, plan(written(stage, keep, when), 2)
-        yield f"{label}, replicas", plan(written(stage, keep, when, sharding={"replicate": 2}), 4)
-        yield f"{label}, experts", plan(written(stage, keep, when, experts={"ranks": 2}), 4, experts())
-        if keep != "never":
-            for schedule in ("gpipe", "zbv"):
-                block = {"stages": 2, "schedule": schedule}
-                yield f"{label}, {schedule}", plan(written(stage, keep, when, pipeline=block), 4)
+        label, ways = f"stage {stage}, {keep}, {when}", {"keep": keep, "when": when}
+        yield label, plan(stage, **ways)  # type: ignore[arg-type]
+        yield f"{label}, replicas", plan(stage, 4, sharding={"replicate": 2}, **ways)
+        yield f"{label}, experts", plan(stage, 4, EXPERTS, experts={"ranks": 2}, **ways)
+        for schedule in ("gpipe", "zbv") if keep != "never" else ():
+            block = {"stages": 2, "schedule": schedule}
+            yield f"{label}, {schedule}", plan(stage, 4, pipeline=block, **ways)
     nested = [parameter(f"layers.{i}.{name}", (8, 8)) for i in range(3) for name in ("a.w", "mlp.b.w", "c")]
     units = {"units": ["layers.*", "layers.*.mlp"]}
-    yield "nested", plan(written(3, None, None, sharding=units), 2, ModelSpec("nested", tuple(nested)))
+    yield "nested", plan(3, 2, ModelSpec("nested", tuple(nested)), sharding=units)
 
 
 def bill(calls: Iterator[tuple[Any, int]], mesh: MeshShape) -> Counter[tuple[str, ...]]:
@@ -87,7 +84,7 @@ def test_what_is_counted_is_what_is_walked() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_number_of_micro_batches_is_counted_at_once(stage: int, count: int) -> None:
     before = time.process_time()
-    made = plan(written(stage, None, None, gradient_accumulation_steps=count), 2)
+    made = plan(stage, gradient_accumulation_steps=count)
     many, few = cost(made), cost(made, 7)
     assert time.process_time() - before < 1
     for line, other in zip(many.traffic, few.traffic, strict=True):
@@ -100,7 +97,7 @@ def test_any_number_of_micro_batches_is_counted_at_once(stage: int, count: int) 
 def test_thousands_of_units_and_a_million_ranks_are_counted_at_once() -> None:
     stacked = [parameter(f"layers.{i}.mlp.weight", (64, 64)) for i in range(5000)]
     before = time.process_time()
-    made = plan(written(3, None, None), 10**6, ModelSpec("deep", tuple(stacked)))
+    made = plan(3, 10**6, ModelSpec("deep", tuple(stacked)))
     assert cost(made, 10**6).wire > 0
     assert time.process_time() - before < 8
 
@@ -108,7 +105,7 @@ def test_thousands_of_units_and_a_million_ranks_are_counted_at_once() -> None:
 @pytest.mark.parametrize("count", [0, -1, True, 2.5, "3", float("nan")])
 def test_no_number_of_micro_batches_is_an_error(count: Any) -> None:
     with pytest.raises(ConfigError, match=r"`micro_batches`: must be a whole number of at least 1"):
-        cost(plan(written(3, None, None), 2), count)
+        cost(plan(3), count)
 
 
 def test_a_backward_comes_to_units_in_reverse_but_to_holders_first() -> None:

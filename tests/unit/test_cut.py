@@ -10,21 +10,14 @@ from torch import nn
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.test_pipelines import PARTS
-from zerodrift.config.load import load
+from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
-from zerodrift.mesh import MeshShape
-from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import AbsentModule, Parts, PassThrough, check_names, prune
-from zerodrift.plan.build import build
 from zerodrift.plan.stages import names_of
-from zerodrift.policy.resolve import resolve
-
-MESH = MeshShape(pipeline=3)
 
 
 def names(model: nn.Module) -> list[frozenset[str]]:
-    policy = resolve(load({"pipeline": {"stages": 3, "schedule": "gpipe"}}), MESH)
-    plan = build(policy, describe(model), MESH)
+    plan = make_plan({"pipeline": {"stages": 3, "schedule": "gpipe"}}, model, 3)
     return [names_of(plan, piece) for piece in range(3)]
 
 
@@ -55,25 +48,17 @@ def test_a_piece_has_the_models_own_modules_and_changes_nothing_of_it() -> None:
 def test_layers_without_parameters_go_with_the_layer_before_them() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) if n % 2 == 0 else nn.ReLU() for n in range(6)))
     cut: Any = Parts("", before=lambda model, x: x, after=lambda model, hidden, x: hidden.sum())
-    pieces = [prune(model, each, cut) for each in names(model)]
-    kept = [
-        [name for name, child in piece.named_children() if not isinstance(child, PassThrough)]
-        for piece in pieces
-    ]
-    assert kept == [["0", "1"], ["2", "3"], ["4", "5"]]
+    for each, expected in zip(names(model), ("01", "23", "45"), strict=True):
+        children = prune(model, each, cut).named_children()
+        assert [n for n, child in children if not isinstance(child, PassThrough)] == [*expected]
 
 
-def test_what_another_piece_has_refuses_to_run() -> None:
+def test_what_another_piece_has_and_a_wrong_path_of_layers_are_refused() -> None:
     model = GPT(6, tied=False)
     first = prune(model, names(model)[0], PARTS)
     with pytest.raises(ModelError, match=r"`norm`: must be used in the piece of the pipeline that it is in"):
         PARTS.last(first, PARTS.first(first, batch(0)), batch(0))
-
-
-def test_a_wrong_path_of_layers_is_named() -> None:
     wrong = Parts("blocks", before=PARTS.before, after=PARTS.after)
-    model = GPT(6)
-    with pytest.raises(
-        ModelError, match=r"`layers`: must be the path .*; got 'blocks', which GPT does not have\."
-    ):
+    said = r"`layers`: must be the path .*; got 'blocks', which GPT does not have\."
+    with pytest.raises(ModelError, match=said):
         prune(model, names(model)[0], wrong)

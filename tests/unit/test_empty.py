@@ -40,13 +40,9 @@ def test_parameters_have_no_memory_and_all_else_is_as_ever() -> None:
     assert model.tied.weight is model.inner.weight
     assert model.state_dict().keys() == plain.state_dict().keys()
     for (name, ours), (other, there) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert (name, ours.shape, ours.dtype, ours.requires_grad, ours.stride()) == (
-            other,
-            there.shape,
-            there.dtype,
-            there.requires_grad,
-            there.stride(),
-        )
+        assert name == other and ours.stride() == there.stride()
+        for known in ("shape", "dtype", "requires_grad"):
+            assert getattr(ours, known) == getattr(there, known)
 
 
 def test_outside_of_the_context_nothing_is_different() -> None:
@@ -56,18 +52,19 @@ def test_outside_of_the_context_nothing_is_different() -> None:
         raise RuntimeError("boom")
     torch.manual_seed(0)
     linear = nn.Linear(4, 4)
+    assert not linear.weight.is_meta and not copy.deepcopy(linear).weight.is_meta
     torch.manual_seed(0)
-    assert not linear.weight.is_meta and torch.equal(nn.Linear(4, 4).weight, linear.weight)
-    assert not copy.deepcopy(linear).weight.is_meta
+    assert torch.equal(nn.Linear(4, 4).weight, linear.weight)
 
 
 def one(make: Callable[[], torch.Tensor]) -> nn.Module:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x = nn.Parameter(make())
+    module = nn.Module()
+    module.x = nn.Parameter(make())
+    return module
 
-    return Holder()
+
+def blank(*shape: int) -> nn.Module:
+    return one(lambda: torch.empty(shape))
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -86,7 +83,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("what", WRITES)
 def test_writes_without_chance_give_the_same_bits(what: str) -> None:
     def build() -> nn.Module:
-        module = one(lambda: torch.empty(5, 4))
+        module = blank(5, 4)
         with torch.no_grad():
             WRITES[what](module.x)
         return module
@@ -113,7 +110,7 @@ RANDOM: dict[str, Callable[[torch.Tensor], object]] = {
 def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -> None:
     """Not only the same distribution: the function itself, run on memory with the parameter's own seed."""
     with empty():
-        model = one(lambda: torch.empty(40, 30))
+        model = blank(40, 30)
         with torch.no_grad():
             RANDOM[what](model.x)
     before = torch.random.get_rng_state()
@@ -130,9 +127,9 @@ def test_writes_with_chance_are_what_torch_draws_from_the_same_seed(what: str) -
 
 def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
     """A good draw is only written down where there is no memory; a bad one must not pass so."""
-    x = one(lambda: torch.empty(40, 30)).x
+    x = blank(40, 30).x
     with empty():
-        bare = one(lambda: torch.empty(40, 30)).x
+        bare = blank(40, 30).x
         for parameter in (x, bare):
             with torch.no_grad(), pytest.raises(RuntimeError, match="std"):
                 parameter.normal_(0.0, -1.0)
@@ -141,7 +138,7 @@ def test_a_draw_that_torch_refuses_is_refused_inside_too() -> None:
             with pytest.raises(RuntimeError, match="leaf"):
                 parameter.normal_()
     with empty(), torch.no_grad():
-        bare = one(lambda: torch.empty(40, 30)).x
+        bare = blank(40, 30).x
         assert bare.normal_(mean=2.0, std=0) is bare
     assert torch.equal(play(bare), torch.full((40, 30), 2.0))
 
@@ -150,7 +147,7 @@ def test_drawing_into_no_memory_computes_nothing(monkeypatch: pytest.MonkeyPatch
     """torch's form of it for the meta device takes as long as building the module around it."""
     computed = []
     with empty():
-        parameter = one(lambda: torch.empty(40, 30)).x
+        parameter = blank(40, 30).x
         monkeypatch.setattr(nn.init, "_no_grad_normal_", lambda *args: computed.append(args) or args[0])
         assert nn.init.normal_(parameter, mean=1.0, std=0) is parameter
         assert nn.init.normal_(parameter, 1.0, 0.0) is parameter
@@ -174,7 +171,7 @@ def test_what_was_computed_stays_where_it_is_small_and_has_no_values_where_it_is
     with empty():
         small = one(lambda: torch.arange(1, 9.0).log())
         large = one(lambda: torch.randn(SMALL + 1) * 0.1)
-        never = one(lambda: torch.empty(3, 3))
+        never = blank(3, 3)
     assert torch.equal(small.x.detach(), torch.arange(1, 9.0).log())
     names = [("large", large.x), ("never", never.x), ("small", small.x)]
     assert recipe.list_obstacles(names) == [
@@ -183,23 +180,15 @@ def test_what_was_computed_stays_where_it_is_small_and_has_no_values_where_it_is
     ]
 
 
-def test_a_write_after_the_context_is_noticed() -> None:
+def test_writes_after_the_context_and_elements_that_nobody_wrote_are_noticed() -> None:
     with empty():
         model = nn.Linear(3, 3)
     with torch.no_grad():
         model.weight.normal_()
     assert "after" in recipe.find_obstacle(model.weight) and not recipe.find_obstacle(model.bias)
-
-
-def test_a_model_of_the_plain_meta_device_has_no_record() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 3)
-    assert recipe.find_obstacle(model.weight) == "no record of how it is initialised"
-
-
-def test_elements_that_nobody_wrote_are_an_error() -> None:
+    assert recipe.find_obstacle(nn.Linear(3, 3, device="meta").weight) == "no record of how it is initialised"
     with empty():
-        model = one(lambda: torch.empty(4, 4))
+        model = blank(4, 4)
         model.x.data[1:].zero_()
     initial = recipe.RecipeValues({"x": model.x}, 0)
     with pytest.raises(recipe.UnwrittenError):
@@ -225,21 +214,17 @@ def test_clones_casts_and_wider_declarations() -> None:
 class Scan(nn.Module):
     """Follows the device of its parameters, as state space models of `transformers` do."""
 
-    def __init__(self, size: int = 6, states: int = 4) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.empty(size, states))
-        self.step = nn.Parameter(torch.empty(size))
-        self.scale = nn.Parameter(torch.empty(size))
-        self.fill()
-
     @torch.no_grad()
-    def fill(self) -> None:
-        size, states = self.decay.shape
-        rates = torch.arange(1, states + 1, dtype=torch.float32, device=self.decay.device)[None, :]
-        self.decay.copy_(torch.log(rates.expand(size, -1).contiguous()))
-        drawn = torch.exp(torch.rand(len(self.step), device=self.step.device) * 4 - 7).clamp(min=1e-4)
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.empty(6, 4))
+        self.step, self.scale = nn.Parameter(torch.empty(6)), nn.Parameter(torch.empty(6))
+        here = self.step.device
+        rates = torch.arange(1, 5, dtype=torch.float32, device=here)[None, :]
+        self.decay.copy_(torch.log(rates.expand(6, -1).contiguous()))
+        drawn = torch.exp(torch.rand(6, device=here) * 4 - 7).clamp(min=1e-4)
         self.step.copy_(drawn + torch.log(-torch.expm1(-drawn)))
-        self.scale[1:].copy_(torch.linspace(0, 1, len(self.scale), device=self.scale.device)[1:])
+        self.scale[1:].copy_(torch.linspace(0, 1, 6, device=here)[1:])
         self.scale[0] = 3.0
 
 
@@ -253,14 +238,6 @@ def test_what_a_module_computes_where_its_parameters_are_is_computed_again() -> 
     torch.manual_seed(recipe.derive_seed("x", 0))
     drawn = torch.exp(torch.rand(6) * 4 - 7).clamp(min=1e-4)  # once, though it is used twice
     assert torch.equal(play(model.step), drawn + torch.log(-torch.expm1(-drawn)))
-
-
-class Odd(nn.Module):
-    def __init__(self, fill: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
-        super().__init__()
-        self.one, self.other = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
-        with torch.no_grad():
-            fill(self.one, self.other)
 
 
 def shares_random_numbers(one: nn.Parameter, other: nn.Parameter) -> None:
@@ -291,24 +268,18 @@ def writes_in_place(one: nn.Parameter, other: nn.Parameter) -> None:
     ],
 )
 def test_what_cannot_be_computed_again_is_said(fill: Callable[..., None], told: str) -> None:
-    with empty():
-        model = Odd(fill)
-    assert recipe.find_obstacle(model.one) == ""
-    assert recipe.find_obstacle(model.other) == f"`copy_` with {told}"
-
-
-class Doubled(nn.Module):
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3))
-        made = torch.ones(3, device=self.weight.device)
-        for _ in range(times):
-            made = (made + made) / 2
-        with torch.no_grad():
-            self.weight.copy_(made)
+    with empty(), torch.no_grad():
+        first, other = blank(4).x, blank(4).x
+        fill(first, other)
+    assert recipe.find_obstacle(first) == ""
+    assert recipe.find_obstacle(other) == f"`copy_` with {told}"
 
 
 def test_a_long_computation_that_uses_each_of_its_parts_twice_is_done_once() -> None:
-    with empty():
-        model = Doubled(600)
-    assert torch.equal(play(model.weight), torch.ones(3))
+    with empty(), torch.no_grad():
+        model = blank(3)
+        made = torch.ones(3, device=model.x.device)
+        for _ in range(600):
+            made = (made + made) / 2
+        model.x.copy_(made)
+    assert torch.equal(play(model.x), torch.ones(3))

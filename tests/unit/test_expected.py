@@ -11,22 +11,14 @@ import pytest
 import zerodrift
 from zerodrift.errors import ConfigError
 from zerodrift.inspect.check.compare import unexpected
-from zerodrift.inspect.check.findings import RunFinding
 from zerodrift.inspect.check.table import encoded
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan.cost import cost
 from zerodrift.report.as_json import plan_json
 
-BF16 = {
-    "storage": "bfloat16",
-    "compute": "bfloat16",
-    "grad": "bfloat16",
-    "accumulate": "float32",
-    "reduce": "float32",
-    "master": "float32",
-    "state": "float32",
-}
+BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")
+BF16 |= dict.fromkeys(("accumulate", "reduce", "master", "state"), "float32")
 """A bf16 run with fp32 masters and sums."""
 
 CONFIG: dict[str, Any] = {
@@ -45,42 +37,31 @@ def seen(**cells: str) -> list[ProcessRecord]:
     return [ProcessRecord(0, 2, 3, [ModelRecord("Net", [parameter])], micro_batches=4)]
 
 
-def written(folder: Path, text: str, name: str = "expected.json") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
-
-
-def told(findings: list[RunFinding]) -> set[tuple[str, str | None]]:
-    return {(finding.kind, finding.column) for finding in findings}
-
-
-def test_a_run_that_does_what_its_config_says(tmp_path: Path) -> None:
-    assert unexpected(written(tmp_path, json.dumps(CONFIG)), seen()) == []
+def written(folder: Path, text: str) -> Path:
+    (folder / "expected.json").write_text(text)
+    return folder / "expected.json"
 
 
 @pytest.mark.parametrize(
-    ("cells", "finding"),
+    ("column", "dtype", "kind"),
     [
-        ({"accumulate": "bfloat16"}, ("key-without-effect", "accumulate")),
-        ({"storage": "float16"}, ("not-as-expected", "storage")),
-        ({"master": "same"}, ("not-as-expected", "master")),
-        ({"compute": "float16"}, ("not-as-expected", "compute")),
+        ("accumulate", "bfloat16", "key-without-effect"),
+        ("storage", "float16", "not-as-expected"),
+        ("master", "same", "not-as-expected"),
+        ("compute", "float16", "not-as-expected"),
     ],
 )
 def test_a_cell_that_is_not_as_a_config_says_is_named(
-    cells: dict[str, str], finding: tuple[str, str], tmp_path: Path
+    column: str, dtype: str, kind: str, tmp_path: Path
 ) -> None:
-    (found,) = unexpected(written(tmp_path, json.dumps(CONFIG)), seen(**cells))
-    assert (found.kind, found.column) == finding and found.names == ("head.weight",)
+    (found,) = unexpected(written(tmp_path, json.dumps(CONFIG)), seen(**{column: dtype}))
+    assert (found.kind, found.column, found.names) == (kind, column, ("head.weight",))
 
 
-def test_what_no_key_decides_is_the_librarys_own(tmp_path: Path) -> None:
+def test_what_no_key_decides_is_the_librarys_own_and_wider_is_no_difference(tmp_path: Path) -> None:
+    assert unexpected(written(tmp_path, json.dumps(CONFIG)), seen(compute="float32")) == []
     config = {key: value for key, value in CONFIG.items() if key != "data_types"}
     assert unexpected(written(tmp_path, json.dumps(config)), seen(accumulate="bfloat16")) == []
-
-
-def test_wider_than_declared_is_no_difference(tmp_path: Path) -> None:
-    assert unexpected(written(tmp_path, json.dumps(CONFIG)), seen(compute="float32")) == []
 
 
 def plan(name: str = "head.weight") -> str:
@@ -90,21 +71,20 @@ def plan(name: str = "head.weight") -> str:
     return plan_json(planned, cost(planned, None))
 
 
-def test_a_plan_is_held_to_in_columns_that_no_key_decides(tmp_path: Path) -> None:
-    file = written(tmp_path, plan())
+@pytest.mark.parametrize("what", ["a config", "a plan", "a table"])
+def test_each_is_held_to_in_its_columns(what: str, tmp_path: Path) -> None:
+    """A plan also in those that no key decides, and a saved table cell by cell."""
+    texts = {"a config": json.dumps(CONFIG), "a plan": plan(), "a table": encoded(seen(), [])}
+    column = {"a config": "master", "a plan": "state", "a table": "reduce"}[what]
+    file = written(tmp_path, texts[what])
     assert unexpected(file, seen()) == []
-    assert told(unexpected(file, seen(state="bfloat16"))) == {("not-as-expected", "state")}
+    (found,) = unexpected(file, seen(**{column: "bfloat16"}))
+    assert (found.kind, found.column) == ("not-as-expected", column)
 
 
 def test_a_parameter_that_only_the_plan_has_is_named(tmp_path: Path) -> None:
     (found,) = unexpected(written(tmp_path, plan("model.head.weight")), seen())
     assert found.names == ("model.head.weight",) and "none of that name" in found.what
-
-
-def test_a_saved_table_is_compared_cell_by_cell(tmp_path: Path) -> None:
-    file = written(tmp_path, encoded(seen(), []))
-    assert unexpected(file, seen()) == []
-    assert told(unexpected(file, seen(reduce="bfloat16"))) == {("not-as-expected", "reduce")}
 
 
 @pytest.mark.parametrize("text", ["", "nonsense: [", '{"rows": 1, "segments": 2, "digest": 3}', '{"no": 1}'])

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models import moe, parameter
-from zerodrift import ConfigError, MeshError, ModelSpec, Plan, build, cost, load, mesh_for, resolve
+from tests.unit.models import at, moe, parameter
+from zerodrift import ConfigError, MeshError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ParameterSpec
 from zerodrift.optim.flat import block_keys_of
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.schedule import collectives
+from zerodrift.record import decode, encode
 from zerodrift.report.explain import explain
 
 COUNT = 6
@@ -24,36 +25,28 @@ COUNT = 6
 def stacked(layers: int = 2, *more: ParameterSpec) -> ModelSpec:
     """A model whose experts are stacked, as those of transformers 5 are."""
     dense = [each for each in moe(layers, COUNT).parameters if ".experts." not in each.name]
+    shapes = {"gate_up_proj": (COUNT, 96, 48), "gate_up_proj_bias": (COUNT, 96), "down_proj": (COUNT, 48, 48)}
     stacks = [
         parameter(f"model.layers.{layer}.mlp.experts.{name}", shape, "models.Experts")
         for layer in range(layers)
-        for name, shape in (
-            ("gate_up_proj", (COUNT, 96, 48)),
-            ("gate_up_proj_bias", (COUNT, 96)),
-            ("down_proj", (COUNT, 48, 48)),
-        )
+        for name, shape in shapes.items()
     ]
     return ModelSpec("stacked moe", (*dense, *stacks, *more))
 
 
 def plan(experts: Any, model: ModelSpec | None = None, world: int = 4, stage: int = 3, **rest: Any) -> Plan:
-    written = {"precision": {"mode": "bf16"}, "zero_optimization": {"stage": stage}, **rest}
+    written = at(stage) | rest
     if experts is not None:
         written["experts"] = experts if isinstance(experts, dict) else {"ranks": experts}
-    config = load(written)
-    mesh = mesh_for(config, world)
-    return build(resolve(config, mesh), model or stacked(), mesh)
+    return make_plan(written, model or stacked(), world)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_has_its_own_experts_and_their_axis(stage: int) -> None:
     made = plan(2, stage=stage)
     divided = [row for row in made.rows if row.parts > 1]
-    assert {row.name.rpartition(".")[2] for row in divided} == {
-        "gate_up_proj",
-        "gate_up_proj_bias",
-        "down_proj",
-    }
+    names = {row.name.rpartition(".")[2] for row in divided}
+    assert names == {"gate_up_proj", "gate_up_proj_bias", "down_proj"}
     assert all(".experts." in row.name for row in divided) and len(divided) == 6
     row = made.row("model.layers.0.mlp.experts.down_proj")
     assert row is not None and row.shape == (3, 48, 48) and row.whole_shape == (6, 48, 48)
@@ -66,14 +59,11 @@ def test_a_rank_has_its_own_experts_and_their_axis(stage: int) -> None:
     assert axes == {"shard", "expert_shard"}
 
 
-def test_alone_on_their_axis_experts_send_nothing() -> None:
+def test_replicas_sum_experts_and_experts_alone_on_their_axis_send_nothing() -> None:
     made = plan(2, world=2)
     assert {call.axis for call in collectives(made)} == {"shard"}
     sent = {call.segment for call in collectives(made)}
     assert all(made.segments[number].axis == "shard" for number in sent if number >= 0)
-
-
-def test_replicas_sum_experts_too() -> None:
     made = plan(2, world=8, sharding={"replicate": 2})
     assert made.mesh == MeshShape(shard=4, replicate=2, expert=2)
     summed = [call for call in collectives(made) if call.axis == "replicate"]
@@ -84,28 +74,27 @@ def test_replicas_sum_experts_too() -> None:
 
 
 def test_nothing_changes_where_no_expert_axis_is() -> None:
-    without = plan(None)
-    one = plan(1)
-    assert (one.rows, one.segments, one.units, one.mesh) == (
-        without.rows,
-        without.segments,
-        without.units,
-        without.mesh,
-    )
+    without, one = plan(None), plan(1)
+    for part in ("rows", "segments", "units", "mesh"):
+        assert getattr(one, part) == getattr(without, part)
     data = without.to_json()
     assert "expert" not in data["mesh"] and "experts" not in data["policy"]
     assert "parallel" not in data["columns"][0] and "parts" not in data["row_fields"]
     assert plan(2).digest != without.digest
+    shape = MeshShape(2, expert=2)
+    assert decode(MeshShape, encode(shape)) == shape
+    assert decode(MeshShape, {"shard": 2, "replicate": 1, "pipeline": 1}) == MeshShape(2)
+    with pytest.raises(KeyError):
+        decode(MeshShape, {"shard": 2, "replicate": 1})
 
 
 def test_a_rank_pays_for_its_own_experts_only() -> None:
     without, spread = cost(plan(None, stage=0)), cost(plan(2, stage=0))
     experts = sum(row.numel for row in plan(None).rows if ".experts." in row.name)
     assert spread.parameters == without.parameters
+    assert "expert_shard" in {line.axis for line in spread.traffic}
     # bf16 storage, two extra bytes of master, two moments in fp32: 12 bytes for each that went elsewhere.
     assert without.rest.total - spread.rest.total == pytest.approx(12 * experts / 2, rel=0.05)
-    axes = {line.axis for line in spread.traffic}
-    assert "expert_shard" in axes
 
 
 def test_an_explanation_says_who_has_what() -> None:
@@ -114,75 +103,52 @@ def test_an_explanation_says_who_has_what() -> None:
     assert all(each.rank % 2 == (each.start >= found.numel // 2) for each in found.slices)
     ends = [0, *(each.stop for each in found.slices)]
     assert [each.start for each in found.slices] == ends[:-1] and ends[-1] == found.numel
-
-
-def test_globs_say_which() -> None:
+    # Globs say which.
     made = plan({"ranks": 2, "parameters": ["*.layers.1.*.gate_up*", "*.layers.1.*.down_proj"]})
     assert {row.name.split(".")[2] for row in made.rows if row.parts > 1} == {"1"}
 
 
 MORE = "model.layers.0.mlp.experts"
+STACK = stacked(1).parameters[-1]
+TIE = replace(STACK, names=(STACK.name, "model.layers.1.mlp.experts.down_proj"), owners=STACK.owners * 2)
+SCALED = stacked(1, parameter(f"{MORE}.scale", (2,)))
+REFUSED: list[tuple[Any, ModelSpec, str]] = [
+    (4, stacked(), "down_proj`: must have a first dimension of experts that 4 ranks divide evenly"),
+    (3, stacked(), "`experts.ranks`: must divide the 4 ranks of a shard group; got 3"),
+    (2, moe(), "experts.0.up_proj.weight`: must stack all experts of its layer"),
+    (2, SCALED, f"scale`: must have the 6 experts of `{MORE}.gate_up_proj` beside it"),
+    (2, ModelSpec("m", (*stacked(1).parameters[:-1], TIE)), "must not be tied"),
+    ({"parameters": ["*_proj"]}, stacked(), "gate_up_proj_bias`: must be named in `experts.parameters`"),
+    ({"parameters": ["*.mixture.*"]}, stacked(), "`experts.parameters`: must match a param"),
+]
 
 
-@pytest.mark.parametrize(
-    ("experts", "model", "world", "shown"),
-    [
-        (4, stacked(), 4, "down_proj`: must have a first dimension of experts that 4 ranks divide evenly"),
-        (3, stacked(), 4, "`experts.ranks`: must divide the 4 ranks of a shard group; got 3"),
-        (2, moe(), 4, "experts.0.up_proj.weight`: must stack all experts of its layer"),
-        (
-            2,
-            stacked(1, parameter(f"{MORE}.scale", (2,))),
-            4,
-            "scale`: must have the 6 experts of `model.layers.0.mlp.experts.gate_up_proj` beside it",
-        ),
-        (
-            {"ranks": 2, "parameters": ["*_proj"]},
-            stacked(),
-            4,
-            "gate_up_proj_bias`: must be named in `experts.parameters`",
-        ),
-        (
-            {"ranks": 2, "parameters": ["*.mixture.*"]},
-            stacked(),
-            4,
-            "`experts.parameters`: must match a param",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused_by_name(
-    experts: Any, model: ModelSpec, world: int, shown: str
-) -> None:
+@pytest.mark.parametrize(("experts", "model", "shown"), REFUSED, ids=[said[:20] for *_, said in REFUSED])
+def test_what_cannot_be_divided_is_refused_by_name(experts: Any, model: ModelSpec, shown: str) -> None:
     with pytest.raises((ConfigError, MeshError)) as caught:
-        plan(experts, model, world)
+        plan({"ranks": 2, **experts} if isinstance(experts, dict) else experts, model)
     assert shown in str(caught.value)
 
 
-def test_a_tied_stack_is_refused() -> None:
-    model = stacked(1)
-    names = (f"{MORE}.down_proj", "model.layers.1.mlp.experts.down_proj")
-    tie = [
-        p if p.name != names[0] else replace(p, names=names, owners=p.owners * 2) for p in model.parameters
-    ]
-    with pytest.raises(ConfigError, match="must not be tied"):
-        plan(2, replace(model, parameters=tuple(tie)))
-
-
-@pytest.mark.parametrize("key", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
-def test_division_before_the_reduction_is_refused_beside_experts(key: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ({"prescale_gradients": True}, "must be left out where gradients are divided"),
+        ({"gradient_predivide_factor": 2.0}, "must be left out where gradients are divided"),
+        ({"backend": "fsdp2"}, "must be 1 or left out on backend fsdp2"),
+    ],
+)
+def test_what_does_not_go_with_experts_is_refused(key: dict[str, Any], told: str) -> None:
     assert plan(None, **key).mesh.expert == 1
-    with pytest.raises(ConfigError, match=r"`experts.ranks`: must be left out where gradients are divided"):
+    with pytest.raises(ConfigError, match=rf"`experts.ranks`: {told}"):
         plan(2, **key)
 
 
 def test_muon_gets_whole_matrices_of_its_own_experts() -> None:
     made = plan(2, optimizer={"type": "Muon", "params": {}})
     row = made.row(f"{MORE}.down_proj")
-    assert row is not None and row.columns.options() == {
-        "placement": "matrices",
-        "optimizer": "Muon",
-        "parallel": "expert",
-    }
+    expected = {"placement": "matrices", "optimizer": "Muon", "parallel": "expert"}
+    assert row is not None and row.columns.options() == expected
     assert made.segments[row.segment].padded == 2 * 2 * 48 * 48
 
 

@@ -35,13 +35,9 @@ class Small(nn.Module):
 
 
 def state() -> dict[str, torch.Tensor]:
-    return {
-        "embed.weight": torch.randn(6, 4),
-        "inner.weight": torch.randn(4, 4),
-        "inner.bias": torch.randn(4),
-        "steps": torch.tensor([3, 4], dtype=torch.int32),
-        "mean": torch.randn(4),
-    }
+    shapes = {"embed.weight": (6, 4), "inner.weight": (4, 4), "inner.bias": (4,), "mean": (4,)}
+    steps = {"steps": torch.tensor([3, 4], dtype=torch.int32)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()} | steps
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -52,9 +48,8 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def open_(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> SafetensorsWeights:
     model = model or Small()
     spec = from_module(model)
-    return SafetensorsWeights.open(
-        folder, model, expected_tensors(spec.parameters, spec.buffers, model), strict
-    )
+    expected = expected_tensors(spec.parameters, spec.buffers, model)
+    return SafetensorsWeights.open(folder, model, expected, strict)
 
 
 def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None) -> str:
@@ -63,10 +58,8 @@ def refusal(folder: Path, strict: Strict = True, model: nn.Module | None = None)
     return str(caught.value)
 
 
-def whole(
-    files: SafetensorsWeights, name: str, numel: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    out = torch.empty(numel, dtype=dtype)
+def filled(files: SafetensorsWeights, name: str, numel: int, **like: torch.dtype) -> torch.Tensor:
+    out = torch.empty(numel, **like)
     files.fill(name, 0, out)
     return out
 
@@ -77,7 +70,7 @@ def test_what_fits_is_found_and_read(tmp_path: Path) -> None:
     assert set(files.match.filled) == set(tensors)
     assert files.match.missing == files.match.unexpected == []
     for name, tensor in tensors.items():
-        assert torch.equal(whole(files, name, tensor.numel(), tensor.dtype), tensor.view(-1))
+        assert torch.equal(filled(files, name, tensor.numel(), dtype=tensor.dtype), tensor.view(-1))
     part = torch.empty(7)
     files.fill("embed.weight", 9, part)
     assert torch.equal(part, tensors["embed.weight"].view(-1)[9:16])
@@ -92,12 +85,13 @@ def test_everything_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
     tensors["inner.bias"] = torch.zeros(4, dtype=torch.float64)
     tensors["steps"] = torch.zeros(2)
     text = refusal(write(tmp_path, tensors))
-    assert "weights of" in text and "5 problems" in text
-    assert "`embed.weight`: must have shape [6, 4]; got [5, 4] in the files" in text
-    assert "`inner.bias`: must be in a floating dtype of at most 32 bits" in text and "fp64" in text
-    assert "`steps`: must be int32 in the files; got fp32 of `steps`" in text
-    assert "got no `inner.weight`, `mean`" in text
-    assert "got `extra.a`, `extra.b`" in text
+    for said in (
+        *("weights of", "5 problems", "got no `inner.weight`, `mean`", "got `extra.a`, `extra.b`", "fp64"),
+        "`embed.weight`: must have shape [6, 4]; got [5, 4] in the files",
+        "`inner.bias`: must be in a floating dtype of at most 32 bits",
+        "`steps`: must be int32 in the files; got fp32 of `steps`",
+    ):
+        assert said in text
 
 
 @pytest.mark.parametrize(
@@ -114,9 +108,6 @@ def test_strictness_is_by_pattern(tmp_path: Path, strict: Strict, missing: bool,
         return
     text = refusal(folder, strict)
     assert ("inner.weight" in text) == missing and ("extra.a" in text) == extra
-
-
-def test_a_pattern_that_matches_no_name_is_an_error(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, state()), ["iner.weight"])
     assert "`strict`: must match a name in the model or in the files; got 'iner.weight'" in text
     assert "Did you mean `inner.weight`" in text
@@ -137,33 +128,31 @@ def test_tied_names(tmp_path: Path) -> None:
     """Under either name; under both if they agree; never two different ones."""
     tensors = state()
     values = tensors.pop("embed.weight")
-    files = open_(write(tmp_path, tensors | {"head.weight": values}))
-    assert torch.equal(whole(files, "embed.weight", 24), values.view(-1))
     both = tensors | {"embed.weight": values, "head.weight": values.clone()}
-    files = open_(write(tmp_path, both))
-    assert torch.equal(whole(files, "embed.weight", 24), values.view(-1))
+    for written in (tensors | {"head.weight": values}, both):
+        files = open_(write(tmp_path, written))
+        assert torch.equal(filled(files, "embed.weight", 24), values.view(-1))
     both["head.weight"][5, 3] += 1
     files = open_(write(tmp_path, both))
-    whole(files, "embed.weight", 23)  # the part that agrees
+    filled(files, "embed.weight", 23)  # the part that agrees
     with pytest.raises(ModelError, match=r"`embed\.weight`: must have the values of `head\.weight`"):
-        whole(files, "embed.weight", 24)
+        filled(files, "embed.weight", 24)
     open_(tmp_path, model=Small(tied=False))
 
 
-def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantized_tensors_and_buffers_that_would_be_rounded_are_refused_by_name(tmp_path: Path) -> None:
     tensors = state()
     tensors["inner.weight"] = tensors["inner.weight"].to(torch.float8_e4m3fn)
     files = open_(write(tmp_path, tensors))
     want = tensors["inner.weight"].float().view(-1)
-    assert torch.equal(whole(files, "inner.weight", 16), want)
+    assert torch.equal(filled(files, "inner.weight", 16), want)
     tensors["inner.weight_scale_inv"] = torch.ones(1, 1)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     text = refusal(write(tmp_path, tensors), strict=False)
     assert "fp8_e4m3 of `inner.weight`, scaled by `inner.weight_scale_inv`" in text
     assert "must be of a checkpoint that is not quantized; got 'fp8'" in text
-
-
-def test_a_buffer_is_never_rounded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").unlink()
+    # A buffer is never rounded.
     model = Small()
     model.mean = model.mean.bfloat16()
     text = refusal(write(tmp_path, state()), model=model)
@@ -181,8 +170,7 @@ def test_transposed_and_chunked_reads(
     monkeypatch.setattr(reader, "CHUNK", chunk)
     monkeypatch.setattr(reader, "SEEK", 16)
     tensor = torch.randn(5, 12, 7)
-    write(tmp_path, {"x": tensor})
-    (found,) = list_tensors(tmp_path)
+    (found,) = list_tensors(write(tmp_path, {"x": tensor}))
     layout = Layout.of(0, (5, 12, 7)).permute((0, 2, 1))
     flat = tensor.transpose(1, 2).reshape(-1).to(dtype)
     for start, stop in [(0, 420), (13, 14), (50, 333), (84, 168)]:
@@ -201,8 +189,7 @@ def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK", 256)
     tensor = torch.randn(1000)
-    write(tmp_path, {"x": tensor})
-    (found,) = list_tensors(tmp_path)
+    (found,) = list_tensors(write(tmp_path, {"x": tensor}))
     boxes = Layout.of(0, (1000,)).boxes()
     seen: list[int] = []
     read = SafetensorsReader(seen.append)
@@ -216,8 +203,7 @@ def test_a_plain_read_counts_what_it_reads_and_holds_no_more_than_a_chunk(
 
 
 def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
-    write(tmp_path, {"x": torch.randn(1000)})
-    (found,) = list_tensors(tmp_path)
+    (found,) = list_tensors(write(tmp_path, {"x": torch.randn(1000)}))
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     read = SafetensorsReader()

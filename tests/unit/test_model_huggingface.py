@@ -21,30 +21,18 @@ transformers = pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "dtype": "bfloat16",
-}
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "dtype": "bfloat16"}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SMALL |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SMALL | {"tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"]},
     "qwen3_moe": SMALL | EXPERTS | {"num_experts": 4},
     "gpt_oss": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "dtype": "float16"},
-    "deepseek_v3": SMALL
-    | EXPERTS
-    | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
-    | {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    | {"first_k_dense_replace": 1, "head_dim": 4},
+    "deepseek_v3": SMALL | EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2},
 }
+CONFIGS["deepseek_v3"] |= {"topk_group": 1, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8}
+CONFIGS["deepseek_v3"] |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, "head_dim": 4}
 
 
 def folder(path: Path, model_type: str, **changed: Any) -> Path:
@@ -77,9 +65,7 @@ LOADED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model_type", "changed"), LOADED)
-def test_the_spec_is_that_of_the_loaded_model(
-    tmp_path: Path, model_type: str, changed: dict[str, Any]
-) -> None:
+def test_the_spec_is_that_of_the_loaded_model(tmp_path: Path, model_type: str, changed: Any) -> None:
     folder(tmp_path, model_type, **changed)
     described = from_hf(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -90,8 +76,7 @@ def test_the_spec_is_that_of_the_loaded_model(
     for name, parameter in built.named_parameters():  # the loader of version 5 forgets what is not trained
         loaded.get_parameter(name).requires_grad = parameter.requires_grad
     expected = from_module(loaded)
-    assert described.parameters == expected.parameters
-    assert described.buffers == expected.buffers
+    assert (described.parameters, described.buffers) == (expected.parameters, expected.buffers)
     assert described.source == f"{tmp_path} ({type(loaded).__name__})"
     assert described.checkpoint == ()
     first = expected.parameters[0]
@@ -112,17 +97,11 @@ def test_a_version_that_does_not_tell_what_it_keeps_is_refused() -> None:
         keep_in_fp32(torch.nn.Linear(2, 2).bfloat16())
 
 
-def test_tied_embeddings_are_one_parameter(tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_parameter_also_where_the_tie_is_not_yet_made(tmp_path: Path) -> None:
     (embedding, *_) = from_hf(folder(tmp_path, "llama")).parameters
     assert embedding.names == ("model.embed_tokens.weight", "lm_head.weight")
-    apart = from_hf(folder(tmp_path, "llama", tie_word_embeddings=False))
-    assert (apart.parameters[0].names, apart.parameters[-1].names) == (
-        ("model.embed_tokens.weight",),
-        ("lm_head.weight",),
-    )
-
-
-def test_a_tie_not_yet_made_counts(tmp_path: Path) -> None:
+    apart = from_hf(folder(tmp_path, "llama", tie_word_embeddings=False)).parameters
+    assert [apart[place].names for place in (0, -1)] == [("model.embed_tokens.weight",), ("lm_head.weight",)]
     before = "transformers 4 and 5.0 tie as they build"
     initialization = pytest.importorskip("transformers.initialization", reason=before)
     if not hasattr(initialization, "no_tie_weights"):
@@ -137,16 +116,14 @@ def test_a_tie_not_yet_made_counts(tmp_path: Path) -> None:
 def test_the_dtype_is_the_configs_else_the_checkpoints_else_fp32(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    def norm() -> DType:
-        return dtypes(from_hf(tmp_path))["model.norm.weight"]
+    def norm(file: str = "") -> DType:
+        return dtypes(from_hf(tmp_path / file))["model.norm.weight"]
 
     folder(tmp_path, "llama", dtype=None)
     assert norm() is DType.FP32
-    save_file(
-        {"steps": torch.zeros(1, dtype=torch.int32), "w": torch.zeros(1).half()}, tmp_path / "a.safetensors"
-    )
-    assert norm() is DType.FP16
-    assert dtypes(from_hf(tmp_path / "config.json"))["model.norm.weight"] is DType.FP32
+    stored = {"steps": torch.zeros(1, dtype=torch.int32), "w": torch.zeros(1).half()}
+    save_file(stored, tmp_path / "a.safetensors")
+    assert norm() is DType.FP16 and norm("config.json") is DType.FP32
     folder(tmp_path, "llama", dtype="bfloat16")
     assert norm() is DType.BF16
     config = json.loads((tmp_path / "config.json").read_text())
@@ -159,33 +136,33 @@ def test_the_class_is_the_named_one_else_causal_else_base(tmp_path: Path) -> Non
     def built(model_type: str, **changed: Any) -> str:
         return from_hf(folder(tmp_path, model_type, **changed)).source.partition("(")[2].rstrip(")")
 
-    assert (
-        built("llama", architectures=["LlamaForSequenceClassification"]) == "LlamaForSequenceClassification"
-    )
-    assert built("llama", architectures=None) == "LlamaForCausalLM"
-    assert built("llama", architectures=["OfTheirOwn"]) == "LlamaForCausalLM"
-    assert built("llama", architectures=["GPT2LMHeadModel"]) == "LlamaForCausalLM"
+    named = "LlamaForSequenceClassification"
+    assert built("llama", architectures=[named]) == named
+    for other in (None, ["OfTheirOwn"], ["GPT2LMHeadModel"]):
+        assert built("llama", architectures=other) == "LlamaForCausalLM"
     assert built("vit", architectures=None) == "ViTModel"
 
 
-def test_an_attention_kernel_that_is_not_here_does_not_matter(tmp_path: Path) -> None:
+def test_an_attention_kernel_and_a_quantization_that_are_not_here_do_not_matter(tmp_path: Path) -> None:
     plain = from_hf(folder(tmp_path, "llama"))
     assert from_hf(folder(tmp_path, "llama", attn_implementation="flash_attention_2")) == plain
-
-
-def test_a_quantized_checkpoint_is_described_unquantized(tmp_path: Path) -> None:
-    plain = from_hf(folder(tmp_path, "llama"))
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     assert from_hf(folder(tmp_path, "llama", quantization_config=fp8)) == plain
 
 
-def test_a_config_that_is_not_json(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
+def test_a_config_that_is_not_json_and_a_broken_checkpoint_beside_one(tmp_path: Path) -> None:
+    path = folder(tmp_path, "llama") / "config.json"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors`: must open with a header length" in refusal(tmp_path)
+    assert from_hf(path).checkpoint == ()
     path.write_text('{\n  "model_type": llama\n}')
     assert "config.json`: must be JSON; got Expecting value at line 2, column 17." in refusal(tmp_path)
     path.write_text("[]")
     assert "must be a JSON object; got list" in refusal(path)
     assert "No such file" in refusal(tmp_path / "other.json")
+
+
+AUTO = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
 
 
 @pytest.mark.parametrize(
@@ -198,15 +175,13 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_type_that_is_missing_or_unknown(tmp_path: Path, model_type: Any, said: str) -> None:
-    auto = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
-    text = refusal(folder(tmp_path, model_type, **auto))
+    text = refusal(folder(tmp_path, model_type, **AUTO))
     assert "`model_type` must be one that the installed `transformers` knows" in text and said in text
 
 
 def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
-    auto = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n")
-    assert from_hf(folder(tmp_path, "llama", **auto)).parameters
+    assert from_hf(folder(tmp_path, "llama", **AUTO)).parameters
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import tempfile
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,59 +16,59 @@ from zerodrift.kernels import build, native
 from zerodrift.kernels.probe import Contraction
 
 
+@pytest.fixture(autouse=True)
+def _notices(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, logger="zerodrift"):
+        yield
+
+
 @pytest.fixture
-def compiler(tmp_path: Path) -> str:
-    """One that writes the library that there is; `numerics/test_fused.py` has a true one compile."""
-    built = native.library()
-    if built is None:
+def built() -> Path:
+    """The library that there is."""
+    found = native.library()
+    if found is None:
         pytest.skip("no compiled kernels on this machine")
-    path = tmp_path / "compiler" / "c++"
-    path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\nsleep 0.2\nfor last; do :; done\ncp "{built.path}" "$last"\n')
+    return found.path
+
+
+def script(path: Path, lines: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{lines}\n")
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, built: Path) -> str:
+    """One that writes the library that there is; `numerics/test_fused.py` has a true one compile."""
+    lines = f'sleep 0.2\nfor last; do :; done\ncp "{built}" "$last"'
+    return script(tmp_path / "compiler" / "c++", lines)
 
 
 def test_several_builders_make_one_library(
     tmp_path: Path, compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """File locks belong to open files, so threads stand in for ranks."""
-    found: list[native.Library | None] = []
     folder = tmp_path / "cache"
     folder.mkdir()
-    threads = [
-        threading.Thread(target=lambda: found.append(native.obtain(folder, compiler))) for _ in range(3)
-    ]
-    with caplog.at_level(logging.WARNING, logger="zerodrift"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(library is not None for library in found) and len(found) == 3
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: native.obtain(folder, compiler), range(3)))
+    assert None not in found and len(found) == 3
     assert [record.getMessage().count("compiling") for record in caplog.records] == [1]
     kernels = [f"kernels-{native.key()}.{suffix}" for suffix in ("sha256", "so")]
     assert sorted(path.name for path in folder.iterdir()) == [*kernels, "lock"]
-
-
-def test_a_cached_library_needs_no_compiler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    built = native.library()
-    if built is None:
-        pytest.skip("no compiled kernels on this machine")
-    for file in built.path.parent.glob(f"{built.path.stem}.*"):
-        shutil.copy(file, tmp_path)
-    with caplog.at_level(logging.WARNING, logger="zerodrift"):
-        assert native.obtain(tmp_path, None) is not None
-    assert not caplog.records
+    caplog.clear()
+    assert native.obtain(folder, None) is not None and not caplog.records, "no compiler is needed again"
 
 
 @pytest.mark.parametrize("damage", ["half", "a bit", "longer", "empty", "nothing", "no checksum", "a folder"])
 def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, compiler: str) -> None:
     """And is not loaded before: one that is cut short ends the process, a bit computes something else."""
-    built = native.obtain(tmp_path, compiler)
-    assert built is not None
-    whole, path = built.path.read_bytes(), tmp_path / "other" / built.path.name
+    made = native.obtain(tmp_path, compiler)
+    assert made is not None
+    whole, path = made.path.read_bytes(), tmp_path / "other" / made.path.name
     path.parent.mkdir()
-    shutil.copy(built.path.with_suffix(".sha256"), path.parent)
+    shutil.copy(made.path.with_suffix(".sha256"), path.parent)
     middle = len(whole) // 2
     contents = {
         "half": whole[:middle],
@@ -96,46 +96,36 @@ def test_no_room_and_no_folder_are_one_notice(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     for folder in (None, tmp_path / "not there"):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="zerodrift"):
-            assert native.obtain(folder, "c++") is None
+        assert native.obtain(folder, "c++") is None
         assert len(caplog.records) == 1 and "plain PyTorch" in caplog.records[0].getMessage()
 
 
-def test_without_a_compiler_there_is_one_notice_and_no_library(
+def test_without_a_compiler_that_works_there_is_one_notice_and_no_library(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="zerodrift"):
-        assert native.obtain(tmp_path, None) is None
+    assert native.obtain(tmp_path, None) is None
     assert [record.getMessage() for record in caplog.records] == [
         "zerodrift: no C++ compiler found (c++, g++, clang++, or CXX); "
         "updates run in plain PyTorch, with the same bits, several times slower"
     ]
-
-
-def test_a_compiler_that_fails_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    broken = tmp_path / "broken-c++"
-    broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
-    broken.chmod(0o755)
-    with caplog.at_level(logging.WARNING, logger="zerodrift"):
-        assert native.obtain(tmp_path, str(broken)) is None
+    broken = script(tmp_path / "broken-c++", "echo it is broken >&2\nexit 1")
+    assert native.obtain(tmp_path, broken) is None
     assert "could not compile the CPU kernels (it is broken)" in caplog.records[-1].getMessage()
     assert not list(tmp_path.glob("*.so")) and not list(tmp_path.glob("build-*"))
 
 
-def test_a_name_covers_what_a_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_covers_what_a_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = native.key()
     assert native.key() == first
-    monkeypatch.setattr(native, "processor", lambda: "another processor")
-    assert native.key() != first
-    monkeypatch.undo()
-    monkeypatch.setattr(native.torch, "__version__", "0.0")
-    assert native.key() != first
-
-
-def test_a_name_covers_every_source_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "processor", lambda: "another processor")
+        assert native.key() != first
+    with monkeypatch.context() as patched:
+        patched.setattr(native.torch, "__version__", "0.0")
+        assert native.key() != first
     folder = shutil.copytree(build.SOURCE.parent, tmp_path / "kernels")
     monkeypatch.setattr(build, "SOURCE", folder / build.SOURCE.name)
-    before = native.key()
+    before = first
     included = re.findall(r'#include "(.+)"', build.SOURCE.read_text())
     assert included
     for name in (build.SOURCE.name, *included):
@@ -167,33 +157,23 @@ def test_a_carried_library_is_the_best_that_suits(
     damaged: str,
     loaded: str | None,
     tmp_path: Path,
+    built: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    built = native.library()
-    if built is None:
-        pytest.skip("no compiled kernels on this machine")
-    variants = [
-        build.Variant("high", (), EVERY, ONCE),
-        build.Variant("low", (), frozenset("ab"), ONCE),
-        build.Variant("plain", (), frozenset("a"), TWICE),
-    ]
+    needs = {"high": (EVERY, ONCE), "low": (frozenset("ab"), ONCE), "plain": (frozenset("a"), TWICE)}
+    variants = [build.Variant(name, (), *of) for name, of in needs.items()]
     for variant in variants:
         path = tmp_path / variant.file
-        shutil.copy(built.path, path)
+        shutil.copy(built, path)
         build.checksum_file(path).write_text("" if variant.name == damaged else build.checksum(path))
     monkeypatch.setattr(native, "_features", lambda: features)
     monkeypatch.setattr(native, "contraction", lambda: Contraction(*[contracts] * 3))
-    with caplog.at_level(logging.WARNING, logger="zerodrift"):
-        found = native.carried(tmp_path, variants)
+    found = native.carried(tmp_path, variants)
     assert (found and found.origin) == (loaded and f"carried by the wheel for {loaded}")
-    assert [f"{damaged}.so is damaged" in record.getMessage() for record in caplog.records] == [True] * bool(
-        damaged
-    )
-
-
-def test_a_checkout_carries_none(tmp_path: Path) -> None:
-    assert native.carried(tmp_path / "not there") is None
+    said = [f"{damaged}.so is damaged" in record.getMessage() for record in caplog.records]
+    assert said == [True] * bool(damaged)
+    assert native.carried(tmp_path / "not there") is None, "a checkout carries none"
 
 
 def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +189,8 @@ def test_the_cache_follows_the_convention(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_compiler_named_by_the_user_is_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("")
-    os.chmod(mine, 0o755)
-    monkeypatch.setenv("CXX", str(mine))
-    assert build.find_compiler() == str(mine)
+    mine = script(tmp_path / "mine", "")
+    monkeypatch.setenv("CXX", mine)
+    assert build.find_compiler() == mine
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.find_compiler() is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models import moe
+from tests.unit.models import at, moe
 from zerodrift.api import make_plan
 from zerodrift.comm.collectives import HALVING
 from zerodrift.comm.fold import Sum, additions, carries, fold, halving_exchanges, leftovers
@@ -36,31 +36,23 @@ def level_by_level(leaves: list[Any]) -> Any:
     return leaves[0]
 
 
-def test_additions_are_the_tree() -> None:
+class _Name(str):
+    """A sum that remembers how it was added up."""
+
+    def __add__(self, other: str) -> _Name:
+        return _Name(f"({self} {other})")
+
+
+def tree_text(numbers: Iterable[int]) -> Any:
+    return level_by_level([_Name(number) for number in numbers])
+
+
+def test_additions_are_the_tree_and_what_waits_is_counted() -> None:
     for count in range(1, 70):
         names = {number: str(number) for number in range(count)}
         for left, right in additions(count):
             names[left] = f"({names[left]} {names.pop(right)})"
         assert names == {0: tree_text(range(count))}
-
-
-def tree_text(numbers: Iterable[int]) -> str:
-    text: str = level_by_level([_Name(str(number)) for number in numbers]).text
-    return text
-
-
-class _Name:
-    """A sum that remembers how it was added up."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __add__(self, other: _Name) -> _Name:
-        return _Name(f"({self.text} {other.text})")
-
-
-def test_what_waits_is_counted() -> None:
-    for count in range(1, 70):
         waiting: set[int] = set()
         most = 0
         for number in range(count):
@@ -81,19 +73,18 @@ def test_fold_adds_by_the_tree(count: int) -> None:
     expected = level_by_level(list(parts))
     exact = sum((Fraction(float(part[0])) for part in parts), start=Fraction(0))
     assert abs(float(exact - Fraction(float(expected[0])))) <= 1e-5 * float(sum(abs(p[0]) for p in parts))
-    how = Sum(torch.float32, order="tree")
     for place in range(-1, count):
         given = [part.clone() for part in parts]
         out = given[place] if place >= 0 else torch.empty(97)
-        fold(out, given, how)
-        assert torch.equal(out, expected), f"into part {place}"
-    held = torch.ones(97)
-    fold(held, parts, Sum(torch.float32, add=True, order="tree"))
-    assert torch.equal(held, 1.0 + expected)
+        assert torch.equal(folded(given, out), expected), f"into part {place}"
+    assert torch.equal(folded(parts, torch.ones(97), add=True), 1.0 + expected)
     narrow = [part.bfloat16() for part in parts]
-    out = torch.empty(97)
-    fold(out, narrow, how)
-    assert torch.equal(out, level_by_level([part.float() for part in narrow]))
+    assert torch.equal(folded(narrow, torch.empty(97)), level_by_level([part.float() for part in narrow]))
+
+
+def folded(parts: list[torch.Tensor], out: torch.Tensor, **how: Any) -> torch.Tensor:
+    fold(out, parts, Sum(torch.float32, **{"order": "tree", **how}))
+    return out
 
 
 def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,25 +104,16 @@ def by_halves(of_ranks: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("count", [1, 7, 256])
 def test_halving_adds_by_the_tree(ranks: int, count: int) -> None:
-    generator = torch.Generator().manual_seed(ranks + count)
-    full = [
-        torch.ldexp(
-            torch.randn(ranks * count, generator=generator),
-            torch.randint(-6, 7, (ranks * count,), generator=generator),
-        )
-        for _ in range(ranks)
-    ]
-    before = [part.clone() for part in full]
+    seeded, numel = torch.Generator().manual_seed(ranks + count), ranks * count
+    scales = torch.randint(-6, 7, (ranks, numel), generator=seeded)
+    full = list(torch.ldexp(torch.randn(ranks, numel, generator=seeded), scales))
+    before = torch.stack(full)
     found = torch.cat(by_halves(full))
     assert torch.equal(found, level_by_level(full))
-    assert all(torch.equal(one, other) for one, other in zip(full, before, strict=True)), "only read"
-    if ranks * count > 100:
-        in_turn = torch.empty(ranks * count)
-        fold(in_turn, full, Sum(torch.float32))
-        assert ranks == 2 or not torch.equal(found, in_turn)
-    folded = torch.empty(ranks * count)
-    fold(folded, full, Sum(torch.float32, order="tree"))
-    assert torch.equal(found, folded)
+    assert torch.equal(torch.stack(full), before), "only read"
+    if numel > 100 and ranks > 2:
+        assert not torch.equal(found, folded(full, torch.empty(numel), order="rank"))
+    assert torch.equal(found, folded(full, torch.empty(numel)))
 
 
 @pytest.mark.parametrize("when", WHENS)
@@ -143,7 +125,7 @@ def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
         total = micro_batches * mesh.data
         assert sorted(itertools.chain(*dealt)) == list(range(total))
         assert all(list(numbers) == sorted(numbers) for numbers in dealt)
-        names = [[_Name(str(number)) for number in numbers] for numbers in dealt]
+        names = [[_Name(number) for number in numbers] for numbers in dealt]
         of_replicas = []
         for replica in range(replicate):
             ranks = names[replica * shard : (replica + 1) * shard]
@@ -152,24 +134,17 @@ def test_the_dealing_makes_the_tree_or_says_no(when: When) -> None:
             else:
                 sums = [level_by_level(numbers) for numbers in ranks]
             of_replicas.append(level_by_level(sums))
-        same = level_by_level(of_replicas).text == tree_text(range(total))
+        same = level_by_level(of_replicas) == tree_text(range(total))
         assert same is order.is_tree(when, micro_batches, shard, replicate), (micro_batches, shard, replicate)
 
 
 def plan(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> Plan:
-    config = {
-        "precision": {"mode": "bf16", **precision},
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": rest.pop("stage", 1)},
-        **rest,
-    }
-    return make_plan(config, moe(layers=4), world_size=ranks)
-
-
-KNOWN = [18089622622667645874, 8384462955522581546, 7127797555942930033]
+    config = at(rest.pop("stage", 1), **precision) | {"gradient_accumulation_steps": accumulation, **rest}
+    return make_plan(config, moe(layers=4), ranks)
 
 
 TREE = {"reduce": {"order": "tree"}}
+ZBV = {"stages": 2, "schedule": "zbv"}
 
 
 def refused(ranks: int, accumulation: int, precision: dict[str, Any], **rest: Any) -> str:
@@ -180,20 +155,18 @@ def refused(ranks: int, accumulation: int, precision: dict[str, Any], **rest: An
 
 def test_numbers_of_ranks_that_make_no_tree_are_refused_with_those_that_do() -> None:
     told = refused(2, 3, TREE)
-    assert "precision.reduce.order" in told
-    assert "3 micro-batches on each of 2 ranks" in told
-    assert "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all" in told
+    for said in (
+        *("precision.reduce.order", "3 micro-batches on each of 2 ranks"),
+        "Use 1, 3 or 6 ranks for these 6 micro-batches; or set `reduce.when: every` for all",
+    ):
+        assert said in told
     for ranks in (1, 3, 6):
         plan(ranks, 6 // ranks, TREE)
     told = refused(3, 2, TREE, stage=3)
-    assert "Use 1, 2 or 6 ranks" in told
-    assert "when: last` for all" in told
+    assert "Use 1, 2 or 6 ranks" in told and "when: last` for all" in told
     plan(2, 3, TREE, stage=3)
-    told = refused(4, 3, TREE, sharding={"replicate": 2}, stage=3)
-    assert "power of two" in told
-
-
-def test_two_times_of_reduction_are_refused_where_no_dealing_serves_both() -> None:
+    assert "power of two" in refused(4, 3, TREE, sharding={"replicate": 2}, stage=3)
+    # Two times of reduction, where no dealing serves both.
     rules = {"rules": [{"match": "*norm*", "reduce": {"when": "every"}}], **TREE}
     assert "two `reduce.when`" in refused(2, 2, rules)
     plan(2, 1, rules)
@@ -208,18 +181,10 @@ def test_two_times_of_reduction_are_refused_where_no_dealing_serves_both() -> No
         (TREE, {"prescale_gradients": True}, "before the reduction"),
         (TREE, {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (TREE, {"backend": "fsdp2"}, "backend fsdp2"),
-        (TREE, {"pipeline": {"stages": 2, "schedule": "zbv", "weight_grads": "queue"}}, "from a queue"),
-        (
-            TREE,
-            {"pipeline": {"stages": 2, "schedule": "zbv"}, "sharding": {"keep_gathered": "micro-batch"}},
-            "from a queue",
-        ),
+        (TREE, {"pipeline": {**ZBV, "weight_grads": "queue"}}, "from a queue"),
+        (TREE, {"pipeline": ZBV, "sharding": {"keep_gathered": "micro-batch"}}, "from a queue"),
         (TREE, {"experts": {"ranks": 2}}, "expert parallelism"),
-        (
-            {"rules": [{"match": "*norm*", "reduce": {"order": "tree"}}]},
-            {},
-            "precision.rules[0].reduce.order",
-        ),
+        ({"rules": [{"match": "*norm*", **TREE}]}, {}, "precision.rules[0].reduce.order"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -227,36 +192,20 @@ def test_what_cannot_be_had_with_the_tree_is_refused_by_name(
     precision: dict[str, Any], rest: dict[str, Any], word: str
 ) -> None:
     told = refused(4, 4, precision, **rest)
-    assert word in told
-    assert "reduce.order" in told
+    assert word in told and "reduce.order" in told
 
 
 def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
-    config = {
-        "precision": {"mode": "bf16", **TREE},
-        "gradient_accumulation_steps": 2,
-        "pipeline": {"stages": 2},
-    }
-    with pytest.raises(ConfigError) as caught:
-        make_plan(config, moe(tie=True), world_size=2)
-    told = str(caught.value)
-    assert "model.embed_tokens.weight tied to lm_head.weight" in told and "reduce.order" in told
-    make_plan(config, moe(), world_size=2)
-    together = {"stages": 2, "schedule": "zbv"}
-    make_plan({**config, "pipeline": together}, moe(layers=4, tie=True), world_size=2)
-    make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), world_size=2)
+    config = at(0, **TREE) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+    told = r"(?s)reduce\.order.*model\.embed_tokens\.weight tied to lm_head\.weight"
+    with pytest.raises(ConfigError, match=told):
+        make_plan(config, moe(tie=True), 2)
     embedding, *others = moe(tie=True).parameters
     frozen = ModelSpec("frozen", (replace(embedding, trained=False), *others))
-    make_plan(config, frozen, world_size=2)
-
-
-def test_a_safe_module_travels_unrounded() -> None:
-    """Autocast's own default would round a rank's sum before it is added to others'."""
-    made = plan(2, 2, {"mode": "autocast-bf16", **TREE})
-    for row in made.rows:
-        update = row.columns.update
-        assert update is not None
-        assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
+    for model in (moe(), frozen):
+        make_plan(config, model, 2)
+    make_plan({**config, "pipeline": ZBV}, moe(layers=4, tie=True), 2)
+    make_plan({**config, "pipeline": {"stages": 1}}, moe(tie=True), 2)
 
 
 def test_the_order_is_a_decision_and_the_default_leaves_no_trace() -> None:
@@ -266,36 +215,34 @@ def test_the_order_is_a_decision_and_the_default_leaves_no_trace() -> None:
     assert tree.digest != usual.digest
     assert Plan.from_json(tree.to_json()) == tree
     assert any(item.key == "order of sums" for item in tree.policy.decisions)
+    # A safe module travels unrounded: autocast's default would round a sum before it is added to others'.
+    for row in plan(2, 2, {"mode": "autocast-bf16", **TREE}).rows:
+        update = row.columns.update
+        assert update is not None
+        assert update.reduce.wire is update.reduce.sum is update.accumulate.dtype
 
 
 def test_the_plan_says_who_takes_what() -> None:
     def told(ranks: int, **rest: Any) -> str:
         return dict(facts(plan(ranks, 4, TREE, **rest)))["order"]
 
-    assert told(4) == (
-        "one tree over 16 micro-batches: rank 0 takes 0 to 3, rank 1 takes 4 to 7, rank 3 takes 12 to 15; "
-        "2 accumulators"
-    )
+    ranks = "rank 0 takes 0 to 3, rank 1 takes 4 to 7, rank 3 takes 12 to 15"
+    assert told(4) == f"one tree over 16 micro-batches: {ranks}; 2 accumulators"
     assert "rank 1 takes 1, 3, ..., 7;" in told(2, stage=3)
     assert told(1) == "one tree over 4 micro-batches: rank 0 takes 0 to 3; 2 accumulators"
-    cut = told(4, pipeline={"stages": 2})
-    assert cut == (
-        "one tree over 8 micro-batches: data rank 0 takes 0 to 3, data rank 1 takes 4 to 7; 3 accumulators"
-    )
-    assert "4 accumulators" in told(2, pipeline={"stages": 2, "schedule": "zbv"})
+    ranks = "data rank 0 takes 0 to 3, data rank 1 takes 4 to 7"
+    assert told(4, pipeline={"stages": 2}) == f"one tree over 8 micro-batches: {ranks}; 3 accumulators"
+    assert "4 accumulators" in told(2, pipeline=ZBV)
 
 
-def test_the_bill_has_the_accumulators() -> None:
-    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first."""
+def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
+    """Of 8 micro-batches three wait at most: whole ones where each rank sums its own first. A half comes and
+    one goes, of the two largest segments, with no sum of a slice beside them."""
     usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
     sums = sum(segment.padded * 4 for segment in tree.segments)
     more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
     assert 2 * sums < more < 3 * sums
     assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
-
-
-def test_the_bill_has_what_arrives_by_halves() -> None:
-    """A half that comes and one that goes, of the two largest segments, and no sum of a slice beside them."""
     assert max(HALVING.values()) == cost_module.HALVING
     for ranks, share in ((2, 1.0), (4, 1.25), (8, 1.0), (16, 1.0)):
         made = plan(ranks, 1, TREE)
@@ -320,11 +267,9 @@ def test_the_bill_has_every_micro_batch_that_a_pipeline_has_begun() -> None:
 
 def test_seeds_never_change() -> None:
     """Known answers: a resumed run depends on them."""
-    assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == KNOWN
+    known = [18089622622667645874, 8384462955522581546, 7127797555942930033]
+    assert [seed_of(0, 0, 0), seed_of(1, 2, 3), seed_of(3, 2, 1)] == known
     assert len({seed_of(*numbers) for numbers in itertools.product(range(8), repeat=3)}) == 512
-
-
-# --- left to the carrier ----------------------------------------------------------------------------------
 
 
 def test_native_is_an_order_that_the_plan_says() -> None:

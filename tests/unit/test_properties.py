@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.models import EMBEDDING, LINEAR, NORM
-from zerodrift import Plan, ZerodriftError, build, cost, load, mesh_for, resolve
+from zerodrift import Plan, ZerodriftError, cost, make_plan
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
 from zerodrift.plan.check import find_violations
@@ -19,104 +19,84 @@ from zerodrift.plan.schedule import collectives
 
 pytestmark = pytest.mark.long
 
-DTYPE = st.sampled_from(["fp32", "bf16", "fp16", "float32", "bfloat16", "half"])
-FLAG = st.sampled_from([True, False, "auto"])
+
+def one_of(*values: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+def some(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A block in which any keys are left out."""
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+DTYPE = one_of("fp32", "bf16", "fp16", "float32", "bfloat16", "half")
+MODE = one_of("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
+FLAG = one_of(True, False, "auto")
 NAMES = ["layers.0.attn.q.weight", "layers.1.attn.q.weight", "layers.1.mlp.gate.weight", "embed.weight"]
-PATTERN = st.sampled_from(["*", "*.gate.*", "layers.*", "embed.weight", "layers.1.*", "*.weight", "none"])
 COLUMN = {
-    "storage": DTYPE,
-    "gather": DTYPE,
-    "compute": DTYPE,
-    "grad": DTYPE,
-    "accumulate": DTYPE,
-    "master": st.sampled_from(["fp32", "split", "same"]),
-    "state": st.sampled_from(["fp32", "bf16", "bf16-stochastic", "8bit"]),
-    "export": DTYPE,
-    "reduce": DTYPE
-    | st.fixed_dictionaries(
-        {}, optional={"wire": DTYPE, "sum": DTYPE, "when": st.sampled_from(["last", "every"])}
-    ),
+    **dict.fromkeys(("storage", "gather", "compute", "grad", "accumulate", "export"), DTYPE),
+    "master": one_of("fp32", "split", "same"),
+    "state": one_of("fp32", "bf16", "bf16-stochastic", "8bit"),
+    "reduce": DTYPE | some(wire=DTYPE, sum=DTYPE, when=one_of("last", "every")),
 }
 RULE = st.fixed_dictionaries(
-    {"match": PATTERN},
+    {"match": one_of("*", "*.gate.*", "layers.*", "embed.weight", "layers.1.*", "*.weight", "none")},
     optional={
         **COLUMN,
-        "class": st.sampled_from(["torch.nn.Linear", "models.RMSNorm"]),
+        "class": one_of("torch.nn.Linear", "models.RMSNorm"),
         "pin": st.just("fp32"),
-        "output": st.sampled_from(["keep", "input"]),
-        "placement": st.sampled_from(["sliced", "matrices", "whole"]),
-        "optimizer": st.sampled_from(["Muon", "AdamW"]),
+        "output": one_of("keep", "input"),
+        "placement": one_of("sliced", "matrices", "whole"),
+        "optimizer": one_of("Muon", "AdamW"),
     },
 )
-PRECISION = st.fixed_dictionaries(
-    {},
-    optional={
+OPTIMIZER = st.fixed_dictionaries(
+    {"type": one_of("AdamW", "SGD", "Lion", "Nope")},
+    optional={"params": st.just({"betas": [0.9, 0.95]}) | st.just({"lr": "auto"})},
+)
+CONFIG = some(
+    precision=some(
         **COLUMN,
-        "mode": st.sampled_from(["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]),
-        "buffers": DTYPE | st.just("keep"),
-        "allow_narrow": st.booleans(),
-        "rules": st.lists(RULE, max_size=3),
-    },
-)
-CONFIG = st.fixed_dictionaries(
-    {},
-    optional={
-        "precision": PRECISION,
-        "bf16": st.fixed_dictionaries(
-            {}, optional={"enabled": FLAG, "bf16_master_weights_and_grads": st.booleans()}
-        ),
-        "fp16": st.fixed_dictionaries(
-            {},
-            optional={
-                "enabled": FLAG,
-                "loss_scale": st.sampled_from([0, 1, 1024.0]),
-                "hysteresis": st.integers(1, 4),
-            },
-        ),
-        "torch_autocast": st.fixed_dictionaries({}, optional={"enabled": st.booleans(), "dtype": DTYPE}),
-        "gradient_accumulation_dtype": DTYPE,
-        "data_types": st.fixed_dictionaries({}, optional={"grad_accum_dtype": DTYPE, "param_dtype": DTYPE}),
-        "communication_data_type": DTYPE,
-        "zero_optimization": st.fixed_dictionaries(
-            {},
-            optional={
-                "stage": st.integers(0, 3),
-                "fp32_pinned_parameters": st.lists(st.sampled_from(["gate", "embed", "nope"]), max_size=2),
-                "mics_shard_size": st.sampled_from([-1, 1, 2]),
-            },
-        ),
-        "sharding": st.fixed_dictionaries(
-            {},
-            optional={
-                "replicate": st.integers(1, 3),
-                "keep_gathered": st.sampled_from(["never", "micro-batch", "step"]),
-                "units": st.lists(st.sampled_from(["layers.*", "layers.*.mlp", "zzz"]), max_size=2),
-            },
-        ),
-        "pipeline": st.fixed_dictionaries({"stages": st.integers(1, 3)}),
-        "backend": st.sampled_from(["native", "fsdp2"]),
-        "gradient_clipping": st.sampled_from([0, 1.0, "auto"]),
-        "train_batch_size": st.integers(1, 16),
-        "train_micro_batch_size_per_gpu": st.integers(1, 4),
-        "gradient_accumulation_steps": st.integers(1, 4),
-        "optimizer": st.fixed_dictionaries(
-            {"type": st.sampled_from(["AdamW", "SGD", "Lion", "Nope"])},
-            optional={"params": st.just({"betas": [0.9, 0.95]}) | st.just({"lr": "auto"})},
-        ),
-    },
+        mode=MODE | st.just("auto"),
+        buffers=DTYPE | st.just("keep"),
+        allow_narrow=st.booleans(),
+        rules=st.lists(RULE, max_size=3),
+    ),
+    bf16=some(enabled=FLAG, bf16_master_weights_and_grads=st.booleans()),
+    fp16=some(enabled=FLAG, loss_scale=one_of(0, 1, 1024.0), hysteresis=st.integers(1, 4)),
+    torch_autocast=some(enabled=st.booleans(), dtype=DTYPE),
+    gradient_accumulation_dtype=DTYPE,
+    data_types=some(grad_accum_dtype=DTYPE, param_dtype=DTYPE),
+    communication_data_type=DTYPE,
+    zero_optimization=some(
+        stage=st.integers(0, 3),
+        fp32_pinned_parameters=st.lists(one_of("gate", "embed", "nope"), max_size=2),
+        mics_shard_size=one_of(-1, 1, 2),
+    ),
+    sharding=some(
+        replicate=st.integers(1, 3),
+        keep_gathered=one_of("never", "micro-batch", "step"),
+        units=st.lists(one_of("layers.*", "layers.*.mlp", "zzz"), max_size=2),
+    ),
+    pipeline=st.fixed_dictionaries({"stages": st.integers(1, 3)}),
+    backend=one_of("native", "fsdp2"),
+    gradient_clipping=one_of(0, 1.0, "auto"),
+    train_batch_size=st.integers(1, 16),
+    train_micro_batch_size_per_gpu=st.integers(1, 4),
+    gradient_accumulation_steps=st.integers(1, 4),
+    optimizer=OPTIMIZER,
 )
 SHAPE = st.lists(st.integers(0, 40), max_size=3).map(tuple)
-SOURCE = st.sampled_from([DType.FP32, DType.BF16, DType.FP16, DType.FP64, DType.FP8_E4M3])
+SOURCE = one_of(DType.FP32, DType.BF16, DType.FP16, DType.FP64, DType.FP8_E4M3)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     parameters = []
-    extra = draw(
-        st.lists(st.from_regex(r"[a-c](\.[0-3])?(\.[d-f]){1,2}", fullmatch=True), unique=True, max_size=6)
-    )
+    names = st.from_regex(r"[a-c](\.[0-3])?(\.[d-f]){1,2}", fullmatch=True)
+    extra = draw(st.lists(names, unique=True, max_size=6))
     for name in [*NAMES, *(e for e in extra if e not in NAMES)]:
-        klass = draw(st.sampled_from([LINEAR, NORM, EMBEDDING, ""]))
+        klass = draw(one_of(LINEAR, NORM, EMBEDDING, ""))
         names = (name, f"tied.{name}") if draw(st.booleans()) and name in NAMES else (name,)
         owners = tuple(OwningModule(n.rpartition(".")[0], klass) for n in names)
         trained = draw(st.booleans())
@@ -129,9 +109,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 def attempt(written: dict[str, Any], model: ModelSpec, world: int) -> Plan | str:
     try:
-        config = load(written)
-        mesh = mesh_for(config, world)
-        return build(resolve(config, mesh), model, mesh)
+        return make_plan(written, model, world)
     except ZerodriftError as error:
         assert str(error)
         return str(error)
@@ -163,16 +141,10 @@ def a_plan_or_one_of_our_own_errors(written: dict[str, Any], model: ModelSpec, w
             assert call.segment == -1 or call.numel >= 0
 
 
+PINS = st.lists(st.just({"match": "*.gate.*", "pin": "fp32"}), max_size=1)
 SIMPLE = st.fixed_dictionaries(
     {
-        "precision": st.fixed_dictionaries(
-            {"mode": st.sampled_from(["fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"])},
-            optional={
-                "rules": st.lists(
-                    st.fixed_dictionaries({"match": st.just("*.gate.*"), "pin": st.just("fp32")}), max_size=1
-                )
-            },
-        ),
+        "precision": st.fixed_dictionaries({"mode": MODE}, optional={"rules": PINS}),
         "zero_optimization": st.fixed_dictionaries({"stage": st.integers(0, 3)}),
     }
 )

@@ -19,8 +19,12 @@ PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_fresh(name: str) -> None:
-    assert PAGES[name]() in (DOCS / name).read_text(), "run `make docs`"
+def test_a_page_is_fresh_and_its_tables_are_whole(name: str) -> None:
+    text = (DOCS / name).read_text()
+    assert PAGES[name]() in text, "run `make docs`"
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|") and line.count("|") == 4, line
 
 
 def test_the_config_page_shows_every_key_once() -> None:
@@ -34,13 +38,6 @@ def test_the_config_page_shows_every_key_once() -> None:
         and ("." in key.path or not fields.block_of(key.kind))
     ]
     assert sorted(shown) == sorted(keys)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_tables_are_whole(name: str) -> None:
-    for line in (DOCS / name).read_text().splitlines():
-        if line.startswith("|"):
-            assert line.endswith("|") and line.count("|") == 4, line
 
 
 def test_the_yaml_on_the_page_loads(tmp_path: Path) -> None:
@@ -73,11 +70,10 @@ def test_the_words_for_a_type(kind: Any, words: str) -> None:
     assert fields.admits(kind) == words
 
 
-def test_a_type_without_words_is_a_mistake_of_ours() -> None:
+@pytest.mark.parametrize("kind", [bytes, tuple[bytes, ...]])
+def test_a_type_without_words_is_a_mistake_of_ours(kind: Any) -> None:
     with pytest.raises(AssertionError, match="no words"):
-        fields.admits(bytes)
-    with pytest.raises(AssertionError, match="no words"):
-        fields.admits(tuple[bytes, ...])
+        fields.admits(kind)
 
 
 def test_paths_lead_to_types() -> None:

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import parameter
-from tests.unit.test_plan import at, moe, plan
-from zerodrift.config.load import load
+from tests.unit.models import moe, parameter, plan
+from tests.unit.test_plan import at
+from zerodrift.api import make_plan
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.build import build
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.cost import cost, stage_cost
 from zerodrift.plan.stages import (
@@ -34,11 +33,10 @@ from zerodrift.plan.stages import (
     rank_of,
 )
 from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action
+from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
 from zerodrift.policy.nouns import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
-from zerodrift.policy.resolve import resolve
 from zerodrift.report.stages import facts, legend, order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
@@ -52,8 +50,7 @@ def tied(layers: int = 4, names: tuple[str, ...] = ("embed.weight", "head.weight
         for name, shape in (("mlp.up", (8, 8)), ("norm", (8,)))
     ]
     first = parameter(names[0], (32, 8))
-    owners = tuple(first.owners[0] for _ in names)
-    shared = ParameterSpec(names, first.shape, first.dtype, owners)
+    shared = replace(first, names=names, owners=first.owners * len(names))
     return ModelSpec("tied", (shared, *blocks, parameter("norm.weight", (8,))))
 
 
@@ -66,11 +63,9 @@ def cut(schedule: str, model: ModelSpec | None = None, stages: int = 2, **block:
 
 
 def test_pieces_go_round_the_ranks_or_forth_and_back() -> None:
-    mesh = MeshShape(pipeline=3)
-    round_ = Pipelining("interleaved", 2, "layers", "queue")
-    back = Pipelining("zbv", 2, "layers", "queue")
-    assert [rank_of(round_, mesh, piece) for piece in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [rank_of(back, mesh, piece) for piece in range(6)] == [0, 1, 2, 2, 1, 0]
+    for schedule, ranks in (("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])):
+        pipelining = Pipelining(schedule, 2, "layers", "queue")
+        assert [rank_of(pipelining, MeshShape(pipeline=3), piece) for piece in range(6)] == ranks
 
 
 def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
@@ -79,6 +74,8 @@ def test_blocks_are_dealt_evenly_by_count_or_by_cost() -> None:
     # The head, tied to an embedding of 32 x 8, costs as much as four blocks.
     by_cost = cut("1f1b", tied(8), split="cost")
     assert [unit.stage for unit in by_cost.units if unit.name] == [0] * 6 + [1] * 2
+    said = dict(facts(by_layers, None))["imbalance"]
+    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said
 
 
 @pytest.mark.parametrize(
@@ -149,45 +146,34 @@ def test_the_bill_is_that_of_the_dearest_stage() -> None:
     assert {line.axis for line in bills[0].traffic} == {"shard", "ends", "pipeline"}
 
 
-def test_what_a_token_costs_between_ranks() -> None:
+KLASS = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "count"),
+    [("1f1b", 4, 3), ("interleaved", 2, 3), ("zbv", 2, 2), ("dualpipev", 4, 6)],
+)
+def test_what_a_token_costs_between_ranks(schedule: str, stages: int, count: int) -> None:
     """Known of models of `transformers`, by their embedding; of others it is said that it is not known."""
-    model = tied(8, ("model.embed_tokens.weight", "lm_head.weight"))
-    ours = tuple(
-        replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in model.parameters[1:]
-    )
-    library = replace(model, parameters=(model.parameters[0], *ours))
-    for schedule, stages, count in (
-        ("1f1b", 4, 3),
-        ("interleaved", 2, 3),
-        ("zbv", 2, 2),
-        ("dualpipev", 4, 6),
-    ):
-        made = cut(schedule, library, stages) if stages == 2 else cut(schedule, _more(library), stages)
-        assert (crossings(made), activation_width(made)) == (count, 8)
-        said = dict(facts(made, None))["travels"]
-        assert (
-            said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
-        )
-    assert activation_width(cut("1f1b", model)) is None
+    model = tied(4 * stages, ("model.embed_tokens.weight", "lm_head.weight"))
+    embedding, *others = model.parameters
+    owned = [replace(each, owners=(OwningModule(each.owners[0].path, KLASS),)) for each in others]
+    made = cut(schedule, replace(model, parameters=(embedding, *owned)), stages)
+    assert (crossings(made), activation_width(made)) == (count, 8)
+    said = dict(facts(made, None))["travels"]
+    assert said.startswith(f"16 B per token over each of {count} boundaries") and "8 values in bf16" in said
+    assert activation_width(cut(schedule, model, stages)) is None
     said = dict(facts(cut("1f1b", tied(8)), None))["travels"]
     assert said.startswith("over 1 boundary between ranks") and "not known before it runs" in said
 
 
-KLASS = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
-
-
-def _more(model: ModelSpec) -> ModelSpec:
-    """The same with as many blocks as four ranks with two pieces each need."""
-    extra = tuple(
-        replace(each, names=(each.name.replace("layers.", "layers.1"),))
-        for each in model.parameters
-        if each.name.startswith("layers.")
-    )
-    place = len(model.parameters) - 1
-    return replace(model, parameters=(*model.parameters[:place], *extra, model.parameters[place]))
-
-
 # --- time -------------------------------------------------------------------------------------------
+
+
+def steps(made: Plan) -> Timeline:
+    found = timeline(made)
+    assert found is not None
+    return found
 
 
 def mixture(dense: tuple[int, ...] = ()) -> ModelSpec:
@@ -214,35 +200,34 @@ def test_pairs_go_on_in_turns_where_both_pieces_exchange(
 ) -> None:
     block = {"stages": 2, "schedule": "dualpipev", "micro_batches": 6}
     written = at(2, **{"pipeline": block, "experts": {"ranks": 2}, **more})
-    made = plan(written, mixture(dense), world=4)
-    steps = timeline(made)
-    assert steps is not None
+    made = steps(plan(written, mixture(dense), world=4))
     found = {
         (action.piece, after.piece)
-        for rank in steps.ranks
+        for rank in made.ranks
         for action, after in itertools.pairwise(rank)
-        if action in steps.paired and (action.kind, after.kind) == ("F", "B")
+        if action in made.paired and (action.kind, after.kind) == ("F", "B")
     }
     assert found == pieces
-    assert len(steps.paired) == sum(line.count("+") for _, line in order(steps))
-    assert ("+" in legend(steps)) == bool(pieces)
+    assert len(made.paired) == sum(line.count("+") for _, line in order(made))
+    assert ("+" in legend(made)) == bool(pieces)
+
+
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    stuck = Timeline(((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))))
+    with pytest.raises(AssertionError, match="every rank waits"):
+        stuck.starts  # noqa: B018
 
 
 def test_known_bubbles() -> None:
     """(p - 1) / (m + p - 1) where a backward takes twice a forward; less where weights fill the gaps."""
     for stages, count in ((2, 4), (4, 8)):
-        found = {
-            schedule: timeline(cut(schedule, tied(8 * stages), stages, micro_batches=count))
-            for schedule in SCHEDULES
-        }
-        bubbles = {schedule: made.bubble for schedule, made in found.items() if made is not None}
+        found = {each: steps(cut(each, tied(8 * stages), stages, micro_batches=count)) for each in SCHEDULES}
+        bubbles = {schedule: made.bubble for schedule, made in found.items()}
         expected = (stages - 1) / (count + stages - 1)
         assert bubbles["gpipe"] == pytest.approx(expected) and bubbles["1f1b"] == pytest.approx(expected)
         assert bubbles["zbv"] < bubbles["interleaved"] < bubbles["1f1b"]
-        one = found["1f1b"]
-        assert one is not None and one.most_alive == tuple(range(stages, 0, -1))
+        assert found["1f1b"].most_alive == tuple(range(stages, 0, -1))
         for made in found.values():
-            assert made is not None
             for rank, begun in zip(made.ranks, made.starts, strict=True):
                 assert list(begun) == sorted(begun)
                 assert len(set(rank)) == len(rank)
@@ -252,12 +237,9 @@ def test_micro_batches_end_in_their_order_and_few_have_begun() -> None:
     """What the bill of sums by the tree counts: of a piece, and of the root that both ends of a V use."""
     for schedule, stages, count in itertools.product(SCHEDULES, (2, 4), (8, 16)):
         made = cut(schedule, tied(8 * stages), stages, micro_batches=count)
-        order = timeline(made)
-        assert order is not None
-        shared = [pieces_of(made, 0)] if schedule in V_SHAPED else []
         used = [(rank, {piece}) for rank in range(stages) for piece in pieces_of(made, rank)]
-        used += [(0, set(pieces)) for pieces in shared]
-        most = max(most_begun(order.ranks[rank], pieces) for rank, pieces in used)
+        used += [(0, set(pieces_of(made, 0)))] if schedule in V_SHAPED else []
+        most = max(most_begun(steps(made).ranks[rank], pieces) for rank, pieces in used)
         assert most == pipelining.most_unfinished(made.policy.pipeline, stages, count)
 
 
@@ -280,66 +262,57 @@ def most_begun(actions: Sequence[Action], pieces: set[int]) -> int:
 # --- the block --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block", "rest", "told"),
-    [
-        ({"schedule": "1f1b", "micro_batches": 1}, {}, r"`pipeline\.micro_batches`: must be at least 2 with"),
-        (
-            {"schedule": "dualpipev", "micro_batches": 3},
-            {},
-            r"`pipeline\.micro_batches`: must be at least 4 with",
-        ),
-        (
-            {"schedule": "interleaved", "micro_batches": 5},
-            {},
-            r"must be a multiple of its rounds .* 2, .* Use 4 or 6",
-        ),
-        ({"schedule": "zbv", "chunks": 3}, {}, r"`pipeline\.chunks`: must be 2 with schedule zbv; got 3"),
-        ({"schedule": "gpipe", "chunks": 2}, {}, r"`pipeline\.chunks`: must be 1 with schedule gpipe; got 2"),
-        ({"weight_grads": "queue"}, {}, r"`pipeline\.weight_grads`: must be left out with schedule gpipe"),
-        (
-            {"schedule": "zbv", "weight_grads": "autograd"},
-            {"keep_gathered": "micro-batch"},
-            r"must be `queue` with",
-        ),
-        ({"schedule": "zbv"}, {"keep_gathered": "never"}, r"`sharding\.keep_gathered`: must be `step` or"),
-        (
-            {"micro_batches": 3},
-            {"steps": 4},
-            r"must agree with `gradient_accumulation_steps`, which says 4; got 3",
-        ),
-        ({"schedule": "gpipe", "micro_batches": 3}, {"steps": 3}, ""),
-        ({"schedule": "zbv", "weight_grads": "autograd"}, {}, ""),
-        ({"schedule": "interleaved", "chunks": 3, "micro_batches": 6}, {}, ""),
-        ({"schedule": "zbv"}, {"keep_gathered": "micro-batch"}, ""),
-    ],
-)
-def test_the_block_is_checked_before_anything_starts(
-    block: dict[str, Any], rest: dict[str, Any], told: str
-) -> None:
-    written: dict[str, Any] = {"zero_optimization": {"stage": 3}, "pipeline": {"stages": 2, **block}}
-    if "steps" in rest:
-        written["gradient_accumulation_steps"] = rest["steps"]
-    if "keep_gathered" in rest:
-        written["sharding"] = {"keep_gathered": rest["keep_gathered"]}
-    mesh = MeshShape(shard=2, pipeline=2)
+MICRO = "`pipeline.micro_batches`: must be"
+BLOCKS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"schedule": "1f1b", "micro_batches": 1}, {}, f"{MICRO} at least 2 with"),
+    ({"schedule": "dualpipev", "micro_batches": 3}, {}, f"{MICRO} at least 4 with"),
+    ({"schedule": "interleaved", "micro_batches": 5}, {}, f"{MICRO} a multiple .* 2, .* Use 4 or 6"),
+    ({"schedule": "zbv", "chunks": 3}, {}, "`pipeline.chunks`: must be 2 with schedule zbv; got 3"),
+    ({"schedule": "gpipe", "chunks": 2}, {}, "`pipeline.chunks`: must be 1 with schedule gpipe; got 2"),
+    ({"weight_grads": "queue"}, {}, "`pipeline.weight_grads`: must be left out with schedule gpipe"),
+    (
+        {"schedule": "zbv", "weight_grads": "autograd"},
+        {"sharding": {"keep_gathered": "micro-batch"}},
+        "must be `queue` with",
+    ),
+    (
+        {"schedule": "zbv"},
+        {"sharding": {"keep_gathered": "never"}},
+        "`sharding.keep_gathered`: must be `step`",
+    ),
+    (
+        {"micro_batches": 3},
+        {"gradient_accumulation_steps": 4},
+        "must agree with `gradient_accumulation_steps`, which says 4; got 3",
+    ),
+    ({"schedule": "gpipe", "micro_batches": 3}, {"gradient_accumulation_steps": 3}, ""),
+    ({"schedule": "zbv", "weight_grads": "autograd"}, {}, ""),
+    ({"schedule": "interleaved", "chunks": 3, "micro_batches": 6}, {}, ""),
+    ({"schedule": "zbv"}, {"sharding": {"keep_gathered": "micro-batch"}}, ""),
+]
+
+
+@pytest.mark.parametrize(("block", "rest", "told"), BLOCKS)
+def test_the_block_is_checked(block: dict[str, Any], rest: dict[str, Any], told: str) -> None:
+    written = {"zero_optimization": {"stage": 3}, "pipeline": {"stages": 2, **block}, **rest}
     if not told:
-        assert build(resolve(load(written), mesh), tied(8), mesh).policy.pipeline is not None
+        assert make_plan(written, tied(8), 4).policy.pipeline is not None
         return
     with pytest.raises(ConfigError, match=told):
-        resolve(load(written), mesh)
+        make_plan(written, tied(8), 4)
 
 
 def test_a_config_without_a_pipeline_keeps_its_digest_and_says_nothing_of_one() -> None:
     one = plan({"pipeline": {"stages": 1, "schedule": "zbv"}}, moe(layers=2))
     assert one.policy.pipeline is None and "pipeline" not in one.to_json()["policy"]
     assert [segment for segment in one.to_json()["segments"] if len(segment) > 5] == []
+    assert part(one, 0) is one
 
 
 def test_of_experts_those_count_that_a_token_uses() -> None:
     """Stacked or in a list; said by the module, by its router, or by the config of the model."""
 
-    def mixture(experts: nn.Module, **said: int) -> nn.Module:
+    def block_of(experts: nn.Module, **said: int) -> nn.Module:
         block = nn.Module()
         block.gate, block.experts = nn.Linear(4, 8), experts
         for key, value in said.items():
@@ -349,17 +322,12 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
     stacked = nn.Module()
     stacked.up = nn.Parameter(torch.zeros(8, 6, 4))
     listed = nn.ModuleList(nn.Linear(4, 6) for _ in range(8))
-    routed = mixture(stacked)
+    routed = block_of(stacked)
     routed.gate.top_k = 2
-    for made in (mixture(stacked, top_k=2), mixture(listed, num_experts_per_tok=2), routed):
+    for made in (block_of(stacked, top_k=2), block_of(listed, num_experts_per_tok=2), routed):
         used = {each.name: each.used for each in describe(made).parameters}
         assert used.pop("gate.weight") == used.pop("gate.bias") == (1, 1)
         assert set(used.values()) == {(2, 8)}
         costs = [products(each) for each in describe(made).parameters if "experts" in each.name]
         assert sum(costs) == 2 * 6 * 4
-    assert {each.used for each in describe(mixture(stacked)).parameters} == {(1, 1)}, "nobody says"
-
-
-def test_the_imbalance_of_pieces_stands_beside_the_bubble() -> None:
-    said = dict(facts(cut("1f1b", tied(8)), None))["imbalance"]
-    assert said.startswith("piece 1 takes 1.") and "times the mean of all pieces" in said
+    assert {each.used for each in describe(block_of(stacked)).parameters} == {(1, 1)}, "nobody says"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.data_files import ROWS, TALK, TEXTS, data, jsonl, made, parts_of, stream
 from zerodrift import files
+from zerodrift.errors import ConfigError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import prepare as pack
@@ -142,6 +143,12 @@ def test_token_maps_are_used_as_they_lie(tmp_path: Path, kind: str) -> None:
     assert stream(parts.train).tolist() == flat[:48].tolist()
     assert stream(parts.validation).tolist() == flat[48:64].tolist()
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_text_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("")
+    with pytest.raises(ConfigError, match="must fill at least one block"):
+        made(tmp_path, data(tmp_path / "short.txt"))
 
 
 def test_without_locks_several_make_the_same_blocks_and_one_is_kept(
