@@ -34,13 +34,13 @@ from result import Result, flags
 from zerodrift.api import make_plan
 from zerodrift.errors import ZerodriftError
 from zerodrift.inspect.audit.advice import Candidate, PinSearch
-from zerodrift.inspect.audit.audit import REPLAYED, audit
+from zerodrift.inspect.audit.entry import REPLAYED, audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
 from zerodrift.inspect.audit.results import Point
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.inspect.audit.signals import drift
 from zerodrift.inspect.audit.variants import for_micro_batches, isolated_policy, without_update
-from zerodrift.model.empty import empty
+from zerodrift.model.empty_model import empty
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import Mode
 

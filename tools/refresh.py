@@ -32,6 +32,7 @@ from typing import Any
 import zerodrift
 from zerodrift.cli import app
 from zerodrift.config.reference import render_config, render_page
+from zerodrift.faces import homes_of
 from zerodrift.policy.support import states, table
 from zerodrift.report.support import support_markdown
 
@@ -160,15 +161,15 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Checkpoints and weights",
         "",
-        ("checkpoint.checkpoints", "weights.export", "weights.load"),
+        ("checkpoint.checkpoints", "weights.exporter", "weights.load"),
     ),
     (
         "Planning",
         "",
-        ("config.load", "policy.resolve", "model.sources", "plan.build", "plan.cost", "plan.table"),
+        ("config.loader", "policy.resolver", "model.sources", "plan.builder", "plan.bill", "plan.table"),
     ),
     ("Observing", "", ("inspect.check.observation",)),
-    ("What precision costs", "", ("inspect.audit.audit", "inspect.audit.text")),
+    ("What precision costs", "", ("inspect.audit.entry", "inspect.audit.text")),
     ("What a plan is made of", "", ("mesh", "model.spec", "policy.nouns")),
     ("Configs", CONFIG_INTRO, ("config.schema",)),
     ("Errors", "", ("errors",)),
@@ -197,7 +198,10 @@ MADE_BY_USERS = ("Checkpoints", "MeshShape", "Parts")
 
 def render_api() -> str:
     """`docs/api.md`."""
-    homes = zerodrift._HOMES
+    homes = {
+        name: home.removeprefix("zerodrift.")
+        for name, home in homes_of(Path(zerodrift.__file__).read_bytes()).items()
+    }
     assert set(homes.values()) == {home for _, _, files in API_SECTIONS for home in files}
     parts = [API_INTRO]
     for title, text, files in API_SECTIONS:

@@ -1,14 +1,11 @@
 """zerodrift: sharded mixed-precision training in which every dtype is decided in one readable table.
 
-Names are loaded on first use, so that `import zerodrift` is fast and needs no torch. Type checkers read the
-imports below, and Python reads `_NAMES`. A test compares the two.
+Names are loaded on first use, so that `import zerodrift` is fast and needs no torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from zerodrift.faces import face
 from zerodrift.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from zerodrift.api import make_plan as make_plan
     from zerodrift.checkpoint.checkpoints import Checkpoints as Checkpoints
     from zerodrift.checkpoint.checkpoints import Loaded as Loaded
-    from zerodrift.config.load import load as load
+    from zerodrift.config.loader import load as load
     from zerodrift.config.schema import Bf16 as Bf16
     from zerodrift.config.schema import Config as Config
     from zerodrift.config.schema import DataTypes as DataTypes
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     from zerodrift.errors import RankError as RankError
     from zerodrift.errors import UnsupportedError as UnsupportedError
     from zerodrift.errors import ZerodriftError as ZerodriftError
-    from zerodrift.inspect.audit.audit import audit as audit
+    from zerodrift.inspect.audit.entry import audit as audit
     from zerodrift.inspect.audit.text import Audit as Audit
     from zerodrift.inspect.check.observation import Observation as Observation
     from zerodrift.inspect.check.observation import observe as observe
@@ -56,60 +53,14 @@ if TYPE_CHECKING:
     from zerodrift.model.sources import describe as describe
     from zerodrift.model.spec import ModelSpec as ModelSpec
     from zerodrift.pipeline.cut import Parts as Parts
-    from zerodrift.plan.build import build as build
-    from zerodrift.plan.cost import Cost as Cost
-    from zerodrift.plan.cost import cost as cost
+    from zerodrift.plan.builder import build as build
+    from zerodrift.plan.bill import Cost as Cost
+    from zerodrift.plan.bill import cost as cost
     from zerodrift.plan.table import Plan as Plan
     from zerodrift.policy.nouns import Policy as Policy
-    from zerodrift.policy.resolve import mesh_for as mesh_for
-    from zerodrift.policy.resolve import resolve as resolve
-    from zerodrift.weights.export import Exported as Exported
+    from zerodrift.policy.resolver import mesh_for as mesh_for
+    from zerodrift.policy.resolver import resolve as resolve
+    from zerodrift.weights.exporter import Exported as Exported
     from zerodrift.weights.load import LoadedWeights as LoadedWeights
 
-_NAMES = {
-    "api": "empty export initialize load_weights make_plan",
-    "inspect.check.observation": "Observation observe",
-    "config.load": "load",
-    "config.schema": (
-        "Bf16 Config DataTypes Experts Fp16 OffloadOptimizer Optimizer Pipeline Precision Reduce Rule "
-        "Scheduler Sharding TorchAutocast ZeroOptimization"
-    ),
-    "engine.executor": "BatchResult",
-    "engine.engine": "Engine",
-    "engine.values": "ParameterHandle",
-    "engine.progress": "StepResult",
-    "errors": (
-        "CheckpointError ConfigError MeshError ModelError NonFiniteError PrecisionError RankError "
-        "UnsupportedError ZerodriftError"
-    ),
-    "checkpoint.checkpoints": "Checkpoints Loaded",
-    "weights.export": "Exported",
-    "weights.load": "LoadedWeights",
-    "mesh": "MeshShape",
-    "model.sources": "describe",
-    "model.spec": "ModelSpec",
-    "inspect.audit.audit": "audit",
-    "inspect.audit.text": "Audit",
-    "pipeline.cut": "Parts",
-    "plan.build": "build",
-    "plan.cost": "Cost cost",
-    "plan.table": "Plan",
-    "policy.nouns": "Policy",
-    "policy.resolve": "mesh_for resolve",
-}
-"""Module -> its public names."""
-
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted(_HOMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'zerodrift' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"zerodrift.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = face(__name__)

@@ -12,28 +12,22 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zerodrift import versions
-from zerodrift.config.load import ConfigSource, load
+from zerodrift.config import ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.model.dtensors import ranks as ranks_of
-from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.build import build
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Policy
-from zerodrift.policy.numbers import AutoValues
-from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.model import ModelSpec, describe
+from zerodrift.model import ranks as ranks_of
+from zerodrift.plan import Plan, build
+from zerodrift.policy import AutoValues, Policy, mesh_for, resolve
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zerodrift.comm.mesh import Mesh
-    from zerodrift.engine.engine import Engine
-    from zerodrift.engine.place import ValueSources
-    from zerodrift.pipeline.cut import Parts
-    from zerodrift.weights.export import Exported
-    from zerodrift.weights.load import LoadedWeights
+    from zerodrift.comm import Mesh
+    from zerodrift.engine import Engine, ValueSources
+    from zerodrift.pipeline import Parts
+    from zerodrift.weights import Exported, LoadedWeights
 
 
 def make_plan(
@@ -64,7 +58,7 @@ def empty(policy: Policy | None = None) -> AbstractContextManager[None]:
     of ranks. With a `policy` whose masters are fp32, narrower floating parameters are declared in fp32, so
     that initial values are drawn in fp32 and rounded once.
     """
-    from zerodrift.model.empty import empty as build
+    from zerodrift.model import empty as build
 
     same = policy is not None and ("master", "same") in [demand[:2] for demand in policy.demands]
     return build(DType.FP32.torch if policy is not None and not same else None)
@@ -78,7 +72,7 @@ def load_weights(
     Every rank calls it and reads its own slices. Names that do not match are an error unless `strict` is
     False or has a glob for them.
     """
-    from zerodrift.weights.load import load_weights as replace
+    from zerodrift.weights import load_weights as replace
 
     return replace(engine, path, strict, quiet=quiet)
 
@@ -97,7 +91,7 @@ def export(
     such as `"bf16"`, replaces it for every parameter that is not pinned. Files hold at most `max_shard_size`
     each, and None makes one file of the whole model. `overwrite` replaces the folder of another model.
     """
-    from zerodrift.weights.export import export as write
+    from zerodrift.weights import export as write
 
     return write(engine, folder, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
 
@@ -133,10 +127,9 @@ def initialize(
     it, preferably inside `empty()`. A causal language model of `transformers` can be cut as it is; any other
     module with a list of layers needs `parts`. `engine.train_batch` trains with a pipeline and without one.
     """
-    from zerodrift.comm.collectives import Collectives
-    from zerodrift.comm.mesh import start
-    from zerodrift.optim.elementwise import declare
-    from zerodrift.weights.load import InitialValues
+    from zerodrift.comm import Collectives, start
+    from zerodrift.optim import declare
+    from zerodrift.weights import InitialValues
 
     loaded = load(config, overrides)
     if optimizer is not None:
@@ -193,18 +186,18 @@ def _engine(
     parts: Parts | None,
 ) -> Engine:
     """Build the engine for the backend of a plan."""
-    from zerodrift.engine.engine import Engine
+    from zerodrift.engine import Engine
 
     if plan.policy.pipeline is not None:
-        from zerodrift.pipeline.make import pipeline_engine
+        from zerodrift.pipeline import pipeline_engine
 
         return pipeline_engine(plan, model, mesh, sources, parts, schedule)
     if plan.policy.backend == "fsdp2":
-        from zerodrift.backends.fsdp2 import FullyShardExecutor
+        from zerodrift.backends import FullyShardExecutor
 
         execute: Any = FullyShardExecutor
     else:
-        from zerodrift.engine.native import NativeExecutor
+        from zerodrift.engine import NativeExecutor
 
         execute = NativeExecutor
     loss_of = None if parts is None else parts.whole
@@ -212,13 +205,12 @@ def _engine(
 
 
 def _print_plan(plan: Plan) -> None:
-    from zerodrift.plan.cost import cost
-    from zerodrift.report.rows import group_rows
-    from zerodrift.report.terminal import plan_text
+    from zerodrift.plan import cost
+    from zerodrift.report import group_rows, plan_text
 
     order = None
     if plan.policy.pipeline is not None:
-        from zerodrift.pipeline.schedules import timeline
+        from zerodrift.pipeline import timeline
 
         order = timeline(plan)
     print(plan_text(plan, cost(plan), group_rows(plan), order, color=sys.stdout.isatty()))

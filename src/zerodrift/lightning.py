@@ -25,9 +25,9 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from zerodrift.api import initialize
-from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.config.load import ConfigSource, load
-from zerodrift.engine.engine import Engine
+from zerodrift.checkpoint import Checkpoints
+from zerodrift.config import ConfigSource, load
+from zerodrift.engine import Engine
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError
 
 NAME = "zerodrift"

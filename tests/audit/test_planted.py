@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.audit.planted import HEALTHY, MODES, PLANTED, Batches, Planted
 from zerodrift.api import make_plan
-from zerodrift.inspect.audit.audit import audit
+from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.text import Audit
 
 ALWAYS = frozenset((

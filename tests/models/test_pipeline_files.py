@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")
 import zerodrift as zd
 from tests.models.architectures import deep, labelled, rules, since
 from tests.numerics.test_pipelines import COUNT, LAYERS, data, pipeline
-from zerodrift.weights import export as exporting
+from zerodrift.weights import exporter as exporting
 from zerodrift.weights.reader import SafetensorsReader
 from zerodrift.weights.writer import SafetensorsWriter
 

@@ -30,15 +30,15 @@ from tests.models.architectures import (
     tokens,
 )
 from tests.ranks.ways import WAYS
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.pipeline.cut import CAUSAL, OLDER, TESTED_SINCE, Causal, prune
-from zerodrift.plan.build import build
+from zerodrift.plan.builder import build
 from zerodrift.plan.stages import activation_dtype, activation_width, names_of
-from zerodrift.policy.resolve import resolve
+from zerodrift.policy.resolver import resolve
 from zerodrift.versions import numbers
 
 COUNT = 4

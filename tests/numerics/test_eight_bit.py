@@ -13,7 +13,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import UnsupportedError
 from zerodrift.optim.blockwise import Code, encode
-from zerodrift.plan.cost import cost
+from zerodrift.plan.bill import cost
 
 STAGES = (0, 1, 2, 3)
 

@@ -29,7 +29,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.inspect.check import compare
 from zerodrift.inspect.trace.libraries.engine import observe
-from zerodrift.plan.cost import cost
+from zerodrift.plan.bill import cost
 from zerodrift.plan.schedule import collectives
 
 MICRO = 2

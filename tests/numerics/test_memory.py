@@ -25,8 +25,8 @@ from tests.ranks.harness import on_ranks
 from zerodrift.comm import collectives, pairs
 from zerodrift.engine.engine import Engine
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.plan import cost as cost_module
-from zerodrift.plan.cost import cost, stage_cost
+from zerodrift.plan import bill as cost_module
+from zerodrift.plan.bill import cost, stage_cost
 
 CLOSE = 1 << 18
 """Bytes that the plan may be off: one part in fifty."""

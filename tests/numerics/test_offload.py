@@ -131,7 +131,7 @@ def test_offload_changes_no_bit(stage: int, rest: dict[str, Any], own: bool) -> 
     require_alike(plain, run(stage, "cpu", rest, own))
     for way in WAYS.values():
         told = functools.partial(make_updater, transfers=way())
-        with mock.patch("zerodrift.engine.native.make_updater", told):
+        with mock.patch("zerodrift.engine.native_executor.make_updater", told):
             require_alike(plain, run(stage, "cpu", rest, own))
 
 

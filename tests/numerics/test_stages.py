@@ -17,7 +17,8 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, require_alike, same, train
 from tests.ranks.harness import on_ranks
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.plan import build, layout
+from zerodrift.plan import builder as build
+from zerodrift.plan import layout
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16")
 STAGES = (0, 1, 2, 3)

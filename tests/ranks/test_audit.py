@@ -9,7 +9,7 @@ import zerodrift
 from tests.numerics.networks import GPT, WIDTH, Dense, batch
 from tests.ranks.harness import run_ranks
 from zerodrift.comm.mesh import started
-from zerodrift.inspect.audit.audit import audit
+from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.text import Audit
 
 

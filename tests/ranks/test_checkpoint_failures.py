@@ -27,7 +27,7 @@ from zerodrift.checkpoint.folder import CheckpointFolder
 from zerodrift.checkpoint.lock import Lock
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.native import NativeExecutor
+from zerodrift.engine.native_executor import NativeExecutor
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError
 
 pytestmark = pytest.mark.fresh_ranks

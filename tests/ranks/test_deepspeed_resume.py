@@ -15,7 +15,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.saved_by_deepspeed import BETAS, EPS, LR, STEPS, Case, Truth, groups, model, save
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
-from zerodrift.weights.convert import ConvertOptions, convert
+from zerodrift.weights.converter import ConvertOptions, convert
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is not installed"

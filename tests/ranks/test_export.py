@@ -20,7 +20,7 @@ from zerodrift.checkpoint.atomic import new_folder
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import CheckpointError, RankError
 from zerodrift.model.safetensors import list_tensors
-from zerodrift.weights import export as exporting
+from zerodrift.weights import exporter as exporting
 from zerodrift.weights.writer import SafetensorsWriter
 
 ROUTERS = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}

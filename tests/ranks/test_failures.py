@@ -20,7 +20,7 @@ from zerodrift.api import make_plan
 from zerodrift.comm import watch
 from zerodrift.comm.mesh import start
 from zerodrift.engine.engine import Engine
-from zerodrift.engine.native import NativeExecutor
+from zerodrift.engine.native_executor import NativeExecutor
 from zerodrift.errors import RankError
 
 pytestmark = pytest.mark.fresh_ranks

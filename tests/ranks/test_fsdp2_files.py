@@ -16,7 +16,7 @@ from tests.numerics.runs import config, make, train
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import empty
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.weights.export import export
+from zerodrift.weights.exporter import export
 from zerodrift.weights.load import load_weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}

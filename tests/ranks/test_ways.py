@@ -75,7 +75,7 @@ def test_an_engine_updates_in_the_way_that_was_agreed(rest: dict[str, Any]) -> l
         calls.append(arguments)
         reference_update(*arguments)
 
-    with mock.patch("zerodrift.engine.native.choose_update_function", lambda plan, comm: way):
+    with mock.patch("zerodrift.engine.native_executor.choose_update_function", lambda plan, comm: way):
         engine = make(config(3, "bf16", **rest))
     with mock.patch.object(fused, "_update_compiled", side_effect=AssertionError("another way")):
         run = train(engine, 2)

@@ -36,8 +36,9 @@ from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterS
 from zerodrift.pipeline.schedules import timeline
 from zerodrift.plan.table import Plan
 from zerodrift.policy.arguments import REQUIRED, SCHEDULES
-from zerodrift.report import as_json, page, rows, terminal
-from zerodrift.report.explain import explain, explain_row, matching
+from zerodrift.report import as_json, rows, terminal
+from zerodrift.report import plan_html as page
+from zerodrift.report.explanation import explain, explain_row, matching
 
 SECONDS = 1.0
 """Of processor time, for one case."""

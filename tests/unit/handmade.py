@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from tests.unit import models
 from zerodrift.api import make_plan
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.cost import Cost, Peak, RestingBytes, Traffic
+from zerodrift.plan.bill import Cost, Peak, RestingBytes, Traffic
 from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
 from zerodrift.policy.nouns import COLUMNS, Columns, Placed, Policy, Update
-from zerodrift.policy.resolve import resolve
+from zerodrift.policy.resolver import resolve
 
 
 def columns(dtype: DType = DType.BF16, why: str = "", **changes: Any) -> Columns:

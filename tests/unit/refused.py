@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.errors import ConfigError
 
 

@@ -13,11 +13,12 @@ from tests.unit.test_checkpoint_folder import manifest
 from zerodrift.checkpoint.differences import CheckpointDifference, CurrentRun, differences
 from zerodrift.dtypes import DType
 from zerodrift.model.spec import ModelSpec, OwningModule
+from zerodrift.plan.bill import cost
 from zerodrift.plan.boundaries import boundaries_of_piece
-from zerodrift.plan.cost import cost
 from zerodrift.plan.table import Boundary, Plan
-from zerodrift.report import frame, page, terminal
-from zerodrift.report.explain import explain
+from zerodrift.report import frame, terminal
+from zerodrift.report import plan_html as page
+from zerodrift.report.explanation import explain
 from zerodrift.report.rows import group_rows, list_rows
 
 

@@ -19,7 +19,7 @@ import zerodrift as zd
 from tests.described import found_elsewhere, runs, save_as_ranks, seal, value
 from zerodrift.api import make_plan
 from zerodrift.checkpoint import tensors as lookup
-from zerodrift.checkpoint.inspect import inspect
+from zerodrift.checkpoint.inspection import inspect
 from zerodrift.checkpoint.manifest import (
     NO_SUMS,
     Description,

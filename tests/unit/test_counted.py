@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.models import moe, parameter
 from zerodrift import ConfigError, MeshShape, ModelSpec, Plan, cost, make_plan
-from zerodrift.plan.cost import sent_bytes, stage_cost
+from zerodrift.plan.bill import sent_bytes, stage_cost
 from zerodrift.plan.schedule import backward_order, collectives, contains, count_collectives
 from zerodrift.plan.table import Unit
 

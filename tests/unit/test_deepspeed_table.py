@@ -11,7 +11,7 @@ import pytest
 
 from zerodrift.config import deepspeed, fields
 from zerodrift.config.deepspeed import ENTRIES, SECTIONS, Entry
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.config.reference import OURS
 from zerodrift.config.schema import Config
 from zerodrift.errors import ConfigError

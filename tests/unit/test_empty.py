@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerodrift.model import recipe
-from zerodrift.model.empty import SMALL, empty
+from zerodrift.model.empty_model import SMALL, empty
 
 
 def play(parameter: nn.Parameter, name: str = "x", seed: int = 0) -> torch.Tensor:

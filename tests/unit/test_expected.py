@@ -14,7 +14,7 @@ from zerodrift.inspect.check.compare import unexpected
 from zerodrift.inspect.check.table import encoded
 from zerodrift.inspect.trace.records import ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
-from zerodrift.plan.cost import cost
+from zerodrift.plan.bill import cost
 from zerodrift.report.as_json import plan_json
 
 BF16 = dict.fromkeys(("storage", "compute", "grad"), "bfloat16")

@@ -17,7 +17,7 @@ from zerodrift.optim.flat import block_keys_of
 from zerodrift.optim.updater import Owned
 from zerodrift.plan.schedule import collectives
 from zerodrift.record import decode, encode
-from zerodrift.report.explain import explain
+from zerodrift.report.explanation import explain
 
 COUNT = 6
 

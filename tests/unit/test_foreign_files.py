@@ -22,11 +22,11 @@ from tests.described import seal
 from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder, latest_text, read_latest
-from zerodrift.checkpoint.inspect import inspect
+from zerodrift.checkpoint.inspection import inspect
 from zerodrift.checkpoint.manifest import read_manifest, write_manifest
 from zerodrift.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zerodrift.errors import ZerodriftError
-from zerodrift.weights.convert import ConvertOptions, convert
+from zerodrift.weights.converter import ConvertOptions, convert
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
 
 TAG = "step-00000003"

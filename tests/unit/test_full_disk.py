@@ -33,7 +33,7 @@ from zerodrift.train.job import Run
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.start import train
 from zerodrift.train.report.metrics import Metrics
-from zerodrift.weights.convert import convert
+from zerodrift.weights.converter import convert
 
 
 class Disk:

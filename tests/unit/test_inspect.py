@@ -11,9 +11,9 @@ import pytest
 
 from tests import commands
 from tests.unit.test_checkpoint_folder import save
-from zerodrift.checkpoint import inspect as inspection
+from zerodrift.checkpoint import inspection
 from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.inspect import inspect
+from zerodrift.checkpoint.inspection import inspect
 from zerodrift.errors import CheckpointError
 
 
@@ -89,7 +89,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
 def test_neither_torch_nor_ranks_are_needed(tmp_path: Path) -> None:
     save(CheckpointFolder(tmp_path), 1)
     code = (
-        "import sys; from zerodrift.checkpoint.inspect import inspect; inspect(sys.argv[1], verify=True)\n"
+        "import sys; from zerodrift.checkpoint.inspection import inspect; inspect(sys.argv[1], verify=True)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -23,8 +23,9 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.legible import LINE, WORD, legible
 from zerodrift.model.spec import BufferSpec, ModelSpec, OwningModule, ParameterSpec
-from zerodrift.report import as_json, page, rows, terminal
-from zerodrift.report.explain import explain_row, matching
+from zerodrift.report import as_json, rows, terminal
+from zerodrift.report import plan_html as page
+from zerodrift.report.explanation import explain_row, matching
 from zerodrift.report.frame import elide
 from zerodrift.report.updates import UpdateLine, UpdateReport
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.refused import problems, said, write
 from zerodrift.config import fields
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.config.schema import Config
 from zerodrift.config.tree import MAX_UNKNOWN
 from zerodrift.dtypes import DType

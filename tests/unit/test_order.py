@@ -19,8 +19,8 @@ from zerodrift.engine.habits.microbatch_state import seed_of
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec
-from zerodrift.plan import cost as cost_module
-from zerodrift.plan.cost import cost
+from zerodrift.plan import bill as cost_module
+from zerodrift.plan.bill import cost
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan
 from zerodrift.policy import order

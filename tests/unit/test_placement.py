@@ -17,8 +17,8 @@ from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
 from zerodrift.policy.nouns import Placement
 from zerodrift.policy.parameters import not_hidden
-from zerodrift.report.explain import explain
-from zerodrift.report.page import plan_page
+from zerodrift.report.explanation import explain
+from zerodrift.report.plan_html import plan_page
 from zerodrift.report.rows import group_rows
 from zerodrift.report.terminal import explanation_text, plan_text
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.unit.refused import said, write
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.config.parser import MAX_BYTES
 from zerodrift.config.plain_tree import MAX_DEPTH, MAX_VALUES
 from zerodrift.config.schema import Config

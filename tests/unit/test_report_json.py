@@ -9,7 +9,7 @@ from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.record import decode
 from zerodrift.report import as_json
-from zerodrift.report.explain import Explanation, explain, explain_row
+from zerodrift.report.explanation import Explanation, explain, explain_row
 
 PLAN = handmade.moe(layers=3)
 

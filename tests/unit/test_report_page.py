@@ -13,7 +13,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
 from zerodrift.policy.nouns import COLUMNS
 from zerodrift.report.blocks import BlockRow, PageCell, PageTable, Paragraph, show
-from zerodrift.report.page import plan_page
+from zerodrift.report.plan_html import plan_page
 from zerodrift.report.rows import group_rows
 
 VOID = {"meta", "input", "wbr", "rect", "link", "br", "img", "hr"}

@@ -22,7 +22,7 @@ from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.optim.schedules import SCHEDULES, make_schedule
 from zerodrift.policy.nouns import ComponentSpec
-from zerodrift.weights.convert import convert
+from zerodrift.weights.converter import convert
 
 STEPS, MORE, LR = 3, 4, 1e-3
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from zerodrift.config import fields, reference
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.config.schema import Config, Flag, Positive, Reduce, Wire
 from zerodrift.policy.nouns import COLUMNS
 

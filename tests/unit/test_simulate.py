@@ -41,7 +41,7 @@ from zerodrift.inspect.simulate.streams import Streams, split_micro_batches
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work, count_work, sized_inputs
 from zerodrift.model.inputs import Inputs
 from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.cost import cost
+from zerodrift.plan.bill import cost
 from zerodrift.plan.schedule import Collective, Computation, collectives, events
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}

@@ -20,8 +20,8 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model.sources import describe
 from zerodrift.model.spec import ModelSpec, OwningModule
 from zerodrift.pipeline.schedules import timeline
+from zerodrift.plan.bill import cost, stage_cost
 from zerodrift.plan.check import find_violations
-from zerodrift.plan.cost import cost, stage_cost
 from zerodrift.plan.stages import (
     activation_width,
     crossings,

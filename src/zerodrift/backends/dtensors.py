@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from zerodrift.comm.mesh import AxisName, Mesh
+from zerodrift.comm import AxisName, Mesh
 from zerodrift.errors import ModelError, Problems
-from zerodrift.model.dtensors import LAYOUT
+from zerodrift.model import LAYOUT
 
 
 class DTensorMesh:

@@ -1,4 +1,4 @@
-"""Execute a plan by PyTorch's `fully_shard`: the counterpart of `engine/native.py`.
+"""Execute a plan by PyTorch's `fully_shard`: the counterpart of `engine/native_executor.py`.
 
 torch decides when to gather, free and reduce. Dtypes, sums, averages, norm, clipping, loss scale,
 skipping and the casts at module boundaries are the plan's, by the same functions as on the native backend.
@@ -27,20 +27,25 @@ from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.placement import make_groups, shard
 from zerodrift.backends.tensor_guard import TensorGuard
 from zerodrift.backends.values import DTensorShard, TensorValues, pieces
-from zerodrift.comm.call_stack import is_the_users
-from zerodrift.comm.collectives import Collectives
-from zerodrift.engine.executor import Executor
-from zerodrift.engine.place import ValueSources
-from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.shards import Span
-from zerodrift.engine.step import compute
-from zerodrift.engine.step.gradients import BackwardCallbacks
-from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
-from zerodrift.engine.step.unit import refuse_wrapper
-from zerodrift.engine.values import WholeValues
+from zerodrift.comm import Collectives, is_the_users
+from zerodrift.engine import (
+    BackwardCallbacks,
+    Executor,
+    Norm,
+    RankAgreement,
+    Span,
+    TrainingProgress,
+    ValueSources,
+    WholeValues,
+    bad_parameters,
+    compute,
+    global_norm,
+    refusal,
+    refuse_wrapper,
+)
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.plan.table import Plan
-from zerodrift.report.updates import UpdateReport
+from zerodrift.plan import Plan
+from zerodrift.report import UpdateReport
 
 
 class FullyShardExecutor:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.collectives import Collectives, Recorded
-from zerodrift.comm.fold import Sum
-from zerodrift.policy.nouns import Reduction
+from zerodrift.comm import Collectives, Recorded, Sum
+from zerodrift.policy import Reduction
 
 
 class GroupCollectives:

@@ -37,12 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.dtensors import DTensorLayout
 from zerodrift.backends.fsdp_collectives import GroupCollectives, sum_over_replicas, sum_over_shards
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.nested import ForwardInputs, at_the_end, in_backward, tensors_in
-from zerodrift.engine.step.gradients import BackwardCallbacks
-from zerodrift.plan.groups import Group
-from zerodrift.plan.table import Row
+from zerodrift.comm import Collectives, Mesh
+from zerodrift.engine import BackwardCallbacks, ForwardInputs, at_the_end, in_backward, tensors_in
+from zerodrift.plan import Group, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zerodrift.backends.group import LiveGroup
-from zerodrift.optim import flat
-from zerodrift.optim.elementwise import RefuseNewData, require_for_dtensors
-from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
-from zerodrift.optim.updater import Counters
+from zerodrift.optim import (
+    Counters,
+    RefuseNewData,
+    flat,
+    group_of,
+    loaded_state,
+    require_for_dtensors,
+    saved_state,
+)
 from zerodrift.optimizers import SGD
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan
 
 
 class TensorUpdater:

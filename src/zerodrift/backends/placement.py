@@ -21,14 +21,12 @@ from torch.distributed.tensor import DTensor
 from zerodrift.backends.dtensors import DTensorLayout, DTensorMesh, layout_of, local_part, require_tensor_axis
 from zerodrift.backends.fsdp_collectives import AllGather, ReduceScatter
 from zerodrift.backends.group import Backwards, LiveGroup, Member, Places, ShardRange, register, registered
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.engine import ValueSources
 from zerodrift.engine import place as placing
-from zerodrift.engine.place import ValueSources
 from zerodrift.errors import ModelError, Problems
-from zerodrift.model.module import has_forward
-from zerodrift.plan.groups import Group, find_groups
-from zerodrift.plan.table import Plan, Row
+from zerodrift.model import has_forward
+from zerodrift.plan import Group, Plan, Row, find_groups
 
 Layouts = Mapping[str, DTensorLayout | None]
 """Row name -> layout of a DTensor of the user's, or None."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zerodrift.backends.group import LiveGroup, Member
-from zerodrift.engine.habits.parameter_guard import LOAD
+from zerodrift.engine import LOAD
 from zerodrift.errors import ModelError, Problem, Problems
 
 

@@ -23,13 +23,10 @@ from torch import nn
 from zerodrift.backends.group import Backwards, LiveGroup, Member, register, registered
 from zerodrift.backends.optimizer import TensorUpdater
 from zerodrift.backends.tensor_guard import TensorGuard
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import Mesh
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.habits.storage_writes import READ, WRITE
-from zerodrift.engine.shards import Span
+from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
+from zerodrift.engine import READ, WRITE, Span
 from zerodrift.errors import ModelError, Problems, UnsupportedError
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan import Plan, Row
 
 
 @dataclass(frozen=True, slots=True)

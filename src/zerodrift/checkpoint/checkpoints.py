@@ -25,15 +25,14 @@ from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, che
 from zerodrift.checkpoint.manifest import SHARED, Manifest, SavedParameter, Sums, raise_damage, state_file
 from zerodrift.checkpoint.save import Head, Save, everywhere, over_ranks, require_own
 from zerodrift.checkpoint.tensors import CheckpointReader
-from zerodrift.engine.digest import Digest
-from zerodrift.engine.shards import Shards
+from zerodrift.engine import Digest, Shards
 from zerodrift.errors import CheckpointError, Problem, UnsupportedError, ZerodriftError
-from zerodrift.model.module import non_persistent_buffers
+from zerodrift.model import non_persistent_buffers
 
 if TYPE_CHECKING:
-    from zerodrift.comm.collectives import Collectives
-    from zerodrift.engine.engine import Engine
-    from zerodrift.optim.updater import Counters
+    from zerodrift.comm import Collectives
+    from zerodrift.engine import Engine
+    from zerodrift.optim import Counters
 
 T = TypeVar("T")
 Parts = Literal["all", "weights"]

@@ -21,15 +21,14 @@ from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
 from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
 from zerodrift.dtypes import DType
-from zerodrift.engine.digest import MOMENTS, Digest
-from zerodrift.engine.shards import Shards
+from zerodrift.engine import MOMENTS, Digest, Shards
 from zerodrift.errors import CheckpointError
-from zerodrift.optim.schedules import SCHEDULES
+from zerodrift.optim import SCHEDULES
 from zerodrift.versions import __version__
 
 if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
-    from zerodrift.optim.updater import Counters
+    from zerodrift.engine import Engine
+    from zerodrift.optim import Counters
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
 FORM = "form"

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.errors import CheckpointError, Problem, Problems, did_you_mean
-from zerodrift.plan.table import Boundary, Plan
+from zerodrift.plan import Boundary, Plan
 
 Allowed = Literal["model", "optimizer", "groups", "schedule", "loss_scale", "buffers"]
 """Differences that may be allowed; their subject then stays as the run has it. `model` allows parameters that

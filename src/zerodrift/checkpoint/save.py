@@ -23,8 +23,7 @@ from zerodrift.checkpoint.folder import CheckpointFolder, save_of
 from zerodrift.checkpoint.manifest import NO_SUMS, SHARED, Chunk, Description, Manifest, SavedParameter, Sums
 from zerodrift.checkpoint.paths import refusal, unwritable
 from zerodrift.checkpoint.tensors import FEW, Item, write_index, write_items
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.errors import CheckpointError, RankError, ZerodriftError, said
 
 T = TypeVar("T")

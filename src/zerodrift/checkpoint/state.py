@@ -27,7 +27,7 @@ from zerodrift.errors import CheckpointError, UnsupportedError, said
 if TYPE_CHECKING:
     from torch import nn
 
-    from zerodrift.engine.engine import Engine
+    from zerodrift.engine import Engine
 
 
 # --- as bytes ---------------------------------------------------------------------------------------------

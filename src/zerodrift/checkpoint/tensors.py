@@ -39,8 +39,7 @@ from zerodrift.checkpoint.manifest import (
 from zerodrift.checkpoint.paths import open_own, short
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.errors import CheckpointError, said
-from zerodrift.plan.stages import rank_of
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan import Plan, Row, rank_of
 
 CHUNK = 8 << 20
 """Largest number of elements in a chunk."""

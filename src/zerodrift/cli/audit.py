@@ -15,10 +15,8 @@ from zerodrift.cli.plan import is_job, require_model, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.audit.advice import Progress
-    from zerodrift.inspect.audit.run import Subject
-    from zerodrift.inspect.audit.tokens import Batch
-    from zerodrift.plan.table import Plan
+    from zerodrift.inspect.audit import Batch, Progress, Subject
+    from zerodrift.plan import Plan
 
 
 def audit(
@@ -53,8 +51,7 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
-        from zerodrift.inspect.audit.audit import audit_subject
-        from zerodrift.inspect.audit.run import load_subject, this_rank
+        from zerodrift.inspect.audit import audit_subject, load_subject, this_rank
 
         rank = this_rank()
         with _progress(rank) as report:
@@ -66,15 +63,15 @@ def audit(
         if rank:
             return
         if html is not None:
-            from zerodrift.inspect.audit.page import audit_page
+            from zerodrift.inspect.audit import audit_page
 
             write_page(html, audit_page(found))
         if json:
-            from zerodrift.inspect.audit.text import audit_json
+            from zerodrift.inspect.audit import audit_json
 
             streams.emit(audit_json(found))
         else:
-            from zerodrift.inspect.audit.text import audit_text
+            from zerodrift.inspect.audit import audit_text
 
             streams.emit(audit_text(found, color=streams.color()))
 
@@ -101,8 +98,7 @@ def _progress(rank: int) -> AbstractContextManager[Progress]:
 def _load_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
-    from zerodrift.train.job_file import read_job
-    from zerodrift.train.tools.outline import job_to_audit
+    from zerodrift.train import job_to_audit, read_job
 
     if any(option is not None for option in others):
         raise ConfigError(

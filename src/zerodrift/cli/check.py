@@ -16,7 +16,7 @@ from zerodrift.cli.plan import numbers, write_page
 from zerodrift.errors import ZerodriftError
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.check.launch import RunRecord
+    from zerodrift.inspect.check import RunRecord
 
 NOT_AS_EXPECTED = 3
 """Exit code for a difference."""
@@ -49,10 +49,7 @@ def check(
     From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
     """
     with streams.errors(debug):
-        from zerodrift.inspect.check.compare import unexpected
-        from zerodrift.inspect.check.findings import run_findings
-        from zerodrift.inspect.check.launch import run
-        from zerodrift.inspect.check.table import completed, encoded
+        from zerodrift.inspect.check import completed, encoded, run, run_findings, unexpected
 
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_record(seen, command, steps, timeout)
@@ -62,13 +59,13 @@ def check(
         if save is not None:
             save.write_text(encoded(processes, findings))
         if html is not None:
-            from zerodrift.inspect.check.report import run_page
+            from zerodrift.inspect.check import run_page
 
             write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
         else:
-            from zerodrift.inspect.check.report import run_text
+            from zerodrift.inspect.check import run_text
 
             # The last line of the command may have no end.
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
@@ -157,7 +154,7 @@ def diff(a: options.TableA, b: options.TableB, debug: options.Debug = False) -> 
       zerodrift diff before.json after.json
     """
     with streams.errors(debug):
-        from zerodrift.inspect.check.table import differences, read
+        from zerodrift.inspect.check import differences, read
 
         found = differences(read(a), read(b))
         if not found:
@@ -199,11 +196,15 @@ def drift(
         --recorded server.jsonl --tokens server.jsonl
     """
     with streams.errors(debug):
-        from zerodrift.inspect.audit.tokens import read_ids, read_recorded
-        from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
-        from zerodrift.inspect.drift.sampler_dtypes import read_sampler_dtypes
-        from zerodrift.inspect.drift.text import comparison_json, comparison_text
-        from zerodrift.inspect.drift.trainer import load_trainer
+        from zerodrift.inspect.audit import read_ids, read_recorded
+        from zerodrift.inspect.drift import (
+            SamplerSide,
+            compare_sides,
+            comparison_json,
+            comparison_text,
+            load_trainer,
+            read_sampler_dtypes,
+        )
 
         sequences = read_ids(tokens)
         other = SamplerSide(

@@ -30,9 +30,9 @@ def inspect(
       zerodrift inspect runs/a/export
     """
     with streams.errors(debug):
-        from zerodrift.checkpoint.inspect import inspect as read
-        from zerodrift.checkpoint.inspect import inspection_json, inspection_text
-        from zerodrift.train.tools.artifacts import checkpoints_at
+        from zerodrift.checkpoint import inspect as read
+        from zerodrift.checkpoint import inspection_json, inspection_text
+        from zerodrift.train import checkpoints_at
 
         with streams.progress(f"reading {checkpoint}"):
             inspection = read(checkpoints_at(checkpoint), verify=verify)
@@ -79,20 +79,20 @@ def convert(
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
         if merge:
             _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
-            from zerodrift.train.tools.merge import MergeOptions
-            from zerodrift.train.tools.merge import merge as run_merge
+            from zerodrift.train import MergeOptions
+            from zerodrift.train import merge as run_merge
 
             with streams.progress(f"merging {source}"):
                 done = run_merge(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
             streams.emit(str(done))
             return
-        from zerodrift.weights.convert import ConvertOptions
-        from zerodrift.weights.convert import convert as run
+        from zerodrift.weights import ConvertOptions
+        from zerodrift.weights import convert as run
 
         kind: Literal["safetensors", "checkpoint"] | None = None
         if to is not None:
             kind = "checkpoint" if to == "checkpoint" else "safetensors"
-        from zerodrift.train.tools.artifacts import checkpoints_at, config_of
+        from zerodrift.train import checkpoints_at, config_of
 
         chosen = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)

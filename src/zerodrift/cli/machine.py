@@ -51,7 +51,7 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
       zerodrift doctor --json
     """
     with streams.errors(debug):
-        from zerodrift.train.tools.doctor import doctor_text, examine
+        from zerodrift.train import doctor_text, examine
 
         with streams.progress("looking"):
             findings = examine(streams.environment())

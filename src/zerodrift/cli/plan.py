@@ -21,9 +21,8 @@ from zerodrift.files import kind
 from zerodrift.legible import legible
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.simulate.simulation import Plans
-    from zerodrift.plan.table import Plan
-    from zerodrift.plan.timeline import Timeline
+    from zerodrift.inspect.simulate import Plans
+    from zerodrift.plan import Plan, Timeline
 
 
 def plan(
@@ -120,7 +119,7 @@ def explain(
     """
     with streams.errors(debug):
         from zerodrift.report import as_json, terminal
-        from zerodrift.report.explain import explain as explained
+        from zerodrift.report import explain as explained
 
         with streams.progress(f"planning {model or config}"):
             planned = _plan_source(config, model, world_size, set_ or (), auto or ()).plans(())
@@ -142,9 +141,8 @@ def support(
       zerodrift support --markdown > docs/support.md
     """
     with streams.errors(debug):
-        from zerodrift.policy.support import states, table
-        from zerodrift.report import as_json
-        from zerodrift.report.support import support_markdown, support_text
+        from zerodrift.policy import states, table
+        from zerodrift.report import as_json, support_markdown, support_text
 
         if markdown and json:
             raise typer.BadParameter("give --markdown or --json, not both")
@@ -176,8 +174,8 @@ def _plan_source(
     if is_job(source):
         return _job_source(source, model, world_size, overrides, auto)
     from zerodrift.api import make_plan
-    from zerodrift.config.load import load
-    from zerodrift.model.sources import describe
+    from zerodrift.config import load
+    from zerodrift.model import describe
 
     name, given, spec = require_model(model), numbers(auto), functools.cache(describe)
 
@@ -192,8 +190,7 @@ def _job_source(
     source: str, model: str | None, world_size: int | None, overrides: Sequence[str], auto: Sequence[str]
 ) -> PlanSource:
     from zerodrift.api import make_plan
-    from zerodrift.train.job_file import read_job, worded_for_a_job
-    from zerodrift.train.tools.outline import planned_from
+    from zerodrift.train import planned_from, read_job, worded_for_a_job
 
     if model is not None or auto:
         raise ConfigError(
@@ -215,7 +212,7 @@ def _job_source(
 
 def is_job(source: str) -> bool:
     """Return True if a file has the blocks of a job."""
-    from zerodrift.config.tree import tree_of
+    from zerodrift.config import tree_of
 
     try:
         _, tree, _ = tree_of(source, "job")
@@ -234,14 +231,12 @@ def _plan_text(
     planned: Plan, micro_batches: int | None, rows: str | None, json: bool, html: Path | None
 ) -> str:
     """Return the text that `plan` prints. The page is written first, so that its error comes alone."""
-    from zerodrift.plan.cost import cost
-    from zerodrift.report import as_json, terminal
-    from zerodrift.report.explain import explain_row, matching
-    from zerodrift.report.rows import group_rows, list_rows
+    from zerodrift.plan import cost
+    from zerodrift.report import as_json, explain_row, group_rows, list_rows, matching, terminal
 
     bill, timeline = cost(planned, micro_batches), _timeline(planned)
     if html is not None:
-        from zerodrift.report.page import plan_page
+        from zerodrift.report import plan_page
 
         write_page(html, plan_page(planned, bill, group_rows(planned), timeline))
     if rows is None:
@@ -255,12 +250,10 @@ def _plan_text(
 
 
 def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
-    from zerodrift.inspect.check.hidden import hidden
-    from zerodrift.inspect.trace.dry_run import trace
-    from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.sources import build_runnable
-    from zerodrift.report import as_json
-    from zerodrift.report.trace import trace_text
+    from zerodrift.inspect.check import hidden
+    from zerodrift.inspect.trace import trace
+    from zerodrift.model import build_runnable, inputs_for
+    from zerodrift.report import as_json, trace_text
 
     module = build_runnable(model)
     seen = trace(planned, module, inputs_for(module, inputs))
@@ -274,7 +267,7 @@ def _timeline(planned: Plan) -> Timeline | None:
     """Return the order of a pipeline from torch's schedule, or None without a pipeline."""
     if planned.policy.pipeline is None:
         return None
-    from zerodrift.pipeline.schedules import timeline
+    from zerodrift.pipeline import timeline
 
     return timeline(planned)
 
@@ -325,12 +318,20 @@ def _simulation_text(
     json: bool,
 ) -> str:
     """Simulate one step, or a sweep of them, and return the report."""
-    from zerodrift.inspect.simulate.cluster import built_in, read_cluster
-    from zerodrift.inspect.simulate.simulation import require_known_order, simulate, sweep
-    from zerodrift.inspect.simulate.text import simulation_json, simulation_text, sweep_json, sweep_text
-    from zerodrift.inspect.simulate.work import count_work, sized_inputs
-    from zerodrift.model.inputs import inputs_for
-    from zerodrift.model.sources import build_runnable
+    from zerodrift.inspect.simulate import (
+        built_in,
+        count_work,
+        read_cluster,
+        require_known_order,
+        simulate,
+        simulation_json,
+        simulation_text,
+        sized_inputs,
+        sweep,
+        sweep_json,
+        sweep_text,
+    )
+    from zerodrift.model import build_runnable, inputs_for
 
     cluster, path = read_cluster(cluster_name)
     if step.recompute is not None and recompute:

@@ -57,7 +57,7 @@ def run(
         added: dict[str, object] = {}
         flags: dict[str, str] = {}  # key -> the flag that set it
         if config is not None or set_ or pin:
-            from zerodrift.config.additions import Additions
+            from zerodrift.config import Additions
 
             additions = Additions.from_flags(config, set_ or [], pin or [])
             added, flags = additions.config, dict(additions.flags)

@@ -59,7 +59,7 @@ def environment() -> Mapping[str, str]:
 
 def layout() -> dict[str, Any]:
     """Return colour and width of a report: at most WIDEST columns on a terminal, and WIDTH elsewhere."""
-    from zerodrift.report.frame import WIDTH
+    from zerodrift.report import WIDTH
 
     wide = sys.stdout is not None and sys.stdout.isatty()
     columns = shutil.get_terminal_size((WIDTH, 24)).columns if wide else WIDTH

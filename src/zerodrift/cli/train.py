@@ -37,8 +37,8 @@ def train(
       torchrun --nproc-per-node=8 -m zerodrift train job.yaml
     """
     with streams.errors(debug):
-        from zerodrift.train.loop.start import dry_run
-        from zerodrift.train.loop.start import train as run
+        from zerodrift.train import dry_run
+        from zerodrift.train import train as run
 
         if dry:
             dry_run(job, tuple(set_ or ()), nproc, plan)
@@ -64,7 +64,7 @@ def evaluate(
       zerodrift evaluate job.yaml --set data.validation=path/to/other/text
     """
     with streams.errors(debug):
-        from zerodrift.train.loop.start import evaluate as run
+        from zerodrift.train import evaluate as run
 
         code = run(job, tuple(set_ or ()), nproc, debug)
     if code:
@@ -83,8 +83,7 @@ def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug =
       zerodrift data job.yaml --set data.train=chats.jsonl --set data.block=1024
     """
     with streams.errors(debug):
-        from zerodrift.train.job_file import read_job
-        from zerodrift.train.report.summary import preview
+        from zerodrift.train import preview, read_job
 
         with streams.progress(f"reading the data of {job}"):
             read, _ = read_job(job, tuple(set_ or ()))
@@ -111,7 +110,7 @@ def replay(
       zerodrift replay runs/demo --from 80 --to 160 --nproc 1
     """
     with streams.errors(debug):
-        from zerodrift.train.tools.replay import replay as again
+        from zerodrift.train import replay as again
 
         code = again(run, first, last, nproc, debug)
     if code:
@@ -139,7 +138,7 @@ def sample(
       zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
     """
     with streams.errors(debug):
-        from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
+        from zerodrift.train import SamplingOptions, TextGenerator
 
         if not math.isfinite(temperature):
             raise ConfigError("--temperature", "must be a finite number", got=temperature)

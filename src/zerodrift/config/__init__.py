@@ -1,1 +1,20 @@
 """Config: reading, checking and documenting keys. `load` turns a file or dict into a checked `Config`."""
+
+from typing import TYPE_CHECKING
+
+from zerodrift.faces import face
+
+if TYPE_CHECKING:
+    from zerodrift.config import fields, schema
+    from zerodrift.config.additions import Additions
+    from zerodrift.config.loader import ConfigSource, is_path, load
+    from zerodrift.config.parser import read
+    from zerodrift.config.plain_tree import join, override, plain, shown
+    from zerodrift.config.schema import (
+        BackendName, Bf16, Block, Config, DataTypes, Experts, Flag, Fp16, Natural, NonNegativeFloat,
+        OffloadOptimizer, Optimizer, Pipeline, Positive, PositiveFloat, Precision, Reduce, Rule, Scheduler,
+        Sharding, TorchAutocast, ZeroOptimization,
+    )  # fmt: skip
+    from zerodrift.config.tree import Keys, TreeReader, tree_of
+
+__getattr__, __dir__, __all__ = face(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerodrift.config.load import load
+from zerodrift.config.loader import load
 from zerodrift.config.plain_tree import Tree, join, override, shown
 from zerodrift.config.tree import tree_of
 from zerodrift.errors import ConfigError, Problems, ZerodriftError

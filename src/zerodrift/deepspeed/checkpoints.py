@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.atomic import new_file
-from zerodrift.checkpoint.checkpoints import Checkpoints, Part
-from zerodrift.checkpoint.differences import Allowed
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
-from zerodrift.checkpoint.paths import kind_at
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.checkpoint import (
+    LATEST,
+    Allowed,
+    CheckpointFolder,
+    Checkpoints,
+    Part,
+    is_deepspeed,
+    kind_at,
+    new_file,
+)
+from zerodrift.comm import raise_on_all_ranks
 from zerodrift.deepspeed.functions import logger
 from zerodrift.deepspeed.modules import MissingCheckpointError
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.native import native
+from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, UnsupportedError
-from zerodrift.plan.table import Row
-from zerodrift.weights.convert import to_checkpoint
-from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-from zerodrift.weights.deepspeed.files import find_tag
-from zerodrift.weights.export import whole_values
-from zerodrift.weights.sources import TrainingState
+from zerodrift.plan import Row
+from zerodrift.weights import TrainingState, find_tag, open_deepspeed, to_checkpoint, whole_values
 
 PathLike = str | os.PathLike[str]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.mesh import leave_slowly
+from zerodrift.comm import leave_slowly
 from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import MeshError, RankError, first_line
 

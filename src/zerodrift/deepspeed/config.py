@@ -21,14 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.alias import run_settings
-from zerodrift.config.additions import Additions
-from zerodrift.config.load import is_path
-from zerodrift.config.parser import read
-from zerodrift.config.plain_tree import plain, shown
-from zerodrift.config.schema import Config
+from zerodrift.config import Additions, Config, is_path, plain, read, shown
 from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
-from zerodrift.optim.schedules import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
+from zerodrift.optim import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 
 MANAGED = "managed_gradient_accumulation"
 """A key that `DeepSpeedEngine.step` obeys, and the plan does not know."""

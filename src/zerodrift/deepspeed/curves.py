@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import Field
 
-from zerodrift.config.schema import Block
+from zerodrift.config import Block
 from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import ConfigError, Problems, first_line, said
 

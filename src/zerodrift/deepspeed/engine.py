@@ -30,14 +30,10 @@ from zerodrift.deepspeed.names import ENGINE_ABSENT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
 from zerodrift.deepspeed.parameters import mark_parameters, unmark
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.native import native
+from zerodrift.engine import Engine, native
 from zerodrift.errors import PrecisionError, Problem, UnsupportedError
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace.libraries.engine import observe_calls
-from zerodrift.inspect.trace.model import is_compiled
-from zerodrift.inspect.trace.operations import anything_compiled
-from zerodrift.inspect.trace.records import EngineRecord, merged
+from zerodrift.inspect.trace import EngineRecord, anything_compiled, is_compiled, merged, observe_calls
 
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
 """Attributes of zerodrift's engine that messages name and DeepSpeed has not."""

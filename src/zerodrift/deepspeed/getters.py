@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerodrift.deepspeed.config import MANAGED
-from zerodrift.policy.nouns import Mode
+from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
 """Optimizers that DeepSpeed names in lower case."""

@@ -17,9 +17,8 @@ from torch import nn
 
 from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.config.load import load
-from zerodrift.config.schema import Config
+from zerodrift.comm import raise_on_all_ranks
+from zerodrift.config import Config, load
 from zerodrift.deepspeed.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
@@ -28,8 +27,7 @@ from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
-from zerodrift.optim.flat import TORCH_DECAY
-from zerodrift.optim.schedules import SCHEDULES
+from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either
 
 Path = str | os.PathLike[str]

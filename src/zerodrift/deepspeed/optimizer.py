@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.state import groups, put_groups, put_scale
+from zerodrift.checkpoint import groups, put_groups, put_scale
 from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.dtypes import DType
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.shards import Shards
+from zerodrift.engine import Engine, Shards
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.versions import DEEPSPEED
 

@@ -21,16 +21,16 @@ from torch import nn
 
 from zerodrift.deepspeed import collectives as comm
 from zerodrift.deepspeed.parameters import mark, unmark
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.habits.absent_parameter import (
+from zerodrift.engine import (
+    ELSEWHERE,
     STAYS,
     AbsentParameter,
+    Engine,
     absent_class,
     mark_absent,
     mark_gathered,
+    native,
 )
-from zerodrift.engine.native import native
-from zerodrift.engine.place import ELSEWHERE
 from zerodrift.errors import ModelError
 
 SHARD = "_zerodrift_slice"

@@ -23,16 +23,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.habits.absent_parameter import STAYS, AbsentParameter
-from zerodrift.engine.habits.storage_writes import mark_storage_changed
-from zerodrift.engine.native import native
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.values import ParameterHandle
+from zerodrift.engine import (
+    STAYS,
+    AbsentParameter,
+    Engine,
+    FlatSegment,
+    ParameterHandle,
+    TrainedSegment,
+    mark_storage_changed,
+    native,
+)
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.plan.table import Row
-from zerodrift.policy.resolve import SAFE_MODULES
+from zerodrift.plan import Row
+from zerodrift.policy import SAFE_MODULES
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""

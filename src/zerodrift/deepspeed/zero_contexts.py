@@ -35,7 +35,7 @@ from zerodrift.deepspeed import collectives as comm
 from zerodrift.deepspeed.functions import register_external_parameter
 from zerodrift.deepspeed.parameter_shards import ParameterShard, guard, shard_of, shard_parameter
 from zerodrift.deepspeed.parameters import ZeroParamStatus, engine_parameter
-from zerodrift.engine.engine import Engine
+from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 
 REFUSED = {

@@ -16,16 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import (
+    LATEST,
+    SHARED,
+    CheckpointFolder,
+    CheckpointReader,
+    is_deepspeed,
+    new_file,
+    read_entries,
+    verified,
+    writing,
+)
 from zerodrift.checkpoint import state as states
-from zerodrift.checkpoint.atomic import new_file
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, is_deepspeed
-from zerodrift.checkpoint.manifest import SHARED, read_entries, verified
-from zerodrift.checkpoint.paths import writing
-from zerodrift.checkpoint.tensors import CheckpointReader
 from zerodrift.deepspeed.checkpoints import require, without_ties, write_state
 from zerodrift.deepspeed.parameters import engine_parameter
-from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-from zerodrift.weights.writer import size_in_bytes
+from zerodrift.weights import open_deepspeed, size_in_bytes
 
 StateDict = dict[str, torch.Tensor]
 

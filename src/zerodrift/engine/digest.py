@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
+from zerodrift.comm import Collectives
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.microbatch_state import workspace
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
-from zerodrift.kernels import native
-from zerodrift.kernels.digests import block_digests
-from zerodrift.optim.rounding import block_keys, parameter_key
-from zerodrift.plan.table import Plan
+from zerodrift.kernels import block_digests, native
+from zerodrift.optim import block_keys, parameter_key
+from zerodrift.plan import Plan
 
 WEIGHTS, VISIBLE, MOMENTS, GRADIENTS = KINDS = ("weights", "visible weights", "moments", "gradients")
 """The masters, where there are any; what the model computes with, where that is rounded; the optimizer's

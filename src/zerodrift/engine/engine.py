@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import Mesh
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
 from zerodrift.engine.habits.microbatch_state import (
@@ -39,12 +37,9 @@ from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.step.recipe import run_step
 from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
-from zerodrift.optim.schedules import make_schedule
-from zerodrift.optim.updater import OptimizerState
-from zerodrift.plan.schedule import rank_micro_batches
-from zerodrift.plan.table import Plan
-from zerodrift.report.explain import Explanation, explain
-from zerodrift.report.updates import UpdateReport
+from zerodrift.optim import OptimizerState, make_schedule
+from zerodrift.plan import Plan, rank_micro_batches
+from zerodrift.report import Explanation, UpdateReport, explain
 
 
 class Engine:

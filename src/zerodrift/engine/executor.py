@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine.habits.microbatch_state import generators_kept, seed_generators
 from zerodrift.engine.progress import StepResult, TrainingProgress
 from zerodrift.engine.shards import SegmentShard, Span
@@ -31,9 +30,9 @@ from zerodrift.engine.step.gradients import BackwardCallbacks
 from zerodrift.engine.step.norm import Norm
 from zerodrift.engine.values import WholeValues
 from zerodrift.errors import ModelError, Problem
-from zerodrift.optim.updater import OptimizerState
-from zerodrift.plan.table import Plan
-from zerodrift.report.updates import UpdateReport
+from zerodrift.optim import OptimizerState
+from zerodrift.plan import Plan
+from zerodrift.report import UpdateReport
 
 
 class Executor(Protocol):

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.habits.parameter_guard import find_other_engines
 from zerodrift.engine.step.accumulation import GradientBuffers
@@ -31,13 +30,10 @@ from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
 from zerodrift.kernels import host_memory
-from zerodrift.model import recipe
-from zerodrift.model.dtensors import is_dtensor
-from zerodrift.optim.rounding import split
-from zerodrift.plan.layout import round_up
-from zerodrift.plan.schedule import gathered_bytes
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Master
+from zerodrift.model import is_dtensor, recipe
+from zerodrift.optim import split
+from zerodrift.plan import Plan, Row, gathered_bytes, round_up
+from zerodrift.policy import Master
 
 Masters = dict[int, torch.Tensor]
 """Segment number -> the part of the first masters that this rank's optimizer owns, as `Owned.initial`."""

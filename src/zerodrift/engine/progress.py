@@ -20,10 +20,9 @@ from torch import nn
 from zerodrift.engine.nested import in_backward, tensors_in
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError, UnsupportedError
-from zerodrift.optim.updater import OptimizerState
-from zerodrift.plan.schedule import sums_by_tree
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import LossScale
+from zerodrift.optim import OptimizerState
+from zerodrift.plan import Plan, sums_by_tree
+from zerodrift.policy import LossScale
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,14 @@ from typing import Any, Protocol
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import Mesh
+from zerodrift.comm import Collectives, Mesh
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import take_over_writes
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.optim.updater import Updater
-from zerodrift.plan.table import Row
+from zerodrift.optim import Updater
+from zerodrift.plan import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from typing import Protocol
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine.habits.parameter_guard import ParameterGuard
 from zerodrift.engine.habits.storage_writes import (
     READ,
@@ -35,8 +34,8 @@ from zerodrift.engine.step.gradients import Gradients
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems, UnsupportedError, did_you_mean
-from zerodrift.optim.updater import Updater
-from zerodrift.plan.table import Plan, Row
+from zerodrift.optim import Updater
+from zerodrift.plan import Plan, Row
 
 
 class WholeValues(Protocol):

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
+from zerodrift.comm import Collectives
 from zerodrift.errors import ModelError
 from zerodrift.experts.turns import Turns
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan
 
 _Travel = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 

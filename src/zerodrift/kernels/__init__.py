@@ -1,1 +1,14 @@
 """Kernels: compiled CPU code, Triton programs, and sums of squares that do not depend on the slicing."""
+
+from typing import TYPE_CHECKING
+
+from zerodrift.faces import face
+
+if TYPE_CHECKING:
+    from zerodrift.kernels import device, host_memory, native, squares
+    from zerodrift.kernels.build import COMPILERS, find_compiler
+    from zerodrift.kernels.digests import BYTES, block_digests, prints
+    from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
+    from zerodrift.kernels.squares import reference_square_sums
+
+__getattr__, __dir__, __all__ = face(__name__)

@@ -1,6 +1,6 @@
 """Recipes that compute the initial values of parameters without memory, by replaying recorded operations.
 
-`model/empty.py` records every operation by which a constructor or a reset function wrote a parameter. A
+`model/empty_model.py` records every operation by which a constructor or a reset function wrote a parameter. A
 recipe replays the operations into real memory, one parameter at a time, with random numbers that depend only
 on a seed and the parameter's name. So any rank can compute any parameter, with the bits of every other rank.
 

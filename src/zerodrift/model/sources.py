@@ -96,7 +96,7 @@ def build_runnable(text: str) -> nn.Module:
 
     Buffers have their values, and a model of `transformers` has the kernels that it would be trained with.
     """
-    from zerodrift.model.empty import NoLargeMemory, empty
+    from zerodrift.model.empty_model import NoLargeMemory, empty
 
     path = Path(text).expanduser()
     config = path / huggingface.CONFIG if path.is_dir() else path

@@ -1,1 +1,21 @@
 """Updates on flat shards: the optimizers, the master schemes, the moments' dtypes, the schedules."""
+
+from typing import TYPE_CHECKING
+
+from zerodrift.faces import face
+
+if TYPE_CHECKING:
+    from zerodrift.optim import flat
+    from zerodrift.optim.elementwise import RefuseNewData, declare, require_for_dtensors
+    from zerodrift.optim.factory import make_updater
+    from zerodrift.optim.flat import TORCH_DECAY
+    from zerodrift.optim.fused import UpdateFunction, update
+    from zerodrift.optim.rounding import block_keys, parameter_key, round_away, split
+    from zerodrift.optim.schedules import (
+        SCHEDULES, VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type, make_schedule,
+    )  # fmt: skip
+    from zerodrift.optim.torch_optimizer import group_of, loaded_state, saved_state
+    from zerodrift.optim.updater import Counters, OptimizerState, Owned, Updater
+    from zerodrift.optim.updates import COLUMNS, reference_update
+
+__getattr__, __dir__, __all__ = face(__name__)

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.errors import UnsupportedError
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan import Plan, Row
 
 _log = logging.getLogger("zerodrift")
 

@@ -11,7 +11,7 @@ from zerodrift.optim.elementwise import require_elementwise
 from zerodrift.optim.fused import UpdateFunction, update
 from zerodrift.optim.offload import OffloadedUpdater, SideStreams, Transfers
 from zerodrift.optim.updater import Owned, Updater
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan
 
 
 def make_updater(

@@ -30,10 +30,8 @@ from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import Hyper, Root, UpdateStep
 from zerodrift.optimizers import ADAM, ADAMW, ELEMENTWISE, MUON, SGD, Algorithm, algorithm_for
-from zerodrift.plan.table import Plan
-from zerodrift.policy.arguments import ANY, check_arguments
-from zerodrift.policy.nouns import ComponentSpec
-from zerodrift.policy.support import state_verdict
+from zerodrift.plan import Plan
+from zerodrift.policy import ANY, ComponentSpec, check_arguments, state_verdict
 
 NO_UPDATE = Hyper(lr=0.0)
 """The group of trained parameters that the optimizer was not given: their update is exactly zero."""

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.kernels import device, native
-from zerodrift.kernels.probe import contraction, vector_root
+from zerodrift.kernels import contraction, device, native, vector_root
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import step_key
 from zerodrift.optim.schemes import Scheme, SliceTensors, read, read_moment
@@ -38,7 +37,7 @@ from zerodrift.optim.updates import (
     check_step,
     reference_update,
 )
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy import Master, State
 
 UpdateFunction = Callable[[Scheme, SliceTensors, Tensor, UpdateStep, Tensor | None], None]
 """A way to step a slice: `update`, or the reference."""

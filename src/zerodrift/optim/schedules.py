@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from zerodrift.errors import ConfigError, Problem
-from zerodrift.policy.nouns import ComponentSpec
+from zerodrift.policy import ComponentSpec
 
 _log = logging.getLogger("zerodrift")
 

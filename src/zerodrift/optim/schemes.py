@@ -19,7 +19,7 @@ from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import host_memory
 from zerodrift.optim import blockwise
 from zerodrift.optim.rounding import join, random_words, round_stochastic, split
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy import Master, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import account
 from zerodrift.optimizers import ALGORITHMS, ELEMENTWISE, either
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Master, State
+from zerodrift.plan import Plan, Row
+from zerodrift.policy import Master, State
 
 UNSUPPORTED = {
     "LBFGS": "looks at all parameters at once and calls the model itself",

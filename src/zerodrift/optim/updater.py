@@ -18,8 +18,8 @@ import torch
 from zerodrift.dtypes import BLOCK
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updates import room_for_statistics
-from zerodrift.plan.table import Plan, Row, Segment
-from zerodrift.policy.nouns import Update
+from zerodrift.plan import Plan, Row, Segment
+from zerodrift.policy import Update
 
 
 @dataclass(frozen=True, slots=True)

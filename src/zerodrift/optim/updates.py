@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.kernels.probe import exact_sqrt
-from zerodrift.kernels.squares import reference_square_sums
+from zerodrift.kernels import exact_sqrt, reference_square_sums
 from zerodrift.optim.schemes import Scheme, SliceTensors, check, draw, read, read_moment, write, write_moment
 from zerodrift.optimizers import ADAM, ADAMW, LION, SGD, Algorithm
 

@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from zerodrift.engine.habits.microbatch_state import generators
+from zerodrift.engine import generators
 from zerodrift.errors import ModelError, Problem, UnsupportedError
 from zerodrift.versions import numbers
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.engine.native import native
+from zerodrift.engine import native
 from zerodrift.errors import ModelError
 from zerodrift.pipeline.products import (
     MatrixProduct,
@@ -38,8 +38,7 @@ from zerodrift.pipeline.products import (
 )
 
 if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
-    from zerodrift.engine.step.gradients import Gradients
+    from zerodrift.engine import Engine, Gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.place import ValueSource, ValueSources
+from zerodrift.comm import Collectives, Mesh
+from zerodrift.engine import Engine, ValueSource, ValueSources
 from zerodrift.errors import UnsupportedError
 from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
 from zerodrift.pipeline.run import PipelineExecutor
 from zerodrift.pipeline.values import make_equal
-from zerodrift.plan.stages import names_of, part, pieces_of
-from zerodrift.plan.table import Plan
-from zerodrift.policy.pipelining import SPLIT
+from zerodrift.plan import Plan, names_of, part, pieces_of
+from zerodrift.policy import SPLIT
 
 
 def pipeline_engine(

@@ -27,14 +27,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import Alarm
-from zerodrift.engine.executor import batch_on, numbers_of, wrong_number
-from zerodrift.engine.native import NativeExecutor
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.place import ValueSources
-from zerodrift.engine.step import compute
-from zerodrift.engine.values import WholeValues
+from zerodrift.comm import Alarm, Collectives
+from zerodrift.engine import (
+    NativeExecutor,
+    ValueSources,
+    WholeValues,
+    batch_on,
+    compute,
+    numbers_of,
+    tensors_in,
+    wrong_number,
+)
 from zerodrift.errors import ModelError, Problem, UnsupportedError, ZerodriftError
 from zerodrift.pipeline import schedules
 from zerodrift.pipeline.cut import Cut
@@ -42,11 +45,8 @@ from zerodrift.pipeline.deferred import defer_in_piece
 from zerodrift.pipeline.stage import Piece, PieceContext, RandomStreams, Stage
 from zerodrift.pipeline.stage_units import StageUnits
 from zerodrift.pipeline.values import StagedValues
-from zerodrift.plan.boundaries import boundaries_of_piece
-from zerodrift.plan.stages import can_interleave, pieces_of, rank_of
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action
-from zerodrift.policy.pipelining import queues
+from zerodrift.plan import Action, Plan, boundaries_of_piece, can_interleave, pieces_of, rank_of
+from zerodrift.policy import queues
 
 Signature = tuple[Any, ...]
 

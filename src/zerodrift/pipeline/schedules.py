@@ -19,11 +19,8 @@ from typing import Any
 
 import torch
 
-from zerodrift.plan.stages import can_interleave, pieces, pieces_of
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import TIME, Action, Timeline
-from zerodrift.policy.nouns import Schedule
-from zerodrift.policy.pipelining import SINGLE, V_SHAPED
+from zerodrift.plan import TIME, Action, Plan, Timeline, can_interleave, pieces, pieces_of
+from zerodrift.policy import SINGLE, V_SHAPED, Schedule
 
 CLASSES: dict[Schedule, str] = {
     "gpipe": "ScheduleGPipe",

@@ -37,12 +37,10 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from zerodrift.comm.mesh import Mesh
-from zerodrift.engine.executor import one_number
-from zerodrift.engine.habits.microbatch_state import generators
-from zerodrift.engine.step.compute import ForwardPrecision
+from zerodrift.comm import Mesh
+from zerodrift.engine import ForwardPrecision, generators, one_number
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.experts.turns import PairAborted
+from zerodrift.experts import PairAborted
 from zerodrift.pipeline.cut import Cut, Hidden
 from zerodrift.pipeline.deferred import WeightQueue
 from zerodrift.pipeline.products import hooked, is_found

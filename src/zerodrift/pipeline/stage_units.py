@@ -19,16 +19,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.fold import Sum
-from zerodrift.engine.habits import saved_views
-from zerodrift.engine.nested import BEFORE_ALL
-from zerodrift.engine.step.gradients import Gradients
-from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.step.unit import LiveUnit
-from zerodrift.plan.schedule import reduce_order
-from zerodrift.plan.stages import is_tied_across_ranks, pieces, units_of_piece
-from zerodrift.plan.table import Plan
+from zerodrift.comm import Collectives, Sum
+from zerodrift.engine import BEFORE_ALL, Gradients, LiveUnit, TrainedSegment, saved_views
+from zerodrift.plan import Plan, is_tied_across_ranks, pieces, reduce_order, units_of_piece
 
 
 class StageUnits:

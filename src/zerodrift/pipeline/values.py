@@ -14,14 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.habits.storage_writes import mark_storage_changed
-from zerodrift.engine.step.trained_segment import TrainedSegment
-from zerodrift.engine.values import SegmentValues
+from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.engine import SegmentValues, TrainedSegment, mark_storage_changed
 from zerodrift.pipeline.stage_units import StageUnits
-from zerodrift.plan.stages import is_tied_across_ranks, pieces, rank_of
-from zerodrift.plan.table import Plan, Row
+from zerodrift.plan import Plan, Row, is_tied_across_ranks, pieces, rank_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from zerodrift.model.spec import ModelSpec
+from zerodrift.model import ModelSpec
 from zerodrift.plan.stages import names_of
 from zerodrift.plan.table import Boundary, Plan
-from zerodrift.policy.nouns import Columns, Mode, Output, Policy
-from zerodrift.policy.rules import matches
+from zerodrift.policy import Columns, Mode, Output, Policy, matches
 
 PROJECTIONS = re.compile(
     r"(.*_)?(proj|projection|query|key|value|qkv|kv|dense|attn|fc\d*)|w?[qkvo]|w[123]|up|down|out|c_fc|lin\d*"

@@ -17,8 +17,7 @@ from zerodrift.optimizers import of_type
 from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import pieces
 from zerodrift.plan.table import Plan
-from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.nouns import COLUMNS, OPTIONS, Master
+from zerodrift.policy import BACKENDS, COLUMNS, OPTIONS, Master
 
 
 def names_are_unique(plan: Plan) -> Iterator[str]:

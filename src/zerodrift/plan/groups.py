@@ -19,7 +19,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Reduction
+from zerodrift.policy import Reduction
 
 
 @dataclass(frozen=True, slots=True)

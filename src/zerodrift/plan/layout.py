@@ -23,10 +23,10 @@ from typing import Literal
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, Problems, did_you_mean
-from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import even_by_cost, products
-from zerodrift.policy.nouns import Columns, Placement
+from zerodrift.policy import Columns, Placement
 
 BlockOf = Callable[[str], str]
 """Parameter name -> name of its block, `""` for none."""

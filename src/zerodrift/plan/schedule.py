@@ -29,8 +29,7 @@ from zerodrift.plan.boundaries import enclosing_modules
 from zerodrift.plan.stages import is_tied_across_ranks, part, pieces, pieces_of, units_of_piece
 from zerodrift.plan.table import Plan, Segment, Unit
 from zerodrift.plan.timeline import Action
-from zerodrift.policy.nouns import Update
-from zerodrift.policy.order import When, assignment, micro_batches_of_rank
+from zerodrift.policy import Update, When, assignment, micro_batches_of_rank
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Purpose = Literal["forward", "backward", "reduce", "replicate", "norm", "update"]

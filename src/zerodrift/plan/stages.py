@@ -21,10 +21,9 @@ from dataclasses import replace
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.plan.table import Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import Pipelining
-from zerodrift.policy.pipelining import V_SHAPED
+from zerodrift.policy import V_SHAPED, Pipelining
 
 
 def pieces(pipeline: Pipelining | None, mesh: MeshShape) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from zerodrift.dtypes import DType
 from zerodrift.mesh import MeshShape
-from zerodrift.policy.nouns import Columns, Output, Policy
+from zerodrift.policy import Columns, Output, Policy
 from zerodrift.record import decode, encode
 
 

@@ -1,1 +1,27 @@
 """The meaning of a config: `resolve` makes a policy, and `parameters` applies it to a model."""
+
+from typing import TYPE_CHECKING
+
+from zerodrift.faces import face
+
+if TYPE_CHECKING:
+    from zerodrift.policy.arguments import ANY, check_arguments
+    from zerodrift.policy.backends import BACKENDS
+    from zerodrift.policy.nouns import (
+        Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
+        Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
+    )  # fmt: skip
+    from zerodrift.policy.numbers import AutoValues
+    from zerodrift.policy.order import (
+        CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
+        rank_levels, refuse_order, refuse_ranks,
+    )  # fmt: skip
+    from zerodrift.policy.parameters import ColumnsOf
+    from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
+    from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
+    from zerodrift.policy.rules import PIN, glob, matches, require_matches, require_one_compute
+    from zerodrift.policy.support import (
+        DEFAULT_ACCUMULATE, StateCell, SupportCell, state_verdict, states, table,
+    )  # fmt: skip
+
+__getattr__, __dir__, __all__ = face(__name__)

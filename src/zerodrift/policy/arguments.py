@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerodrift.config.plain_tree import join, shown
+from zerodrift.config import join, shown
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.optimizers import SGD, TYPES, of_type
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from zerodrift.config.schema import BackendName, Config
+from zerodrift.config import BackendName, Config
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 
-from zerodrift.config.plain_tree import shown
-from zerodrift.config.schema import Config
+from zerodrift.config import Config, shown
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import TYPES, of_type

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zerodrift.config.schema import Config, TorchAutocast
+from zerodrift.config import Config, TorchAutocast
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.policy.nouns import Decision, Mode

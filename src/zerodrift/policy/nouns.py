@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zerodrift.config.schema import BackendName
+from zerodrift.config import BackendName
 from zerodrift.dtypes import DType
 
 COLUMNS = ("storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export")

@@ -11,9 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from zerodrift.config import fields
-from zerodrift.config.plain_tree import join, plain, shown
-from zerodrift.config.schema import Config
+from zerodrift.config import Config, fields, join, plain, shown
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.policy.arguments import check_arguments
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from zerodrift.config.schema import Config
+from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend

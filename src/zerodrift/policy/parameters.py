@@ -21,7 +21,7 @@ from typing import Any
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
-from zerodrift.model.spec import ModelSpec, ParameterSpec
+from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
 from zerodrift.policy import rules
 from zerodrift.policy.backends import BACKENDS

@@ -8,7 +8,7 @@ Invariant: a policy has a `Pipelining` exactly if the mesh has more than one ran
 
 from __future__ import annotations
 
-from zerodrift.config.schema import Config
+from zerodrift.config import Config
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.nouns import Decision, Pipelining, Schedule

@@ -17,7 +17,7 @@ from zerodrift import dtypes
 from zerodrift.config import schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
-from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
 from zerodrift.policy.nouns import Columns, ResolvedRule
 
 PIN: tuple[tuple[str, str], ...] = (

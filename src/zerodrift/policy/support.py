@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from zerodrift.config.schema import BackendName
+from zerodrift.config import BackendName
 from zerodrift.dtypes import DType, lost
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.nouns import Mode, State
@@ -106,7 +106,7 @@ def table() -> tuple[SupportCell, ...]:
     return tuple(cells)
 
 
-DEFAULT_ACCUMULATE = DType.FP32
+DEFAULT_ACCUMULATE: DType = DType.FP32
 """Default of every mode; a sum over micro-batches loses bits in anything narrower."""
 
 MAX_NEAREST_BETA2 = 0.98

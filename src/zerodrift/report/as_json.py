@@ -11,13 +11,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zerodrift.plan.cost import Cost
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Timeline
-from zerodrift.plan.trace import Hidden, Trace, TracedOperation
-from zerodrift.policy.support import StateCell, SupportCell
+from zerodrift.plan import Cost, Hidden, Plan, Timeline, Trace, TracedOperation
+from zerodrift.policy import StateCell, SupportCell
 from zerodrift.record import encode
-from zerodrift.report.explain import Explanation
+from zerodrift.report.explanation import Explanation
 from zerodrift.report.trace import traced_modules
 
 

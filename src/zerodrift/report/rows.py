@@ -15,9 +15,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zerodrift.plan.boundaries import enclosing_modules
-from zerodrift.plan.table import Boundary, Plan, Row
-from zerodrift.policy.nouns import Columns
+from zerodrift.plan import Boundary, Plan, Row, enclosing_modules
+from zerodrift.policy import Columns
 
 Numbers = tuple[int, ...]
 """Numbers of one name, left to right: `model.layers.3.mlp.experts.17.up_proj.weight` has (3, 17)."""

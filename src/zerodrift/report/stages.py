@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import re
 
-from zerodrift.plan.cost import stage_cost
-from zerodrift.plan.stages import activation_dtype, activation_width, crossings, part, pieces, pieces_of
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Timeline
+from zerodrift.plan import (
+    Plan,
+    Timeline,
+    activation_dtype,
+    activation_width,
+    crossings,
+    part,
+    pieces,
+    pieces_of,
+    stage_cost,
+)
 from zerodrift.report import figures
 from zerodrift.report.rows import ranges
 

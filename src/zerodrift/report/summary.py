@@ -11,10 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 
 from zerodrift.errors import listed, several
-from zerodrift.plan.cost import Cost, accumulators_of
-from zerodrift.plan.schedule import rank_micro_batches
-from zerodrift.plan.table import Boundary, Plan
-from zerodrift.policy.nouns import COLUMNS, Columns
+from zerodrift.plan import Boundary, Cost, Plan, accumulators_of, rank_micro_batches
+from zerodrift.policy import COLUMNS, Columns
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 

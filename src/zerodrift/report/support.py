@@ -15,10 +15,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.plan.cost import block_bytes
-from zerodrift.policy.nouns import State
-from zerodrift.policy.order import CARRIED, GIVEN_UP, REFUSED
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, StateCell, SupportCell
+from zerodrift.plan import block_bytes
+from zerodrift.policy import CARRIED, DEFAULT_ACCUMULATE, GIVEN_UP, REFUSED, State, StateCell, SupportCell
 from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 

@@ -18,12 +18,10 @@ from rich.text import Text
 
 from zerodrift.errors import listed
 from zerodrift.legible import legible
-from zerodrift.plan.cost import Cost
-from zerodrift.plan.table import Boundary, Plan
-from zerodrift.plan.timeline import Timeline
-from zerodrift.policy.nouns import COLUMNS, Columns
+from zerodrift.plan import Boundary, Cost, Plan, Timeline
+from zerodrift.policy import COLUMNS, Columns
 from zerodrift.report import figures, stages, summary
-from zerodrift.report.explain import Explanation
+from zerodrift.report.explanation import Explanation
 from zerodrift.report.frame import WIDTH, columns, elide, grid, pairs, render, section, title
 from zerodrift.report.rows import Line, Table
 

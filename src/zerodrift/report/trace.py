@@ -18,8 +18,7 @@ from rich.text import Text
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import several
-from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Hidden, Trace, TracedOperation
+from zerodrift.plan import Hidden, Plan, Trace, TracedOperation
 from zerodrift.report.frame import elide, grid, legible_text, pairs, render, section, title
 from zerodrift.report.rows import fold_names
 

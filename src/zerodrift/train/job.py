@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zerodrift.config.schema import Block, Flag, Natural, Positive, PositiveFloat
+from zerodrift.config import Block, Flag, Natural, Positive, PositiveFloat
 
 HeldOutShare = Annotated[float, Field(ge=0, le=0.5, strict=True)]
 """A share of the documents."""

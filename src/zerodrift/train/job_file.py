@@ -15,11 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zerodrift.config import fields
-from zerodrift.config.load import load
-from zerodrift.config.plain_tree import join, override
-from zerodrift.config.schema import Config
-from zerodrift.config.tree import Keys, TreeReader, tree_of
+from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
 from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
 from zerodrift.train.data.hub import from_cache
 from zerodrift.train.job import Job

@@ -17,7 +17,7 @@ import verl
 from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.config import EngineConfig
 
-from zerodrift.config.tree import tree_of
+from zerodrift.config import tree_of
 from zerodrift.errors import ConfigError, Problems
 
 NAME = "zerodrift"

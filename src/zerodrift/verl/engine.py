@@ -28,7 +28,7 @@ from verl.workers.engine.utils import (
 )
 
 from zerodrift.api import initialize
-from zerodrift.engine.engine import Engine
+from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, UnsupportedError, first_line
 from zerodrift.verl.config import NAME, ZeroDriftEngineConfig, require_supported, written
 from zerodrift.verl.model import (

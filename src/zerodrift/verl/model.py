@@ -29,13 +29,11 @@ from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from zerodrift.api import empty, export
-from zerodrift.checkpoint.checkpoints import Checkpoints, Part
-from zerodrift.checkpoint.differences import Allowed
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.digest import tensor_digest
-from zerodrift.engine.engine import Engine
+from zerodrift.checkpoint import Allowed, Checkpoints, Part
+from zerodrift.comm import raise_on_all_ranks
+from zerodrift.engine import Engine, tensor_digest
 from zerodrift.errors import CheckpointError, RankError, UnsupportedError, first_line
-from zerodrift.weights.export import whole_values
+from zerodrift.weights import whole_values
 
 TAG = "state"
 FOLDER = "huggingface"

@@ -22,8 +22,7 @@ from torch import nn
 
 from zerodrift.dtypes import DType, from_torch, widest
 from zerodrift.errors import UnsupportedError
-from zerodrift.model.header import StoredTensor
-from zerodrift.model.safetensors import natural
+from zerodrift.model import StoredTensor, natural
 from zerodrift.versions import numbers
 from zerodrift.weights.boxes import Layout, NoStridesError, Shape, concatenate
 from zerodrift.weights.writer import SavedPart, SavedTensor

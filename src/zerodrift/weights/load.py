@@ -23,20 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.paths import kind_at
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.place import ValueSource, ValueSources
-from zerodrift.engine.shards import SegmentShard, Shards
+from zerodrift.checkpoint import kind_at
+from zerodrift.comm import Collectives, raise_on_all_ranks
+from zerodrift.engine import SegmentShard, Shards, ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError
-from zerodrift.model import recipe
-from zerodrift.model.document import listed
-from zerodrift.model.dtensors import is_dtensor
-from zerodrift.model.safetensors import list_tensors
-from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.stages import part, whole_row
-from zerodrift.plan.table import Plan
+from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
+from zerodrift.plan import Plan, part, whole_row
 from zerodrift.weights.boxes import Box, within
 from zerodrift.weights.matching import (
     ExpectedTensor,
@@ -50,7 +42,7 @@ from zerodrift.weights.matching import (
 from zerodrift.weights.reader import ProgressBar, SafetensorsReader
 
 if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
+    from zerodrift.engine import Engine
 
 WINDOW = 1 << 20
 """Number of elements compared at once if files hold a tied parameter twice."""

@@ -17,11 +17,8 @@ from torch import nn
 
 from zerodrift.dtypes import DType, widest
 from zerodrift.errors import ModelError, Problems, did_you_mean
-from zerodrift.model.document import listed, read
-from zerodrift.model.header import StoredTensor
-from zerodrift.model.module import non_persistent_buffers
-from zerodrift.model.spec import BufferSpec, ParameterSpec
-from zerodrift.plan.table import BufferRow, Row
+from zerodrift.model import BufferSpec, ParameterSpec, StoredTensor, listed, non_persistent_buffers, read
+from zerodrift.plan import BufferRow, Row
 from zerodrift.weights.boxes import Box
 from zerodrift.weights.conversions import convert
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerodrift.errors import ModelError
-from zerodrift.model.header import StoredTensor
+from zerodrift.model import StoredTensor
 from zerodrift.weights.boxes import Box, simplified
 
 if TYPE_CHECKING:

@@ -14,14 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.manifest import SHARED, SavedParameter, read_entries, read_plan, verified
-from zerodrift.checkpoint.state import read_state
-from zerodrift.checkpoint.tensors import CHUNK, CheckpointReader, Destination, moment_key, weight_key
+from zerodrift.checkpoint import (
+    CHUNK,
+    SHARED,
+    CheckpointReader,
+    Destination,
+    SavedParameter,
+    moment_key,
+    read_entries,
+    read_plan,
+    read_state,
+    verified,
+    weight_key,
+)
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError
-from zerodrift.model import safetensors
-from zerodrift.model.sources import describe
-from zerodrift.plan.table import Plan
+from zerodrift.model import describe, safetensors
+from zerodrift.plan import Plan
 from zerodrift.weights.load import SafetensorsWeights
 from zerodrift.weights.matching import ExpectedTensor, expected_tensors
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.plan.table import Row
+from zerodrift.plan import Row
 
 
 class GradientExposure:

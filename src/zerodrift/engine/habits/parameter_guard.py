@@ -38,7 +38,7 @@ from zerodrift.engine.habits.storage_writes import (
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problem, Problems, UnsupportedError
-from zerodrift.plan.table import Row
+from zerodrift.plan import Row
 
 LOAD = (
     "Load weights inside `engine.gathered(write=True)`, cast through the config's `precision`, and change "

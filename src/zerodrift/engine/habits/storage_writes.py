@@ -19,10 +19,10 @@ import torch
 from zerodrift.engine.step.segment import FlatSegment, is_due, missing_value
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels.digests import BYTES, prints
-from zerodrift.optim.updater import Updater
-from zerodrift.plan.table import Row
-from zerodrift.policy.nouns import Master
+from zerodrift.kernels import BYTES, prints
+from zerodrift.optim import Updater
+from zerodrift.plan import Row
+from zerodrift.policy import Master
 
 WRITE = "must be written inside `engine.gathered(write=True)`"
 READ = "a write inside `engine.gathered()`, which shows values"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from zerodrift.comm.fold import carries, leftovers
+from zerodrift.comm import carries, leftovers
 
 
 class BufferPool:

@@ -25,8 +25,8 @@ from torch import nn
 
 from zerodrift.engine.nested import Replacement, tensors_in
 from zerodrift.errors import ModelError
-from zerodrift.model.module import has_forward
-from zerodrift.plan.table import Boundary, Plan
+from zerodrift.model import has_forward
+from zerodrift.plan import Boundary, Plan
 
 
 def attach(model: nn.Module, boundaries: Iterable[Boundary]) -> list[Any]:

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from zerodrift.comm.collectives import Handle
+from zerodrift.comm import Handle
 from zerodrift.engine.nested import at_the_end, current_backward
 from zerodrift.engine.progress import refusal
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.traversal import Traversal
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems, RankError
-from zerodrift.plan.cost import REDUCTIONS
-from zerodrift.plan.schedule import reduce_order
+from zerodrift.plan import REDUCTIONS, reduce_order
 
 
 @dataclass(frozen=True, slots=True)

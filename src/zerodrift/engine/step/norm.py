@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import AxisName
+from zerodrift.comm import AxisName, Collectives
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import RankError
 from zerodrift.kernels import squares

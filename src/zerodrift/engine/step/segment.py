@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.comm import Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
 from zerodrift.kernels import host_memory
-from zerodrift.plan.table import Row, Segment
+from zerodrift.plan import Row, Segment
 
 SELDOM = 32
 """A periodic check runs the first few times, and then once in so many."""

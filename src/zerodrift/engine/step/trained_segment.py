@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives, Handle
-from zerodrift.comm.fold import Sum
+from zerodrift.comm import Collectives, Handle, Sum
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
 from zerodrift.engine.step.accumulation import GradientBuffers, TreeSum
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.optim.rounding import round_away
-from zerodrift.optim.updater import Owned
-from zerodrift.plan.table import Row, Segment
-from zerodrift.policy.nouns import Master, Update
+from zerodrift.optim import Owned, round_away
+from zerodrift.plan import Row, Segment
+from zerodrift.policy import Master, Update
 
 _TRAINABLE, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _NO_GRADIENT = {type(None), CollectedGradient}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zerodrift.engine.step.unit_order import UnitOrder
-from zerodrift.plan.schedule import backward_order, contains, prefetch_ends
+from zerodrift.plan import backward_order, contains, prefetch_ends
 
 
 def will_be_recomputed() -> bool:

@@ -52,7 +52,7 @@ from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.engine.step.traversal import Traversal, will_be_recomputed
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.plan.table import Unit
+from zerodrift.plan import Unit
 
 
 class LiveUnit:

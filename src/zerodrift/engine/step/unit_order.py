@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from zerodrift.plan.schedule import contains
+from zerodrift.plan import contains
 
 
 class UnitOrder:

@@ -16,18 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from zerodrift.comm.collectives import Collectives, Handle
+from zerodrift.comm import Collectives, Handle
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.storage_writes import mark_storage_changed, refresh_views
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.errors import UnsupportedError
 from zerodrift.kernels import device, squares
-from zerodrift.optim.fused import UpdateFunction, update
-from zerodrift.optim.updater import Updater
-from zerodrift.optim.updates import COLUMNS, reference_update
-from zerodrift.plan.table import Plan, Row
-from zerodrift.report.updates import UpdateLine, UpdateReport
+from zerodrift.optim import COLUMNS, UpdateFunction, Updater, reference_update, update
+from zerodrift.plan import Plan, Row
+from zerodrift.report import UpdateLine, UpdateReport
 
 _log = logging.getLogger("zerodrift")
 

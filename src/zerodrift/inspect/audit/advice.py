@@ -14,17 +14,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerodrift.engine.engine import Engine
+from zerodrift.engine import Engine
 from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import ByteKind, Bytes, NarrowerColumn, Point, Recommendation
 from zerodrift.inspect.audit.run import REFUSED, plan_for, running
 from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
 from zerodrift.inspect.audit.variants import literal_glob, narrow_cells, pinned_policy
-from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Mode, Output, Policy
-from zerodrift.policy.resolve import SAFE_MODULES
-from zerodrift.policy.rules import glob
+from zerodrift.plan import Plan, Row, cost
+from zerodrift.policy import SAFE_MODULES, Mode, Output, Policy, glob
 
 MANY = 0.05  # relative change from which a parameter is counted
 ENOUGH = 0.9  # share of the removable squared drift that a recommendation stops at

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from zerodrift.dtypes import DType
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.habits.microbatch_state import generators_kept
+from zerodrift.engine import Engine, generators_kept
 from zerodrift.errors import ModelError, UnsupportedError, ZerodriftError
 from zerodrift.inspect.audit import signals
 from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
@@ -31,8 +30,8 @@ from zerodrift.inspect.audit.signals import CloseCalls, Drift, Signals
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Policy
+from zerodrift.plan import Plan, Row
+from zerodrift.policy import Policy
 
 Values = Callable[[str], Tensor]  # parameter -> its values before they are rounded
 

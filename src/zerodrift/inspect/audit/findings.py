@@ -17,8 +17,8 @@ from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.run import Subject
-from zerodrift.plan.table import Plan, Row
-from zerodrift.report.figures import percent
+from zerodrift.plan import Plan, Row
+from zerodrift.report import percent
 
 VANISHED = 0.25
 """Share of an operation's norm that may be lost where numbers become zero. A softmax has small numbers that

@@ -18,8 +18,9 @@ from zerodrift.inspect.audit.text import (
     facts,
     points_to_show,
 )
-from zerodrift.report.blocks import (
+from zerodrift.report import (
     BlockRow,
+    Chart,
     FactList,
     PageCell,
     PageHead,
@@ -27,10 +28,12 @@ from zerodrift.report.blocks import (
     PageTable,
     Paragraph,
     Preformatted,
+    Series,
+    chart,
     page,
+    percent,
+    size,
 )
-from zerodrift.report.charts import Chart, Series, chart
-from zerodrift.report.figures import percent, size
 
 Cells = Sequence[str | PageCell]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice
-from zerodrift.policy.nouns import Output
+from zerodrift.policy import Output
 
 FindingKind = Literal[
     "narrow code", "narrow buffer", "overflow", "underflow", "rounded", "routing",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerodrift.inspect.trace.places import ModulePaths, place_of_code
+from zerodrift.inspect.trace import ModulePaths, place_of_code
 
 NOT_REPEATABLE = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",

@@ -21,23 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.mesh import start, started
-from zerodrift.config.load import ConfigSource, load
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.executor import batch_on
-from zerodrift.engine.native import NativeExecutor
+from zerodrift.comm import Collectives, start, started
+from zerodrift.config import ConfigSource, load
+from zerodrift.engine import Engine, NativeExecutor, batch_on
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 from zerodrift.inspect.audit.tokens import Batch, draw_batches, read_batches
 from zerodrift.mesh import MeshShape
-from zerodrift.model.empty import empty
-from zerodrift.model.safetensors import holds
-from zerodrift.model.sources import build_runnable, describe
-from zerodrift.plan.build import build
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Policy
-from zerodrift.policy.resolve import mesh_for, resolve
-from zerodrift.weights.load import InitialValues
+from zerodrift.model import build_runnable, describe, empty, holds
+from zerodrift.plan import Plan, build
+from zerodrift.policy import Policy, mesh_for, resolve
+from zerodrift.weights import InitialValues
 
 REFUSED = (ConfigError, ModelError, UnsupportedError)
 """Errors of a variant that the plan or the model does not admit."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zerodrift.engine.engine import Engine
+from zerodrift.engine import Engine
 from zerodrift.errors import ModelError
 from zerodrift.inspect.audit.run import call_model, loss_of
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.trace.places import ModulePaths, paths_in
+from zerodrift.inspect.trace import ModulePaths, paths_in
 
 LOSSES = frozenset(("cross_entropy", "nll_loss"))
 

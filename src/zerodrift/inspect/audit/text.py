@@ -26,8 +26,7 @@ from zerodrift.inspect.audit.results import (
 )
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice
-from zerodrift.report.figures import percent
-from zerodrift.report.frame import elide, grid, pairs, render, section, text_table, title
+from zerodrift.report import elide, grid, pairs, percent, render, section, text_table, title
 
 WIDTH = 80
 SHOWN = 10  # lines of a table

@@ -21,7 +21,7 @@ from torch import nn
 
 from zerodrift.errors import ModelError, first_line, said
 from zerodrift.files import opened
-from zerodrift.model.inputs import inputs_for
+from zerodrift.model import inputs_for
 
 Batch = Mapping[str, Any]  # keyword arguments of the model
 

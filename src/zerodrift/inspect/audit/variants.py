@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zerodrift.dtypes import DType
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Batch, Columns, Mode, Output, Policy, ResolvedRule
-from zerodrift.policy.rules import PIN
+from zerodrift.plan import Plan, Row
+from zerodrift.policy import PIN, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
 """A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""

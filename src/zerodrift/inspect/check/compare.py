@@ -19,25 +19,23 @@ from typing import Any, Literal
 
 import torch
 
-from zerodrift.config.load import load
+from zerodrift.config import load
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
 from zerodrift.inspect.check.findings import Kind, RunFinding
-from zerodrift.inspect.trace import records
-from zerodrift.inspect.trace.records import (
+from zerodrift.inspect.trace import (
     Column,
     EngineRecord,
     ModelRecord,
     ParameterRecord,
     ProcessRecord,
     dtype_name,
+    records,
 )
-from zerodrift.model.spec import ModelSpec, OwningModule, ParameterSpec
-from zerodrift.plan.build import build
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Columns, Master, State
-from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
+from zerodrift.plan import Plan, Row, build
+from zerodrift.policy import Columns, Master, State, mesh_for, resolve
 
 COLUMNS = records.COLUMNS[:-1]  # the columns that a step shows; `export` is seen in files
 

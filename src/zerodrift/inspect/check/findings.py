@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from zerodrift.inspect.check.table import same_model
-from zerodrift.inspect.trace.records import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
+from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
 Kind = Literal[
     "no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow",

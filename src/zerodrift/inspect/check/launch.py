@@ -25,8 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from zerodrift.files import is_locked, locked
-from zerodrift.inspect.trace.hooks import when_imported
-from zerodrift.inspect.trace.records import ProcessRecord
+from zerodrift.inspect.trace import ProcessRecord, when_imported
 from zerodrift.startup import StartupHook, failures, record_failure, spawn, startup_folder
 
 END = "end"  # a file that lets every process end
@@ -154,7 +153,7 @@ def _watch(seen: Path, steps: int, keep_going: bool) -> Any:
     """Begin a `Watcher` that writes its record when it has seen its steps, or when the process ends."""
     import multiprocessing.util
 
-    from zerodrift.inspect.trace.watch import Watcher
+    from zerodrift.inspect.trace import Watcher
 
     pid = os.getpid()
     path = seen / f"{pid}.json"

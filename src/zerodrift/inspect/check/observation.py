@@ -15,8 +15,7 @@ import torch
 
 from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.check.findings import RunFinding, run_findings
-from zerodrift.inspect.trace.records import ModelRecord, ProcessRecord
-from zerodrift.inspect.trace.watch import Watcher
+from zerodrift.inspect.trace import ModelRecord, ProcessRecord, Watcher
 
 _FOREVER = 1 << 62
 

@@ -14,16 +14,8 @@ from rich.text import Text
 
 from zerodrift.inspect.check.findings import RunFinding
 from zerodrift.inspect.check.table import ParameterGroup, cell, elements, folded, groups, short
-from zerodrift.inspect.trace.records import (
-    COLUMNS,
-    Column,
-    ModelRecord,
-    ParameterRecord,
-    ProcessRecord,
-    Sighting,
-)
-from zerodrift.report import figures
-from zerodrift.report.blocks import (
+from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord, Sighting
+from zerodrift.report import (
     NoteList,
     PageCell,
     PageHead,
@@ -31,9 +23,16 @@ from zerodrift.report.blocks import (
     PageTable,
     Paragraph,
     dtype_cell,
+    elide,
+    figures,
+    grid,
+    legible_text,
     page,
+    pairs,
+    render,
+    section,
+    title,
 )
-from zerodrift.report.frame import elide, grid, legible_text, pairs, render, section, title
 
 WIDTH = 80
 

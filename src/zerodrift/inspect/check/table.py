@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerodrift.errors import ConfigError
-from zerodrift.inspect.trace.records import (
-    COLUMNS,
-    VERSION,
-    Column,
-    ModelRecord,
-    ParameterRecord,
-    ProcessRecord,
-)
+from zerodrift.inspect.trace import COLUMNS, VERSION, Column, ModelRecord, ParameterRecord, ProcessRecord
 from zerodrift.report import rows
 
 FORMAT = "zerodrift check"

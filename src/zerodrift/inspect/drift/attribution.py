@@ -20,9 +20,16 @@ from torch import Tensor
 
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError
-from zerodrift.inspect.audit.run import REFUSED
-from zerodrift.inspect.audit.signals import Signals, measure_gaps, router_flips
-from zerodrift.inspect.audit.tokens import Batch, Ids, Recorded, require_vocabulary
+from zerodrift.inspect.audit import (
+    REFUSED,
+    Batch,
+    Ids,
+    Recorded,
+    Signals,
+    measure_gaps,
+    require_vocabulary,
+    router_flips,
+)
 from zerodrift.inspect.drift import differences
 from zerodrift.inspect.drift.differences import DifferentCell
 from zerodrift.inspect.drift.replay import SideReplays

@@ -22,9 +22,8 @@ from zerodrift.inspect.drift.sampler_dtypes import Role, SamplerDtypes
 from zerodrift.inspect.drift.sampler_weights import SamplerTensor
 from zerodrift.inspect.drift.tensor_status import TensorVerdict
 from zerodrift.inspect.drift.trainer import TrainerSide
-from zerodrift.plan.table import Plan, Row
-from zerodrift.policy.nouns import Mode
-from zerodrift.policy.rules import glob
+from zerodrift.plan import Plan, Row
+from zerodrift.policy import Mode, glob
 
 
 @dataclass(frozen=True, slots=True)

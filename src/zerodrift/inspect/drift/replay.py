@@ -24,20 +24,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.dtypes import DType
-from zerodrift.inspect.audit.run import Subject, running
-from zerodrift.inspect.audit.signals import LOSSES, Signals, forward_signals
-from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import make_rule, with_rules
+from zerodrift.inspect.audit import (
+    LOSSES,
+    Batch,
+    Signals,
+    Subject,
+    forward_signals,
+    make_rule,
+    running,
+    with_rules,
+)
 from zerodrift.inspect.drift.differences import DifferentCell, sampler_mode
 from zerodrift.inspect.drift.sampler_dtypes import SamplerDtypes
 from zerodrift.inspect.drift.sampler_weights import SamplerTensor
 from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
-from zerodrift.inspect.trace.places import ModulePaths
+from zerodrift.inspect.trace import ModulePaths
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.build import build
-from zerodrift.plan.table import Row
-from zerodrift.policy.nouns import Policy
-from zerodrift.policy.rules import PIN
+from zerodrift.plan import Row, build
+from zerodrift.policy import PIN, Policy
 
 Cells = Collection[DifferentCell]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from zerodrift.dtypes import DType, parse
 from zerodrift.errors import ConfigError, Problems, did_you_mean, first_line
 from zerodrift.files import opened
-from zerodrift.model.spec import ModelSpec, OwningModule
+from zerodrift.model import ModelSpec, OwningModule
 
 Role = Literal["embedding", "head", "router", "norms", "attention", "experts", "mlp", "rest"]
 

@@ -21,11 +21,8 @@ from torch import Tensor, nn
 
 from zerodrift.dtypes import DType
 from zerodrift.errors import ModelError, UnsupportedError, listed
-from zerodrift.model.header import StoredTensor
-from zerodrift.model.safetensors import list_tensors
-from zerodrift.weights.boxes import Box, Layout
-from zerodrift.weights.matching import ExpectedTensor, Match, match
-from zerodrift.weights.reader import SafetensorsReader
+from zerodrift.model import StoredTensor, list_tensors
+from zerodrift.weights import Box, ExpectedTensor, Layout, Match, SafetensorsReader, match
 
 _SCALE = re.compile(r"(?P<stem>.+?)(\.weight)?[._](weight_)?(scale|scales|scale_inv)")
 _PACKED = re.compile(r".*\.(qweight|qzeros|g_idx|weight_packed|weight_zero_point|absmax|quant_map|blocks)")

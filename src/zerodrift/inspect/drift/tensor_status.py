@@ -23,7 +23,7 @@ from torch import Tensor
 from zerodrift.dtypes import from_torch
 from zerodrift.inspect.drift.sampler_weights import SamplerTensor, read_sampler_weights
 from zerodrift.inspect.drift.trainer import TrainerSide
-from zerodrift.weights.matching import expected_tensors
+from zerodrift.weights import expected_tensors
 
 Kind = Literal[
     "same", "rounded", "quantised", "rounded-otherwise", "overflowed", "not-finite", "another-tensor",

@@ -14,7 +14,7 @@ from rich.text import Text
 from zerodrift.errors import several
 from zerodrift.inspect.drift.attribution import CLIPPED, ExplainedCell, SideComparison, TokenDrift
 from zerodrift.inspect.drift.tensor_status import TensorStatus
-from zerodrift.report.frame import (
+from zerodrift.report import (
     DIGEST_SHOWN,
     columns,
     elide,

@@ -20,24 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerodrift.config.load import load
+from zerodrift.config import load
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed, said
-from zerodrift.inspect.audit.variants import literal_glob, without_update
+from zerodrift.inspect.audit import literal_glob, without_update
 from zerodrift.inspect.check import table as tables
 from zerodrift.inspect.drift.sampler_dtypes import Role, role_of, roles_of
-from zerodrift.inspect.trace.records import Column, ModelRecord, ParameterRecord
+from zerodrift.inspect.trace import Column, ModelRecord, ParameterRecord
 from zerodrift.mesh import MeshShape
-from zerodrift.model.factory import is_factory, make
-from zerodrift.model.safetensors import holds
-from zerodrift.model.sources import build_runnable, describe
-from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.build import build
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Policy
-from zerodrift.policy.numbers import AutoValues
-from zerodrift.policy.resolve import mesh_for, resolve
-from zerodrift.weights.convert import open_source
+from zerodrift.model import ModelSpec, build_runnable, describe, holds, is_factory, make
+from zerodrift.plan import Plan, build
+from zerodrift.policy import AutoValues, Policy, mesh_for, resolve
+from zerodrift.weights import open_source
 
 
 @dataclass(frozen=True, slots=True)

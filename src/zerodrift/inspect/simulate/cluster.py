@@ -16,16 +16,22 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from zerodrift.comm.collectives import DIRECT, HALVING
-from zerodrift.config import fields
-from zerodrift.config.plain_tree import join
-from zerodrift.config.schema import Block, NonNegativeFloat, Positive, PositiveFloat
-from zerodrift.config.tree import Keys, TreeReader, tree_of
+from zerodrift.comm import DIRECT, HALVING
+from zerodrift.config import (
+    Block,
+    Keys,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    TreeReader,
+    fields,
+    join,
+    tree_of,
+)
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, nearest
 from zerodrift.mesh import MeshShape
-from zerodrift.plan.schedule import Collective
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Collective, Plan
 
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 FOLDER = Path(__file__).with_name("clusters")

@@ -5,7 +5,7 @@
 A sweep does it for every stage, wire, order of sums, number of replicas, with and without recomputation.
 
 Invariant: pure; rank 0 of 16,384 ranks costs as much as rank 0 of 2. Bytes at rest and at the peak are
-those of `plan/cost.py`; only what autograd keeps is added.
+those of `plan/bill.py`; only what autograd keeps is added.
 """
 
 from __future__ import annotations
@@ -23,12 +23,21 @@ from zerodrift.inspect.simulate.streams import (
     split_micro_batches,
 )
 from zerodrift.inspect.simulate.work import Work
-from zerodrift.plan.cost import Cost, stage_cost
-from zerodrift.plan.schedule import events, pipeline_events, step_end
-from zerodrift.plan.stages import part, pieces_of, rank_of
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Action, Timeline, dependencies
-from zerodrift.policy.nouns import Mode
+from zerodrift.plan import (
+    Action,
+    Cost,
+    Plan,
+    Timeline,
+    dependencies,
+    events,
+    part,
+    pieces_of,
+    pipeline_events,
+    rank_of,
+    stage_cost,
+    step_end,
+)
+from zerodrift.policy import Mode
 
 PLAYED = 4
 """Micro-batches that are played: the first, two equal ones, the last. Others take as long as these two."""

@@ -24,10 +24,18 @@ from zerodrift.inspect.simulate.cluster import (
     collective_time,
 )
 from zerodrift.inspect.simulate.work import CountedOperation, UnitWork, Work
-from zerodrift.plan.cost import REDUCTIONS, block_bytes, count_moments, sums_bytes
-from zerodrift.plan.schedule import Collective, Computation, Event
-from zerodrift.plan.table import Plan, Segment
-from zerodrift.policy.nouns import Master
+from zerodrift.plan import (
+    REDUCTIONS,
+    Collective,
+    Computation,
+    Event,
+    Plan,
+    Segment,
+    block_bytes,
+    count_moments,
+    sums_bytes,
+)
+from zerodrift.policy import Master
 
 
 @dataclass

@@ -12,10 +12,9 @@ from rich.text import Text
 from zerodrift.errors import several
 from zerodrift.inspect.simulate.simulation import Simulation, SweepResult
 from zerodrift.inspect.simulate.work import Work
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan
 from zerodrift.record import encode
-from zerodrift.report.figures import percent, significant, size
-from zerodrift.report.frame import grid, pairs, render, section, text_table, title
+from zerodrift.report import grid, pairs, percent, render, section, significant, size, text_table, title
 
 WIDTH = 80
 SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerodrift.dtypes import DType, parse
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
-from zerodrift.model.inputs import Inputs, inputs_for
-from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Trace, TracedOperation
+from zerodrift.model import Inputs, inputs_for
+from zerodrift.plan import Plan, Trace, TracedOperation
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +80,7 @@ def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
     """Count the work of a micro-batch. The model cannot be used afterwards."""
     import torch
 
-    from zerodrift.inspect.trace.dry_run import trace
+    from zerodrift.inspect.trace import trace
 
     saved = _SavedTensors(plan, model)
     handles = list(saved.attach())
@@ -173,7 +172,7 @@ class _SavedTensors:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    from zerodrift.engine.nested import tensors_in
+    from zerodrift.engine import tensors_in
 
     return iter(tensors_in(values))
 

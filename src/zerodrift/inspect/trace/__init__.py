@@ -1,1 +1,21 @@
 """Record the operations, gradients, collectives and optimizer steps of a run, real or dry."""
+
+from typing import TYPE_CHECKING
+
+from zerodrift.faces import face
+
+if TYPE_CHECKING:
+    from zerodrift.inspect.trace import records
+    from zerodrift.inspect.trace.dry_run import trace
+    from zerodrift.inspect.trace.hooks import when_imported
+    from zerodrift.inspect.trace.libraries.engine import observe, observe_calls
+    from zerodrift.inspect.trace.model import is_compiled
+    from zerodrift.inspect.trace.operations import CASTS, anything_compiled, every_operation, flops_of
+    from zerodrift.inspect.trace.places import ModulePaths, paths_in, place_of_code
+    from zerodrift.inspect.trace.records import (
+        COLUMNS, Column, EngineRecord, ModelRecord, ParameterRecord, ProcessRecord, Sighting, VERSION,
+        dtype_name, merged,
+    )  # fmt: skip
+    from zerodrift.inspect.trace.watch import Watcher
+
+__getattr__, __dir__, __all__ = face(__name__)

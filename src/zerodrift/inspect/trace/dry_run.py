@@ -31,18 +31,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zerodrift.engine.habits import pins
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.place import tie
-from zerodrift.engine.step import compute
+from zerodrift.engine import compute, pins, tensors_in, tie
 from zerodrift.errors import ModelError, said
 from zerodrift.inspect.trace.fake_run import DEVICE, FakeRecorder, FunctionCalls, RefusedError
 from zerodrift.inspect.trace.operations import name_of
 from zerodrift.inspect.trace.places import ModulePaths, line_of
-from zerodrift.model.inputs import Inputs
-from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Trace
-from zerodrift.policy.nouns import Mode
+from zerodrift.model import Inputs
+from zerodrift.plan import Plan, Trace
+from zerodrift.policy import Mode
 
 
 def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:

@@ -29,7 +29,7 @@ from zerodrift.dtypes import from_torch
 from zerodrift.inspect.trace.operations import VIEWS, every_operation, flops_of, name_of
 from zerodrift.inspect.trace.places import ModulePaths, place_of_code
 from zerodrift.inspect.trace.records import dtype_name
-from zerodrift.plan.trace import CastBy, Refusal, TracedOperation, TracedTensor
+from zerodrift.plan import CastBy, Refusal, TracedOperation, TracedTensor
 
 DEVICE = "cpu"  # autocast's lists of other devices differ in a few operations
 SMALL = 1 << 16  # elements up to which whole numbers keep their values

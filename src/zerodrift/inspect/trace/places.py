@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.plan.trace import CastBy
+from zerodrift.plan import CastBy
 
 _HERE = os.path.dirname(__file__) + os.sep
 _INSPECT = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -96,9 +96,7 @@ def paths_in(model: nn.Module) -> Iterator[ModulePaths]:
 @functools.cache
 def _casts() -> dict[str, CastBy]:
     """Return the engine's files that cast, by path."""
-    from zerodrift.engine import nested
-    from zerodrift.engine.habits import pins
-    from zerodrift.engine.step import compute
+    from zerodrift.engine import compute, nested, pins
 
     return {compute.__file__: "a boundary", pins.__file__: "a pin", nested.__file__: ""}
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ConfigError
-from zerodrift.model.factory import cause
+from zerodrift.model import cause
 from zerodrift.train.data.conversation import ASSISTANT, TOOL, USER, Conversation, Message, names
 from zerodrift.train.data.tokenizer import Tokenizer, Tokens, TransformersTokenizer
 

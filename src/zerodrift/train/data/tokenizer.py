@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from zerodrift.errors import ModelError
-from zerodrift.model.factory import attempt
-from zerodrift.model.huggingface import is_installed
+from zerodrift.model import attempt, is_installed
 from zerodrift.train.data.hub import advice
 
 Tokens = np.ndarray

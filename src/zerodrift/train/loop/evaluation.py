@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zerodrift.engine.engine import Engine
+from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
 from zerodrift.train.data.batches import validation_batches

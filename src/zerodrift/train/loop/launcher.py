@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from zerodrift.checkpoint.paths import free
+from zerodrift.checkpoint import free
 from zerodrift.errors import ZerodriftError
 from zerodrift.train.loop import signals
 from zerodrift.train.loop.signals import IN_ORDER, SIGNALS

@@ -26,14 +26,21 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import empty
-from zerodrift.comm.collectives import Collectives
-from zerodrift.engine.engine import Engine
+from zerodrift.comm import Collectives
+from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, ModelError, Problems, UnsupportedError, did_you_mean
-from zerodrift.model import safetensors
-from zerodrift.model.document import listed
-from zerodrift.model.factory import attempt, call, is_factory, make
-from zerodrift.model.huggingface import CONFIG, is_installed, read_config
-from zerodrift.pipeline.cut import Parts
+from zerodrift.model import (
+    CONFIG,
+    attempt,
+    call,
+    is_factory,
+    is_installed,
+    listed,
+    make,
+    read_config,
+    safetensors,
+)
+from zerodrift.pipeline import Parts
 from zerodrift.train.data.batches import BatchLayout, MicroBatch
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, name_in_cache

@@ -14,17 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerodrift.checkpoint import MANIFEST, Allowed, CheckpointFolder, Checkpoints, Loaded
 from zerodrift.checkpoint import state as states
-from zerodrift.checkpoint.checkpoints import Checkpoints, Loaded
-from zerodrift.checkpoint.differences import Allowed
-from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.manifest import MANIFEST
 from zerodrift.errors import CheckpointError
 from zerodrift.train.job import Job
 from zerodrift.train.loop.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
+    from zerodrift.engine import Engine
 
 JOB, STEP, PLACE, BASE = "job", "step", "data", "base"
 """Keys of the `client` state that checkpoints of a run carry."""

@@ -22,9 +22,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from zerodrift.checkpoint.paths import FULL, unwritable
+from zerodrift.checkpoint import FULL, unwritable
 from zerodrift.errors import ConfigError, said
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_back
 

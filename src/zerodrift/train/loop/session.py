@@ -17,21 +17,13 @@ import torch
 from torch import nn
 
 from zerodrift.api import initialize
-from zerodrift.checkpoint.atomic import new_file
-from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.checkpoint.lock import Lock
-from zerodrift.checkpoint.paths import full_disk_named
-from zerodrift.comm.mesh import started
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.config.schema import Config, Pipeline
-from zerodrift.engine.digest import computed_by
-from zerodrift.engine.engine import Engine
+from zerodrift.checkpoint import LATEST, CheckpointFolder, Checkpoints, Lock, full_disk_named, new_file
+from zerodrift.comm import raise_on_all_ranks, started
+from zerodrift.config import Config, Pipeline
+from zerodrift.engine import Engine, computed_by
 from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.legible import legible
-from zerodrift.policy.nouns import Policy
-from zerodrift.policy.pipelining import SPLIT
-from zerodrift.policy.resolve import mesh_for, resolve
+from zerodrift.policy import SPLIT, Policy, mesh_for, resolve
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
@@ -49,7 +41,7 @@ from zerodrift.train.report.metrics import RunLines, check_boards
 from zerodrift.train.report.page import run_page
 from zerodrift.train.report.summary import data_facts, data_text, environment, head_text
 from zerodrift.train.tools import adapters
-from zerodrift.weights.export import export
+from zerodrift.weights import export
 
 NO_COMPILER = "! no compiled kernels: updates are several times slower; `zerodrift doctor` says why"
 TOTALS = ("total_num_steps", "num_training_steps")

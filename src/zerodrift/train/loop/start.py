@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zerodrift.checkpoint.paths import full_disk_named
+from zerodrift.checkpoint import full_disk_named
 from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
@@ -107,7 +107,7 @@ def _command(source: str, overrides: Sequence[str], nproc: int | None, verb: str
 
 def run_here(source: str, overrides: Sequence[str], request: LaunchRequest | None = None) -> int:
     """Run one rank from the job file to the end; return the exit code."""
-    from zerodrift.comm.mesh import started
+    from zerodrift.comm import started
     from zerodrift.train.loop.evaluation import evaluate_here
     from zerodrift.train.loop.session import assemble
     from zerodrift.train.loop.step import is_out_of_memory, out_of_memory

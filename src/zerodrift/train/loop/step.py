@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 
-from zerodrift.engine.digest import Digest
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.executor import loss_in
-from zerodrift.engine.progress import StepResult
+from zerodrift.engine import Digest, Engine, StepResult, loss_in
 from zerodrift.errors import ZerodriftError
-from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan
-from zerodrift.report.figures import size
+from zerodrift.plan import Plan, cost
+from zerodrift.report import size
 from zerodrift.train.data.batches import Feed, MicroBatch
 
 

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from zerodrift.checkpoint.paths import writing
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.progress import StepResult
+from zerodrift.checkpoint import writing
+from zerodrift.engine import Engine, StepResult
 from zerodrift.errors import NonFiniteError, ZerodriftError, said
-from zerodrift.inspect.audit.estimates import probe, require_probe
+from zerodrift.inspect.audit import probe, require_probe
 from zerodrift.inspect.check import compare
-from zerodrift.inspect.trace.libraries.engine import observe
-from zerodrift.inspect.trace.records import merged
+from zerodrift.inspect.trace import merged, observe
 from zerodrift.legible import legible
 from zerodrift.train.job import Profile
 from zerodrift.train.loop.evaluation import BestEvaluation, continue_prompt, evaluate

@@ -8,9 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zerodrift.report.blocks import BlockRow
-from zerodrift.report.charts import Chart, ChartLegend, Mark, Point, Series, chart, smoothing_steps
-from zerodrift.report.figures import elements, significant, size
+from zerodrift.report import (
+    BlockRow,
+    Chart,
+    ChartLegend,
+    Mark,
+    Point,
+    Series,
+    chart,
+    elements,
+    significant,
+    size,
+    smoothing_steps,
+)
 from zerodrift.train.report.metrics import RunLines
 
 LARGEST_PERPLEXITY = 1e6

@@ -21,8 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from zerodrift.legible import encodable, legible
-from zerodrift.report.figures import elements, significant, size
-from zerodrift.report.frame import WIDTH
+from zerodrift.report import WIDTH, elements, significant, size
 from zerodrift.train.report.metrics import StepMetrics
 
 DROPPED = ("memory", "norm", "micro-batch", "scale", "lr", "speed", "val", "doing")

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerodrift.checkpoint.atomic import new_file
+from zerodrift.checkpoint import new_file
 from zerodrift.errors import ConfigError, Problems, said
 from zerodrift.files import opened
 from zerodrift.train.job import Run

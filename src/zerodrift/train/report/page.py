@@ -10,11 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan
-from zerodrift.report import summary
-from zerodrift.report.blocks import (
+from zerodrift.pipeline import timeline
+from zerodrift.plan import Plan, cost
+from zerodrift.report import (
     BlockRow,
     ErrorBanner,
     FactList,
@@ -25,12 +23,15 @@ from zerodrift.report.blocks import (
     Paragraph,
     Preformatted,
     dtype_cell,
+    elements,
+    group_rows,
     page,
+    plan_sections,
+    significant,
+    size,
+    summary,
     table_section,
 )
-from zerodrift.report.figures import elements, significant, size
-from zerodrift.report.page import plan_sections
-from zerodrift.report.rows import group_rows
 from zerodrift.train.job import Job
 from zerodrift.train.report.curves import LARGEST_PERPLEXITY, charts, held_out, perplexity
 from zerodrift.train.report.display import clock

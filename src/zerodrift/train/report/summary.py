@@ -22,12 +22,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from zerodrift import legible
-from zerodrift.pipeline.schedules import timeline
-from zerodrift.plan.cost import cost
-from zerodrift.plan.table import Plan
-from zerodrift.report.frame import grid, render
-from zerodrift.report.rows import group_rows
-from zerodrift.report.terminal import brief_text, plan_text
+from zerodrift.pipeline import timeline
+from zerodrift.plan import Plan, cost
+from zerodrift.report import brief_text, grid, group_rows, plan_text, render
 from zerodrift.train.data.blocks import IGNORED, BlockValues
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
 from zerodrift.train.data.sampling import WINDOW, GroupedSampler, lengths_of, padding_shares, sampler_of

@@ -19,14 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.atomic import new_folder
-from zerodrift.checkpoint.manifest import read_entries, verified
-from zerodrift.checkpoint.tensors import CheckpointReader
-from zerodrift.comm.shared_errors import raise_on_all_ranks
-from zerodrift.engine.engine import Engine
+from zerodrift.checkpoint import CheckpointReader, new_folder, read_entries, verified
+from zerodrift.comm import raise_on_all_ranks
+from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.model.factory import attempt
-from zerodrift.model.huggingface import quiet
+from zerodrift.model import attempt, quiet
 from zerodrift.train.job import Lora
 
 CONFIG = "adapter_config.json"

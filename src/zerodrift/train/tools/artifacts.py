@@ -9,12 +9,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerodrift.checkpoint import LATEST, MANIFEST, CheckpointFolder, state_file
 from zerodrift.checkpoint import state as states
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder
-from zerodrift.checkpoint.manifest import MANIFEST, state_file
 from zerodrift.errors import ConfigError
-from zerodrift.model import safetensors
-from zerodrift.model.huggingface import CONFIG, is_installed
+from zerodrift.model import CONFIG, is_installed, safetensors
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.resume import BASE, JOB

@@ -16,12 +16,10 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from zerodrift.comm.shared import can_share
-from zerodrift.engine.digest import computed_by
-from zerodrift.kernels import native
-from zerodrift.kernels.build import COMPILERS, find_compiler
-from zerodrift.report.figures import size
-from zerodrift.report.frame import WIDTH, grid, pairs, render, section, title
+from zerodrift.comm import can_share
+from zerodrift.engine import computed_by
+from zerodrift.kernels import COMPILERS, find_compiler, native
+from zerodrift.report import WIDTH, grid, pairs, render, section, size, title
 from zerodrift.versions import TESTED, __version__, warning
 
 EXTRAS = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.inspect.trace.operations import every_operation, flops_of
+from zerodrift.inspect.trace import every_operation, flops_of
 
 TRAINING = 3
 """Forward and backward, in forwards."""

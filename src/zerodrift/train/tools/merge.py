@@ -17,20 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.atomic import new_folder
-from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.paths import writing
+from zerodrift.checkpoint import CheckpointFolder, new_folder, writing
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
-from zerodrift.model.factory import attempt, importable
+from zerodrift.model import attempt, importable
 from zerodrift.train.data.hub import advice, path_of
 from zerodrift.train.data.tokenizer import copy_tokenizer, has_tokenizer
 from zerodrift.train.job import Model
 from zerodrift.train.loop import model as models
 from zerodrift.train.tools import adapters
 from zerodrift.train.tools.artifacts import TrainedModel, base_of, checkpoints_at, model_at
-from zerodrift.weights.convert import ConversionResult
-from zerodrift.weights.export import exported_dtype
-from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes
+from zerodrift.weights import SHARD_SIZE, ConversionResult, exported_dtype, size_in_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from zerodrift.api import make_plan
-from zerodrift.comm.mesh import started
-from zerodrift.config.schema import Config
-from zerodrift.inspect.audit.run import Subject
-from zerodrift.inspect.audit.tokens import Batch
+from zerodrift.comm import started
+from zerodrift.config import Config
+from zerodrift.inspect.audit import Batch, Subject
 from zerodrift.legible import legible
-from zerodrift.model.sources import describe
-from zerodrift.model.spec import ModelSpec
-from zerodrift.plan.schedule import rank_micro_batches
-from zerodrift.plan.table import Plan
-from zerodrift.policy.numbers import AutoValues
+from zerodrift.model import ModelSpec, describe
+from zerodrift.plan import Plan, rank_micro_batches
+from zerodrift.policy import AutoValues
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.prepare import prepare
 from zerodrift.train.data.tokenizer import tokenizer

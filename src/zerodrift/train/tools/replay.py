@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerodrift.checkpoint.folder import CheckpointFolder
-from zerodrift.checkpoint.manifest import read_manifest
+from zerodrift.checkpoint import CheckpointFolder, read_manifest
 from zerodrift.errors import ConfigError, Problems, several
-from zerodrift.plan.schedule import rank_micro_batches
-from zerodrift.plan.table import Plan
+from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.train.loop.launcher import Launcher, RankFailedError
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.report.metrics import read as read_metrics
@@ -119,8 +117,8 @@ def _batch(plan: Plan, ranks: int) -> list[str]:
 
 def replay_here(source: str, overrides: Sequence[str], run: str, last: int, result: str) -> None:
     """Replay the steps up to `last` of a run on this rank, and write the comparison into `result`."""
-    from zerodrift.comm.mesh import started
-    from zerodrift.engine.digest import computed_by
+    from zerodrift.comm import started
+    from zerodrift.engine import computed_by
     from zerodrift.train.job_file import read_job
     from zerodrift.train.loop.session import assemble
     from zerodrift.train.loop.step import StepDigests, run_step

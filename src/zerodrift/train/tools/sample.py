@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from zerodrift.checkpoint import SHARED
 from zerodrift.checkpoint import state as states
-from zerodrift.checkpoint.manifest import SHARED
 from zerodrift.errors import ConfigError, NonFiniteError
-from zerodrift.model.factory import attempt, importable, make
-from zerodrift.model.huggingface import CONFIG
+from zerodrift.model import CONFIG, attempt, importable, make
 from zerodrift.train.data import chat_template
 from zerodrift.train.data.tokenizer import Tokenizer, has_tokenizer, tokenizer
 from zerodrift.train.job import Job

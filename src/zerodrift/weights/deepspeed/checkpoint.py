@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zerodrift import optimizers
-from zerodrift.checkpoint.manifest import SavedParameter
+from zerodrift.checkpoint import SavedParameter
 from zerodrift.errors import CheckpointError, ZerodriftError, said
 from zerodrift.weights.deepspeed.files import DeepSpeedFiles, find_tag, is_tried, read_files
 from zerodrift.weights.deepspeed.stage_0 import hold_by_number, hold_flat

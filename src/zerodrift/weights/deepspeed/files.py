@@ -19,11 +19,18 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from zerodrift.checkpoint import paths
-from zerodrift.checkpoint.folder import DEEPSPEED, LATEST, has_deepspeed_files, read_latest
-from zerodrift.checkpoint.paths import is_folder, kind_at, short
+from zerodrift.checkpoint import (
+    DEEPSPEED,
+    LATEST,
+    has_deepspeed_files,
+    is_folder,
+    kind_at,
+    paths,
+    read_latest,
+    short,
+)
 from zerodrift.errors import CheckpointError, Problems, did_you_mean, said
-from zerodrift.model.document import listed
+from zerodrift.model import listed
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = {

@@ -22,17 +22,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerodrift.comm.collectives import Recorded
-from zerodrift.engine.engine import Engine
-from zerodrift.engine.native import native
-from zerodrift.engine.nested import tensors_in
-from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.engine.step.trained_segment import trained_of
+from zerodrift.comm import Recorded
+from zerodrift.engine import Engine, FlatSegment, native, tensors_in, trained_of
 from zerodrift.inspect.trace.hooks import Patches
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
 from zerodrift.inspect.trace.parameter import Owners
 from zerodrift.inspect.trace.records import Column, EngineRecord, dtype_name
-from zerodrift.plan.schedule import collectives
+from zerodrift.plan import collectives
 
 
 @contextlib.contextmanager
@@ -260,7 +256,7 @@ class _FullyShardTensors:
     """The tensors of an engine of backend fsdp2: its groups, each of which records its own collectives."""
 
     def __init__(self, engine: Engine) -> None:
-        from zerodrift.backends.fsdp2 import fully_sharded  # torch's FSDP takes a while to import
+        from zerodrift.backends import fully_sharded  # torch's FSDP takes a while to import
 
         self._executor = fully_sharded(engine.executor)
         self._members = tuple(self._executor.members.values())

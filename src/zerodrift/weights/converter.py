@@ -19,23 +19,35 @@ from typing import Literal
 
 from torch import nn
 
-from zerodrift.checkpoint.atomic import new_folder
-from zerodrift.checkpoint.contents import VERSIONS
-from zerodrift.checkpoint.folder import LATEST, CheckpointFolder, automatic, is_deepspeed
-from zerodrift.checkpoint.manifest import MANIFEST, Manifest, SavedParameter
-from zerodrift.checkpoint.paths import kind_at, short, writing
-from zerodrift.checkpoint.save import Head, write_head, write_rank_files
-from zerodrift.checkpoint.state import packed
-from zerodrift.checkpoint.tensors import Item, moment_key, weight_key
+from zerodrift.checkpoint import (
+    LATEST,
+    MANIFEST,
+    VERSIONS,
+    CheckpointFolder,
+    Head,
+    Item,
+    Manifest,
+    SavedParameter,
+    automatic,
+    is_deepspeed,
+    kind_at,
+    moment_key,
+    new_folder,
+    packed,
+    short,
+    weight_key,
+    write_head,
+    write_rank_files,
+    writing,
+)
 from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
-from zerodrift.model import safetensors
-from zerodrift.model.module import non_persistent_buffers
+from zerodrift.model import non_persistent_buffers, safetensors
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-from zerodrift.weights.export import exported_dtype, write_config
+from zerodrift.weights.exporter import exported_dtype, write_config
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, pack, size_in_bytes

@@ -21,22 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerodrift.checkpoint.atomic import NewFolder, new_folder
-from zerodrift.checkpoint.paths import writing
-from zerodrift.checkpoint.save import everywhere
+from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
 from zerodrift.dtypes import ADMITTED, DType, parse
-from zerodrift.engine.shards import Shards
+from zerodrift.engine import Shards
 from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.model.module import non_persistent_buffers
-from zerodrift.plan.stages import whole_row
-from zerodrift.plan.table import Plan, Row
+from zerodrift.model import non_persistent_buffers
+from zerodrift.plan import Plan, Row, whole_row
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
 
 if TYPE_CHECKING:
-    from zerodrift.engine.engine import Engine
+    from zerodrift.engine import Engine
 
 _UNBOUNDED = 2**62
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm.collectives import Collectives
-from zerodrift.comm.shared_errors import raise_on_all_ranks
+from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import shards
 from zerodrift.engine.executor import Executor
 from zerodrift.engine.habits.microbatch_state import generators
@@ -53,15 +52,11 @@ from zerodrift.engine.step.unit import LiveUnit, attach_parts, refuse_wrapper
 from zerodrift.engine.step.unit_order import UnitOrder
 from zerodrift.engine.step.update import choose_update_function, collect_statistics, update_segments
 from zerodrift.engine.values import SegmentValues, WholeValues
-from zerodrift.experts.dispatch import distribute_experts
-from zerodrift.experts.turns import Turns
-from zerodrift.optim.factory import make_updater
-from zerodrift.optim.updater import Updater
-from zerodrift.plan.schedule import prefetch_budget
-from zerodrift.plan.stages import part
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Mode
-from zerodrift.report.updates import UpdateReport
+from zerodrift.experts import Turns, distribute_experts
+from zerodrift.optim import Updater, make_updater
+from zerodrift.plan import Plan, part, prefetch_budget
+from zerodrift.policy import Mode
+from zerodrift.report import UpdateReport
 
 
 class NativeExecutor:

@@ -15,16 +15,24 @@ from dataclasses import replace
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import ConfigError, ModelError, Problems, several
 from zerodrift.mesh import MeshShape
-from zerodrift.model.spec import BufferSpec, ModelSpec
+from zerodrift.model import BufferSpec, ModelSpec
 from zerodrift.plan import boundaries, check, stages
 from zerodrift.plan.groups import find_groups
 from zerodrift.plan.layout import Members, find_units, group, move_small_segments, pack
 from zerodrift.plan.table import BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import Columns, Master, Policy
-from zerodrift.policy.order import KEY, TIED, refuse_order, refuse_ranks
-from zerodrift.policy.parameters import ColumnsOf
-from zerodrift.policy.pipelining import V_SHAPED
-from zerodrift.policy.rules import require_matches, require_one_compute
+from zerodrift.policy import (
+    KEY,
+    TIED,
+    V_SHAPED,
+    Columns,
+    ColumnsOf,
+    Master,
+    Policy,
+    refuse_order,
+    refuse_ranks,
+    require_matches,
+    require_one_compute,
+)
 
 
 def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:

@@ -11,8 +11,7 @@ Invariant: pure. No process group, no device and no environment variable is read
 from __future__ import annotations
 
 from zerodrift import mesh as meshes
-from zerodrift.config.load import ConfigSource, load
-from zerodrift.config.schema import Config
+from zerodrift.config import Config, ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape

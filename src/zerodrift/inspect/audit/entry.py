@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerodrift.comm.mesh import started
+from zerodrift.comm import started
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
@@ -33,8 +33,8 @@ from zerodrift.inspect.audit.text import Audit
 from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
-from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Output, Policy, State
+from zerodrift.plan import Plan
+from zerodrift.policy import Output, Policy, State
 
 REPLAYED = 8  # cells of the shortlist that are replayed by default
 

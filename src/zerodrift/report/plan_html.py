@@ -5,10 +5,8 @@ The script of the page only filters lines and unfolds reasons, so the page is co
 
 from __future__ import annotations
 
-from zerodrift.plan.cost import Cost
-from zerodrift.plan.table import Plan
-from zerodrift.plan.timeline import Timeline
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.plan import Cost, Plan, Timeline
+from zerodrift.policy import COLUMNS
 from zerodrift.report import figures, stages, summary
 from zerodrift.report.blocks import (
     BlockRow,

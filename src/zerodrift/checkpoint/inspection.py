@@ -29,8 +29,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problem, several
 from zerodrift.model import safetensors
 from zerodrift.record import encode
-from zerodrift.report import figures
-from zerodrift.report.frame import WIDTH, grid, pairs, render, section, title
+from zerodrift.report import WIDTH, figures, grid, pairs, render, section, title
 
 Row = dict[str, Any]
 """Tensors of one kind and dtype, or parameters whose names differ only in numbers, as JSON has them."""

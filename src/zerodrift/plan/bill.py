@@ -24,9 +24,17 @@ from zerodrift.plan.schedule import (
 )
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
-from zerodrift.policy.nouns import ComponentSpec, Master, MuonUpdate, Placed, State, Update
-from zerodrift.policy.order import accumulators, rank_levels
-from zerodrift.policy.pipelining import most_unfinished
+from zerodrift.policy import (
+    ComponentSpec,
+    Master,
+    MuonUpdate,
+    Placed,
+    State,
+    Update,
+    accumulators,
+    most_unfinished,
+    rank_levels,
+)
 
 
 @dataclass(frozen=True, slots=True)

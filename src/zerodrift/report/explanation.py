@@ -14,9 +14,8 @@ import re
 from dataclasses import dataclass
 
 from zerodrift.errors import ModelError, nearest
-from zerodrift.plan.boundaries import enclosing_modules
-from zerodrift.plan.table import Boundary, Plan, Row
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.plan import Boundary, Plan, Row, enclosing_modules
+from zerodrift.policy import COLUMNS
 from zerodrift.report import summary
 from zerodrift.report.rows import template
 

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 
 from zerodrift.dtypes import DType
 from zerodrift.inspect.check.compare import verdict
-from zerodrift.inspect.trace.operations import CASTS
-from zerodrift.inspect.trace.records import dtype_name
-from zerodrift.plan.table import Plan
-from zerodrift.plan.trace import Hidden, Trace, TracedOperation, TracedTensor
+from zerodrift.inspect.trace import CASTS, dtype_name
+from zerodrift.plan import Hidden, Plan, Trace, TracedOperation, TracedTensor
 
 
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:
