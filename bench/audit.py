@@ -42,7 +42,7 @@ from zerodrift.inspect.audit.signals import drift
 from zerodrift.inspect.audit.variants import for_micro_batches, isolated_policy, without_update
 from zerodrift.model.empty_model import empty
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Mode
+from zerodrift.policy.decisions import Mode
 
 SIZES = {
     "tiny": {"hidden": 64, "layers": 2, "inner": 192, "vocabulary": 512},

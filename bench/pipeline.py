@@ -75,7 +75,7 @@ def torch_step(options: argparse.Namespace, schedule: str) -> Step:
     from zerodrift.mesh import MeshShape
     from zerodrift.pipeline.schedules import CLASSES
     from zerodrift.plan.stages import rank_of
-    from zerodrift.policy.nouns import Pipelining
+    from zerodrift.policy.decisions import Pipelining
 
     mesh = init_device_mesh("cpu", (STAGES, options.data), mesh_dim_names=("pipeline", "data"))
     rank, count = mesh.get_local_rank("pipeline"), STAGES * (1 if schedule in ("gpipe", "1f1b") else 2)

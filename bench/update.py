@@ -40,7 +40,7 @@ from zerodrift.optim.rounding import block_keys, parameter_key
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy.decisions import Master, State
 
 HYPER = Hyper(lr=1e-3, step=10, weight_decay=0.1, momentum=0.9)
 COPY_BYTES = 8

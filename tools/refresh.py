@@ -170,7 +170,7 @@ API_SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Observing", "", ("inspect.check.observation",)),
     ("What precision costs", "", ("inspect.audit.entry", "inspect.audit.text")),
-    ("What a plan is made of", "", ("mesh", "model.spec", "policy.nouns")),
+    ("What a plan is made of", "", ("mesh", "model.spec", "policy.decisions")),
     ("Configs", CONFIG_INTRO, ("config.schema",)),
     ("Errors", "", ("errors",)),
 )

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from zerodrift.plan.bill import Cost as Cost
     from zerodrift.plan.bill import cost as cost
     from zerodrift.plan.table import Plan as Plan
-    from zerodrift.policy.nouns import Policy as Policy
+    from zerodrift.policy.decisions import Policy as Policy
     from zerodrift.policy.resolver import mesh_for as mesh_for
     from zerodrift.policy.resolver import resolve as resolve
     from zerodrift.weights.exporter import Exported as Exported

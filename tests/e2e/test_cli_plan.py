@@ -18,7 +18,7 @@ import zerodrift
 from tests.commands import run
 from tests.unit.test_report_page import read as read_page
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.decisions import COLUMNS
 
 LAYERS, EXPERTS, WIDTH = 4, 4, 32
 

@@ -47,7 +47,7 @@ from zerodrift.optim.updater import Owned
 from zerodrift.optim.updates import Hyper, UpdateStep, room_for_statistics
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy.decisions import Master, State
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,7 +14,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import empty, initialize
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.model import recipe
-from zerodrift.policy.nouns import Master
+from zerodrift.policy.decisions import Master
 from zerodrift.weights.conversions import convert
 
 pytest.importorskip("transformers", reason="needs the extra `hf`: transformers")

@@ -17,7 +17,7 @@ import torch
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, make, train
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift.policy.nouns import Mode
+from zerodrift.policy.decisions import Mode
 from zerodrift.policy.support import table
 
 PINNED = {"rules": [{"match": "*.router.*", "pin": "fp32"}]}

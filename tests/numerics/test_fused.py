@@ -21,7 +21,7 @@ from zerodrift.optim.rounding import block_keys, parameter_key, round_away
 from zerodrift.optim.schemes import Scheme, SliceTensors, allocate, read
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, reference_update, room_for_statistics
 from zerodrift.optimizers import ELEMENTWISE, Algorithm
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy.decisions import Master, State
 
 BLOCKS = 11
 NUMEL = 256 * BLOCKS

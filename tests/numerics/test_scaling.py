@@ -17,7 +17,7 @@ from zerodrift.engine.engine import Engine
 from zerodrift.engine.progress import Scaler
 from zerodrift.engine.step.norm import Norm
 from zerodrift.errors import NonFiniteError
-from zerodrift.policy.nouns import LossScale
+from zerodrift.policy.decisions import LossScale
 
 STAGES = (0, 1, 2, 3)
 

@@ -22,7 +22,7 @@ from zerodrift.dtypes import DType
 from zerodrift.kernels import device, native
 from zerodrift.optim import fused
 from zerodrift.optim.schemes import Scheme
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy.decisions import Master, State
 
 ROOT = Path(__file__).parents[2]
 

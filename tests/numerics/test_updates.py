@@ -16,7 +16,7 @@ from zerodrift.optim.fused import update
 from zerodrift.optim.schemes import Scheme, allocate
 from zerodrift.optim.updates import Hyper, Root, UpdateStep, moment_count, reference_update
 from zerodrift.optimizers import Algorithm
-from zerodrift.policy.nouns import Master, State
+from zerodrift.policy.decisions import Master, State
 
 PLAIN = Scheme(DType.FP32, Master.SAME, State.FP32)
 

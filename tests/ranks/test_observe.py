@@ -20,7 +20,7 @@ from zerodrift.inspect.check import compare
 from zerodrift.inspect.check.compare import Finding
 from zerodrift.inspect.trace.libraries.engine import observe
 from zerodrift.inspect.trace.records import EngineRecord, merged
-from zerodrift.policy.nouns import Reduction
+from zerodrift.policy.decisions import Reduction
 
 
 def advance(engine: Engine) -> None:

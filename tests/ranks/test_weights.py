@@ -21,7 +21,7 @@ from zerodrift.api import empty, initialize, load_weights
 from zerodrift.engine.engine import Engine
 from zerodrift.errors import ModelError, RankError
 from zerodrift.optim.rounding import round_away
-from zerodrift.policy.nouns import Master
+from zerodrift.policy.decisions import Master
 from zerodrift.weights.reader import SafetensorsReader
 
 STAGES = (0, 1, 2, 3)

@@ -19,7 +19,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost, Peak, RestingBytes, Traffic
 from zerodrift.plan.table import Boundary, BufferRow, Plan, Row, Segment, Unit
-from zerodrift.policy.nouns import COLUMNS, Columns, Placed, Policy, Update
+from zerodrift.policy.decisions import COLUMNS, Columns, Placed, Policy, Update
 from zerodrift.policy.resolver import resolve
 
 

@@ -16,7 +16,7 @@ from zerodrift.inspect.audit.run import Subject, plan_for
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice, narrow_cells
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Columns, Policy
+from zerodrift.policy.decisions import Columns, Policy
 
 MODEL = Decoder()
 NAME = "blocks.0.up.weight"

@@ -18,7 +18,7 @@ from tests.unit.test_cli_surface import SURFACE
 from tests.unit.test_layers import ROOMS
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.decisions import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])

@@ -15,7 +15,7 @@ from zerodrift import ConfigError, ModelSpec, Plan, cost, make_plan
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan.check import find_violations
 from zerodrift.plan.layout import Packed, pack
-from zerodrift.policy.nouns import Placement
+from zerodrift.policy.decisions import Placement
 from zerodrift.policy.parameters import not_hidden
 from zerodrift.report.explanation import explain
 from zerodrift.report.plan_html import plan_page

@@ -14,7 +14,7 @@ from zerodrift import ConfigError, ModelError, ModelSpec, Plan, cost
 from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import check
 from zerodrift.plan.schedule import collectives
-from zerodrift.policy.nouns import Master
+from zerodrift.policy.decisions import Master
 
 
 def at(stage: int, mode: str = "bf16", **rest: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.models import LINEAR, NORM, at, moe, parameter, plan, tied
 from zerodrift import ConfigError, MeshError, MeshShape, ModelSpec, load, mesh_for, resolve
 from zerodrift.dtypes import DType
-from zerodrift.policy.nouns import Policy
+from zerodrift.policy.decisions import Policy
 
 MODES = ("fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16")
 ROUTER = "model.layers.1.mlp.gate.weight"

@@ -18,7 +18,7 @@ from zerodrift.errors import ConfigError, UnsupportedError
 from zerodrift.optim.flat import algorithm_of, arguments
 from zerodrift.optim.updates import Root
 from zerodrift.optimizers import Algorithm
-from zerodrift.policy.nouns import ComponentSpec
+from zerodrift.policy.decisions import ComponentSpec
 
 ADAMW, ADAM = optimizers.ADAMW, optimizers.ADAM
 

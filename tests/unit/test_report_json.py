@@ -6,7 +6,7 @@ import json
 
 from tests.unit import handmade
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.decisions import COLUMNS
 from zerodrift.record import decode
 from zerodrift.report import as_json
 from zerodrift.report.explanation import Explanation, explain, explain_row

@@ -11,7 +11,7 @@ import pytest
 from tests.unit import handmade
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.decisions import COLUMNS
 from zerodrift.report.blocks import BlockRow, PageCell, PageTable, Paragraph, show
 from zerodrift.report.plan_html import plan_page
 from zerodrift.report.rows import group_rows

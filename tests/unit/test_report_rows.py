@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit import handmade
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.table import Plan
-from zerodrift.policy.nouns import Columns
+from zerodrift.policy.decisions import Columns
 from zerodrift.report.rows import Line, Table, group_rows, letter, list_rows, ranges, template
 
 BF16, FP32 = handmade.columns(), handmade.pinned()

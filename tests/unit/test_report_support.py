@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from zerodrift.policy.nouns import State
+from zerodrift.policy.decisions import State
 from zerodrift.policy.support import states, table
 from zerodrift.record import encode
 from zerodrift.report.as_json import support_json

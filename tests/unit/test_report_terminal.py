@@ -15,7 +15,16 @@ from zerodrift.errors import ModelError
 from zerodrift.mesh import MeshShape
 from zerodrift.plan.bill import Peak, RestingBytes
 from zerodrift.plan.table import BufferRow, Plan
-from zerodrift.policy.nouns import COLUMNS, Columns, ComponentSpec, Decision, Master, Placed, Reduction, State
+from zerodrift.policy.decisions import (
+    COLUMNS,
+    Columns,
+    ComponentSpec,
+    Decision,
+    Master,
+    Placed,
+    Reduction,
+    State,
+)
 from zerodrift.report import summary, terminal
 from zerodrift.report.explanation import explain, matching
 from zerodrift.report.rows import group_rows, list_rows

@@ -15,7 +15,7 @@ from zerodrift.api import make_plan
 from zerodrift.deepspeed.runtime import lr_schedules
 from zerodrift.errors import ConfigError
 from zerodrift.optim import schedules as mine
-from zerodrift.policy.nouns import ComponentSpec
+from zerodrift.policy.decisions import ComponentSpec
 
 CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
 FALLING = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1}

@@ -21,7 +21,7 @@ from tests.unit.laid_out import lay_out, values
 from zerodrift.api import initialize
 from zerodrift.errors import CheckpointError
 from zerodrift.optim.schedules import SCHEDULES, make_schedule
-from zerodrift.policy.nouns import ComponentSpec
+from zerodrift.policy.decisions import ComponentSpec
 from zerodrift.weights.converter import convert
 
 STEPS, MORE, LR = 3, 4, 1e-3

@@ -12,7 +12,7 @@ from pydantic import Field
 from zerodrift.config import fields, reference
 from zerodrift.config.loader import load
 from zerodrift.config.schema import Config, Flag, Positive, Reduce, Wire
-from zerodrift.policy.nouns import COLUMNS
+from zerodrift.policy.decisions import COLUMNS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_page}

@@ -35,7 +35,7 @@ from zerodrift.plan.stages import (
 from zerodrift.plan.table import Plan
 from zerodrift.plan.timeline import Action, Timeline
 from zerodrift.policy import pipelining
-from zerodrift.policy.nouns import Pipelining
+from zerodrift.policy.decisions import Pipelining
 from zerodrift.policy.pipelining import V_SHAPED
 from zerodrift.report.stages import facts, legend, order
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.models import at, plan
 from zerodrift import ConfigError
-from zerodrift.policy.nouns import State
+from zerodrift.policy.decisions import State
 from zerodrift.policy.support import StateCell, SupportCell, states, table
 
 TABLE = table()

@@ -102,7 +102,7 @@ class PipelineExecutor(NativeExecutor):
 
     def _attach(self) -> list[Any]:
         """Put no hooks: the schedule says what is gathered when."""
-        self._units = StageUnits(self.part, self.units, self.gradients)
+        self._units: StageUnits = StageUnits(self.part, self.units, self.gradients)
         return []
 
     def cut_into(self, parts: Sequence[nn.Module], cut: Cut) -> None:

@@ -7,7 +7,7 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.policy.arguments import ANY, check_arguments
     from zerodrift.policy.backends import BACKENDS
-    from zerodrift.policy.nouns import (
+    from zerodrift.policy.decisions import (
         Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
         Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ELEMENTWISE, either, of_type
-from zerodrift.policy.nouns import Columns, ComponentSpec, State
+from zerodrift.policy.decisions import Columns, ComponentSpec, State
 
 Place = Callable[[str], str]
 """Column -> the key that sets it."""

@@ -16,7 +16,15 @@ from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import TYPES, of_type
 from zerodrift.policy.arguments import ALIASES, SCHEDULES
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import Averaging, Batch, ComponentSpec, Decision, LossScale, Mode, ShardingPolicy
+from zerodrift.policy.decisions import (
+    Averaging,
+    Batch,
+    ComponentSpec,
+    Decision,
+    LossScale,
+    Mode,
+    ShardingPolicy,
+)
 from zerodrift.policy.numbers import AutoNumbers
 from zerodrift.policy.parameters import MUON_RULE
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from zerodrift.dtypes import DType, lost
 from zerodrift.errors import Problems
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import (
+from zerodrift.policy.decisions import (
     COLUMNS,
     OPTIONS,
     Axis,

@@ -13,7 +13,7 @@ from typing import Literal
 from zerodrift.config import Config, TorchAutocast
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
-from zerodrift.policy.nouns import Decision, Mode
+from zerodrift.policy.decisions import Decision, Mode
 
 Flag = Literal["absent", "auto", "true", "false"]
 

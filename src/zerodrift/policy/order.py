@@ -19,7 +19,7 @@ from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.nouns import Averaging, Decision, Pipelining
+from zerodrift.policy.decisions import Averaging, Decision, Pipelining
 from zerodrift.policy.pipelining import queues
 
 When = Literal["last", "every"]

@@ -26,7 +26,7 @@ from zerodrift.optimizers import of_type
 from zerodrift.policy import rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
-from zerodrift.policy.nouns import Columns, ComponentSpec, Policy
+from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
 
 MUON_RULE = (
     "hidden matrices, stacked ones one by one; not embeddings, heads, routers, norms, biases, convolutions"

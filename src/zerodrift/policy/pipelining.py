@@ -11,7 +11,7 @@ from __future__ import annotations
 from zerodrift.config import Config
 from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy.nouns import Decision, Pipelining, Schedule
+from zerodrift.policy.decisions import Decision, Pipelining, Schedule
 
 SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules with one piece of the model on each rank."""

@@ -17,7 +17,7 @@ from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, rules
 from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.nouns import Decision, Mode, Policy
+from zerodrift.policy.decisions import Decision, Mode, Policy
 from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 

@@ -18,7 +18,7 @@ from zerodrift.config import schema
 from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, nearest
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
-from zerodrift.policy.nouns import Columns, ResolvedRule
+from zerodrift.policy.decisions import Columns, ResolvedRule
 
 PIN: tuple[tuple[str, str], ...] = (
     ("storage", "fp32"),

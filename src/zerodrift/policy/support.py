@@ -15,7 +15,7 @@ from typing import Literal
 from zerodrift.config import BackendName
 from zerodrift.dtypes import DType, lost
 from zerodrift.policy.backends import BACKENDS
-from zerodrift.policy.nouns import Mode, State
+from zerodrift.policy.decisions import Mode, State
 
 Status = Literal["yes", "narrow", "no"]
 
