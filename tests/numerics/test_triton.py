@@ -47,6 +47,7 @@ def python(*arguments: str, **variables: str) -> str:
 
 
 @needs_triton
+@pytest.mark.long
 def test_programs_equal_the_cpu_kernels_in_the_interpreter() -> None:
     said = python(
         "-m", "pytest", "-q", "tests/gpu/test_programs.py", "-p", "no:cacheprovider", TRITON_INTERPRET="1"
