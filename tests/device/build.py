@@ -6,13 +6,20 @@ import functools
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+needs_device = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("c++") is None, reason="needs Linux and a C++ compiler"
+)
 
 SOURCE = Path(__file__).with_name("standin.cpp")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.device.build import needs_device
 from tests.device.races import Race
 from tests.device.ranks import on_devices
 from tests.device.standin import ORDERS, Order, ordered
@@ -20,6 +21,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
 from zerodrift.comm.native import CommunicationStream
 
+pytestmark = needs_device
 STEPS = 2
 
 

@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.device.build import needs_device
 from tests.device.races import Race
 from tests.device.ranks import on_devices
 from tests.device.standin import ordered
+
+pytestmark = needs_device
 
 Case = Callable[[torch.device, torch.Stream], object]
 
