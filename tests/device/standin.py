@@ -33,7 +33,7 @@ Order = Literal["at once", "side streams first", "side streams last", "random"]
 
 ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
 
-STALL = 5.0
+STALL = 2.0
 """Seconds without progress after which ranks compare what they wait for."""
 
 
