@@ -100,6 +100,7 @@ class StrictGroup(dist.ProcessGroup):
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self._numbers), ""
         self._issued = self._over = 0
+        self._stalls: list[Any] = []
         if not self._number:
             self._device.on_stall = self._compare_stalls
 
@@ -296,19 +297,20 @@ class StrictGroup(dist.ProcessGroup):
             raise StrictError(f"sizes and dtypes must fit {self.size()} ranks; got {sizes}")
 
     def _compare_stalls(self, waiting: list[str]) -> None:
-        """Tell the others what this rank waits for; raise if all ranks wait, and for different collectives."""
+        """Raise if all ranks have said twice that they wait, and not for the same collective."""
         if any("message" in name for name in waiting):
             return
         keys = [f"strict/stalled/{rank}" for rank in range(self.size())]
         self._store.set(keys[self.rank()], json.dumps([time.time(), waiting]))
         if not self._store.check(keys):
             return
-        said = [json.loads(self._store.get(key)) for key in keys]
-        if (
-            max(when for when, _ in said) - min(when for when, _ in said) < 10
-            and len({str(w) for _, w in said}) > 1
-        ):
-            each = ", ".join(f"rank {rank} in {' and '.join(names)}" for rank, (_, names) in enumerate(said))
+        before, self._stalls = self._stalls, [json.loads(self._store.get(key)) for key in keys]
+        pairs = list(zip(before, self._stalls, strict=False))
+        still = bool(pairs) and all(old[1] == new[1] and old[0] < new[0] for old, new in pairs)
+        if still and len({str(names) for _, names in self._stalls}) > 1:
+            each = ", ".join(
+                f"rank {rank} in {' and '.join(of)}" for rank, (_, of) in enumerate(self._stalls)
+            )
             raise StrictError(f"ranks wait for each other: {each}")
 
 
