@@ -293,7 +293,7 @@ def _returns_its_arguments(op: Any) -> bool:
 
 def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
     written = {
-        of.alias_info.before_set.__iter__().__next__(): place
+        next(iter(of.alias_info.before_set)): place
         for place, of in enumerate(op._schema.arguments)
         if _is_written(of)
     }

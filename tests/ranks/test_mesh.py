@@ -132,6 +132,12 @@ def test_the_device_is_the_cpu_without_cuda(launch: Callable[..., None]) -> None
         start(MeshShape(), device="meta")
 
 
+def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    with pytest.raises(MeshError, match=r"`device`: must be a device with streams; got 'mps'\. Use `cpu`\."):
+        start(MeshShape(), device="mps")
+
+
 def test_an_unknown_axis_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="no axis 'torus'"):
         start(MeshShape(), device="cpu").axis("torus")  # type: ignore[arg-type]

@@ -179,10 +179,8 @@ def start(
         if created and place.type == "cpu" and dist.get_backend(created[0]) == "gloo":
             shared = share(created[0], process.rank, process.world)
     except RuntimeError as error:
-        must, do = (
-            f"all {process.world} ranks must build their groups",
-            "Look at the output of the rank that failed first.",
-        )
+        must = f"all {process.world} ranks must build their groups"
+        do = "Look at the output of the rank that failed first."
         raise RankError("mesh", must, got=repr(first_line(error)), do=do) from error
     return Mesh(shape, place, axes, tuple(created), shared)
 
@@ -263,6 +261,8 @@ def _device(process: _Process, asked: torch.device | str | None) -> torch.device
     if accelerator is None or device.type != accelerator.type:
         must = "must be `cpu`, `cuda` or the accelerator of this torch"
         raise MeshError("device", must, got=repr(str(device)))
+    if not hasattr(torch.get_device_module(device), "Stream"):  # mps
+        raise MeshError("device", "must be a device with streams", got=repr(str(device)), do="Use `cpu`.")
     index, count = process.local if device.index is None else device.index, torch.accelerator.device_count()
     if index >= count:
         must = f"must be below the {count} GPUs of this machine"
