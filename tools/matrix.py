@@ -128,7 +128,7 @@ class Row:
 HEAD = "| Python | torch | transformers | DeepSpeed | suite | passed | failed | skipped | date |"
 
 TEXT = """\
-# Tested versions
+# Which versions are tested?
 
 For torch 2.13 and later. What was run, on the CPU with gloo:
 

@@ -23,10 +23,10 @@ from zerodrift.policy.decisions import COLUMNS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 RUNNING = (
-    *("README.md", "docs/plan.md", "docs/late.md", "docs/export.md", "docs/backends.md"),
+    *("README.md", "docs/plan.md", "docs/pipelines.md", "docs/weights.md"),
     *("docs/migrating.md", "docs/engine.md", "docs/api.md"),
 )
-"""Pages whose Python is whole; elsewhere it is an excerpt."""
+"""Pages whose Python is whole, except below `<!-- excerpt -->`; elsewhere it is an excerpt."""
 
 MODEL = "examples/qwen3-moe-tiny"
 
@@ -45,7 +45,8 @@ def blocks(language: str, names: tuple[str, ...] = ()) -> list[Any]:
     for path in PAGES:
         if names and name_of(path) not in names:
             continue
-        texts = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        pattern = rf"^(?<!<!-- excerpt -->\n)```{language}\n(.*?)^```"
+        texts = re.findall(pattern, path.read_text(), flags=re.MULTILINE | re.DOTALL)
         found += [pytest.param(text, id=f"{name_of(path)}-{n}") for n, text in enumerate(texts)]
     return found
 
