@@ -39,6 +39,7 @@ from zerodrift.report.support import support_markdown
 sys.path += [str(Path(__file__).resolve().parents[1] / "bench"), str(Path(__file__).resolve().parent)]
 import benchmarks
 from claims import Results
+from columns_picture import columns_picture
 from job_page import render_job
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +64,7 @@ def generated() -> dict[str, str]:
         "config.md": around("config.md", render_config(), "\n## What `auto` means"),
         "job.md": render_job(),
         "deepspeed.md": around("deepspeed.md", render_page(), "\n## Where DeepSpeed"),
-        "support.md": support_markdown(table(), states()),
+        "support.md": around("support.md", support_markdown(table(), states()), "\n## Tested versions"),
     }
 
 
@@ -80,8 +81,15 @@ def fresh(text: str) -> str:
 
 
 def pictures() -> dict[str, str]:
-    """Name of a file in docs/img -> its text, for those of figures."""
-    return benchmarks.drawn(Results())
+    """Name of a file in docs/img -> its text, for those of figures and of a plan."""
+    plan = zerodrift.make_plan(
+        ROOT / "examples/moe-pinned.yaml", ROOT / "examples/qwen3-moe-tiny", world_size=2
+    )
+    rows = {
+        "model.layers.0.mlp.experts.down_proj": "an expert's weights, mode bf16",
+        "model.layers.0.mlp.gate.weight": "the router, pinned to fp32 by one rule",
+    }
+    return {**benchmarks.drawn(Results()), "columns.svg": columns_picture(plan, rows)}
 
 
 TRACED_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -92,10 +100,15 @@ def _fresh_block(found: re.Match[str]) -> str:
     versions = {name: metadata.version(name).partition("+")[0] for name in TRACED_WITH}
     if "--trace" in found["command"] and versions != TRACED_WITH:
         return found[0]
-    if found["command"].startswith(
-        "zerodrift check "
-    ):  # starts a training: tests/e2e/test_check.py compares it
-        return found[0]
+    if found["command"].startswith("zerodrift check "):
+        # Starts a training, so docs/check.md has what it prints, and tests/e2e/test_check.py compares that.
+        whole = (
+            (ROOT / "docs" / "check.md")
+            .read_text(encoding="utf-8")
+            .partition(f"$ {found['command']}\n")[2]
+            .partition("```")[0]
+        )
+        return f"{found['head']}{part(whole, found['part'])}```\n" if found["part"] else found[0]
     return f"{found['head']}{part(output(found['command']), found['part'] or '')}```\n"
 
 
@@ -121,7 +134,7 @@ def _at_root() -> Iterator[None]:
 def part(text: str, shown: str) -> str:
     """The lines that `from WORD until WORD` names."""
     lines = text.splitlines()
-    words = shown.split()
+    words = shlex.split(shown)
     for keyword, word in zip(words[::2], words[1::2], strict=True):
         place = next(number for number, line in enumerate(lines) if line.startswith(word))
         lines = lines[place:] if keyword == "from" else lines[:place]

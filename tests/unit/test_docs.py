@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import zerodrift
+import zerodrift.errors as errors_module
 from tests.unit.models import parameter
 from tests.unit.test_cli_surface import SURFACE
 from tests.unit.test_layers import ROOMS
+from zerodrift.inspect.audit.results import FindingKind
+from zerodrift.inspect.check.findings import Kind
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost
 from zerodrift.policy.decisions import COLUMNS
@@ -91,9 +96,48 @@ def test_a_page_is_fresh(path: Path, refresh: ModuleType) -> None:
     assert text == refresh.generated().get(path.name, refresh.fresh(text)), "run `make docs`"
 
 
-def test_the_readme_shows_the_plan_from_its_first_line_to_its_reasons() -> None:
-    shown = page("README.md").partition("--world-size 2\n")[2].partition("```")[0]
-    assert shown.startswith("zerodrift plan") and "\nwhy\n" in shown and "\ndecisions" not in shown
+def test_the_readme_is_short_and_shows_a_finding_and_the_table_of_a_plan() -> None:
+    text = page("README.md")
+    assert len(text.splitlines()) <= 150
+    assert "no-master" in text.partition("$ zerodrift check ")[2].partition("```")[0]
+    shown = text.partition("--world-size 2\n")[2].partition("```")[0]
+    assert shown.startswith("set ") and "mlp.gate.weight" in shown
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/*.md")), ids=name_of)
+def test_a_page_is_headed_by_the_question_that_it_answers(path: Path) -> None:
+    assert re.search(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)[1].endswith("?")  # type: ignore[index]
+    assert len(list(ROOT.glob("docs/*.md"))) <= 25
+
+
+def test_the_website_has_every_page_and_no_dead_link(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tools/website.py", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for address in ("index.html", "plan.html", "errors.html"):
+        text = (tmp_path / "site" / address).read_text()
+        assert 'rel="stylesheet" href="site.css"' in text and not re.search(
+            r'(src|href)="https?://[^"]*\.(js|css)', text
+        )
+    assert "no-master" in (tmp_path / "site" / "search.js").read_text()
+
+
+# --- errors and findings ------------------------------------------------------------------------------
+
+
+def test_every_kind_of_error_and_finding_is_explained() -> None:
+    text = page("docs/errors.md")
+    headings = set(re.findall(r"^### (.*)$", text, flags=re.MULTILINE))
+    errors = [
+        each
+        for each in vars(errors_module).values()
+        if isinstance(each, type) and issubclass(each, Exception)
+    ]
+    kinds = {error.kind for error in errors} | {kind for kind, _ in errors_module.KINDS}
+    findings = {*get_args(Kind), *(kind.replace(" ", "-") for kind in get_args(FindingKind))}
+    assert headings == kinds | findings
+    for section in text.split("\n### ")[1:]:
+        assert section.count("**Cause.**") == section.count("**Mend.**") == 1, section.partition("\n")[0]
 
 
 # --- numbers ----------------------------------------------------------------------------------------
