@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -310,6 +311,40 @@ def _doc(value: Any, short: bool = False) -> str:
     return " ".join(text.split()).replace("|", "\\|") if short else text
 
 
+def notebook() -> str:
+    """Return the tutorial of docs/start.md as a notebook: texts, and commands that run in the repository."""
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n", "", text).replace("](img/", "](../docs/img/")
+    text = re.sub(r"\]\((\w+\.md)", r"](../docs/\1", text)
+    # Commands are those of a person at the root of the repository.
+    cells = [_cell("code", "import os\n\nos.chdir('..')")]
+    for language, block, words in re.findall(r"```(\w+)\n(.*?)```\n|((?:(?!```).)+)", text, re.DOTALL):
+        commands = [line for line in block.splitlines() if line.startswith(("zerodrift ", "$ zerodrift "))]
+        if commands:
+            cells.append(_cell("code", "\n".join("!" + line.removeprefix("$ ") for line in commands)))
+        elif language == "bash":
+            cells.append(_cell("code", "\n".join(f"# !{line}" for line in block.splitlines())))
+        elif words.strip():
+            cells.append(_cell("markdown", words.strip()))
+    for number, cell in enumerate(cells):
+        cell["id"] = f"start-{number}"
+    # The second look at one command shows another part of its output.
+    cells = [
+        cell
+        for number, cell in enumerate(cells)
+        if cell["source"] not in [c["source"] for c in cells[:number]]
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    page = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(page, indent=1, ensure_ascii=False) + "\n"
+
+
+def _cell(kind: str, text: str) -> dict[str, Any]:
+    lines = text.splitlines(keepends=True)
+    cell: dict[str, Any] = {"cell_type": kind, "metadata": {}, "source": lines}
+    return cell if kind == "markdown" else {**cell, "execution_count": None, "outputs": []}
+
+
 def main() -> None:
     for name, text in generated().items():
         (ROOT / "docs" / name).write_text(text, encoding="utf-8")
@@ -317,6 +352,7 @@ def main() -> None:
         (ROOT / "docs" / "img" / name).write_text(text, encoding="utf-8")
     for page in pages():
         page.write_text(fresh(page.read_text(encoding="utf-8")), encoding="utf-8")
+    (ROOT / "examples" / "start.ipynb").write_text(notebook(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -130,8 +130,11 @@ def _rendered(text: str) -> str:
 
     layout = streams.layout()
     plain = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)  # a link within the pages
-    system = "auto" if layout["color"] else None
-    console = Console(width=layout["width"], force_terminal=layout["color"], color_system=system)
+    console = Console(
+        width=layout["width"],
+        force_terminal=layout["color"],
+        color_system="auto" if layout["color"] else None,
+    )
     with console.capture() as captured:
         console.print(Markdown(plain, hyperlinks=False))
     return captured.get()
