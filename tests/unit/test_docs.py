@@ -96,6 +96,10 @@ def test_a_page_is_fresh(path: Path, refresh: ModuleType) -> None:
     assert text == refresh.generated().get(path.name, refresh.fresh(text)), "run `make docs`"
 
 
+def test_the_notebook_is_the_tutorial(refresh: ModuleType) -> None:
+    assert page("examples/start.ipynb") == refresh.notebook(), "run `make docs`"
+
+
 def test_the_readme_is_short_and_shows_a_finding_and_the_table_of_a_plan() -> None:
     text = page("README.md")
     assert len(text.splitlines()) <= 150
