@@ -1,6 +1,6 @@
 """Version of zerodrift, tested versions of its dependencies, and a warning for others.
 
-Only imported packages are checked. `tools/matrix.py` writes docs/versions.md, and a test compares it with
+Only imported packages are checked. `tools/matrix.py` writes docs/support.md, and a test compares it with
 `TESTED`.
 
 Invariant: an untested version causes one warning per process and no error.

@@ -49,6 +49,7 @@ SURFACE_TEXT = {
         "--set, --tokens, --weights, CONFIG"
     ),
     "examples": "--copy, --debug, --help, [FOLDER]",
+    "help": "--debug, --help, [NAME]",
     "inspect": "--debug, --help, --json, --verify, CHECKPOINT",
     "replay": "--debug, --from, --help, --nproc, --to, RUN",
     "run": "-- COMMAND..., --as, --config, --debug, --help, --pin, --set",
@@ -178,14 +179,17 @@ def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[st
         raise UnsupportedError("backend", "must be native here")
     assert caught.value.exit_code == 2
     out = capsys.readouterr()
-    assert (out.out, out.err) == ("", "zerodrift: error: `backend`: must be native here.\n")
+    assert (out.out, out.err) == (
+        "",
+        "zerodrift: error: `backend`: must be native here.\nTo read about it: zerodrift help unsupported\n",
+    )
 
 
 def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), streams.errors(debug=True):
         raise UnsupportedError("backend", "must be another")
     err = capsys.readouterr().err
-    assert err.startswith("Traceback") and err.endswith("zerodrift: error: `backend`: must be another.\n")
+    assert err.startswith("Traceback") and "\nzerodrift: error: `backend`: must be another.\n" in err
 
 
 def test_an_interrupt_exits_130() -> None:

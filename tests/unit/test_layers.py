@@ -208,7 +208,7 @@ def test_other_rooms_names_come_from_their_faces() -> None:
             if path.stem[:2] != "__" and (module != target or not names <= faces[target].keys()):
                 wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {sorted(names)} of {module}")
     assert wrong == []
-    # for scripts: docs/late.md
+    # for scripts: docs/pipelines.md
     used["pipeline"] |= {"BatchResult", "Parts", "WeightQueue", "defer_weight_grads"}
     unused = {name: sorted(face.keys() - used[name]) for name, face in faces.items()}
     assert {name: names for name, names in unused.items() if names} == {}

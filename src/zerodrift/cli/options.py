@@ -281,3 +281,7 @@ CopyExamples = Annotated[bool, _flag("--copy", "Copy the examples into FOLDER.")
 ExamplesFolder = Annotated[
     Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)
 ]
+HelpTopic = Annotated[
+    str,
+    _argument("[NAME]", "A kind of error, a finding or a command. Default: list them.", show_default=False),
+]

@@ -49,25 +49,12 @@ def plan(
 
     \b
     Examples:
-      zerodrift plan ds_config.json --model path/to/model --world-size 64
-      zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
-      zerodrift plan config.yaml --model path/to/model --html plan.html
-      zerodrift plan config.yaml --model path/to/model --trace
-      zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16
-      zerodrift plan config.yaml --model path/to/model --world-size 64 \\
-        --simulate h100 --tokens 4096
       zerodrift plan job.yaml --world-size 8
+      zerodrift plan config.yaml --model path/to/model --html plan.html
+      zerodrift plan config.yaml --model X --simulate h100 --tokens 4096
 
-    --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
-
-    --trace runs one forward and backward without weights, in seconds, and prints the dtypes of every
-    operation in place of the plan. Values that are widened and rounded again, pins that the model's code
-    casts and operations that torch would refuse come first. They do not change the exit code. A model of
-    transformers is called with what its class takes; for any other, --inputs names a function that returns
-    a dict of arguments, a tuple or a tensor, unless its forward takes input_ids.
-
-    --simulate prints what a step would take on the machines of a YAML file, in the order of the engine: time,
-    what nothing hides, memory. --sweep ranks stages, wires, orders, replicas and recomputation.
+    --trace runs one forward and backward without weights, and prints the dtypes of every operation in
+    place of the plan. --simulate prints what a step would take. Their pages: docs/plan.md, docs/simulate.md.
     """
     with streams.errors(debug):
         simulated = simulate is not None
@@ -138,7 +125,7 @@ def support(
     \b
     Examples:
       zerodrift support
-      zerodrift support --markdown > docs/support.md
+      zerodrift support --markdown > support.md
     """
     with streams.errors(debug):
         from zerodrift.policy import states, table

@@ -68,13 +68,13 @@ ignored dataloader_drop_last: the caller makes the loaders: pass `drop_last` to 
 used steps_per_print: the interval of the printed line; 0 or infinity is never
 
 # Precision
-used bf16.enabled: `precision.mode`, by the rule of [auto.md](auto.md)
+used bf16.enabled: `precision.mode`, by the rule of [`auto`](config.md#what-auto-means)
 alias bfloat16: bf16
 used bf16.bf16_master_weights_and_grads: `master: same` and `accumulate: bf16`
 used bf16.bf16_optimizer_states: `state: bf16-stochastic`
 used bf16.check_grad_overflow: skip a step with a non-finite gradient, or raise; at every stage
 ignored bf16.immediate_grad_update: gradients are always added in place
-used fp16.enabled: `precision.mode`, by the rule of [auto.md](auto.md)
+used fp16.enabled: `precision.mode`, by the rule of [`auto`](config.md#what-auto-means)
 used fp16.auto_cast: the model's floating inputs are always cast to `compute`
 used fp16.loss_scale: the loss scale, static; also for fp16 autocast
 used fp16.initial_scale_power: the loss scale, dynamic: where it starts
