@@ -62,6 +62,7 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
 # --- every cell of the support table ------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)

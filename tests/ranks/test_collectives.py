@@ -140,6 +140,7 @@ def reduce_by_the_tree(ways: list[tuple[Carrier, int]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_sums_by_the_tree_are_its_bits_on_every_carrier() -> None:
     ways = [(carrier, halving) for carrier in CARRIERS for halving in (4, 8)]
     for world in (2, 3, 4):
