@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Importing files takes seconds in every process, and `make quick` needs only some of them."""
+    return True if config.option.markexpr == "quick" and not chosen.has_quick(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for

@@ -92,6 +92,7 @@ def test_the_summary_has_steps_and_shares_of_a_copy(kit: Any, tmp_path: Path) ->
     assert shares.rows == [["split, fp32 state, fp32 grad", 4100.0, 0.93]]
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_what_to_do() -> None:
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():

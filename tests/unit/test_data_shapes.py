@@ -89,7 +89,6 @@ def sharegpt(**said: str) -> Turns:
 SHAREGPT = sharegpt(human="Hi", gpt="Yo")
 SYSTEM, THOUGHT = said("system", "S"), {**YO, "reasoning_content": "Hm"}
 PART = {"type": "text", "text": "Hi", "image_url": None}
-YO_YOU = [{"type": "text", "text": "Yo, "}, {"text": "you"}]
 ROW = lines({"messages": TALK})
 FILES: dict[str, File] = {
     "messages": shape(TALK, messages=TALK),
