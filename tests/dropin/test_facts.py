@@ -21,7 +21,7 @@ from tests.dropin.script import WIDTH, square
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.config import written_config
 from zerodrift.deepspeed.engine import OWN
-from zerodrift.errors import ConfigError, ModelError
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 
 
 def config(stage: int, **rest: Any) -> dict[str, Any]:
@@ -143,6 +143,43 @@ def data_in_pieces_is_nobody_elses(made: bool) -> None:
     engine.destroy()
 
 
+def what_is_held_is_read_only(made: bool) -> None:
+    """`param.ds_tensor` is read and not written, and methods that would move values say what to use."""
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        net = Net()
+    engine = make(3, net) if made else None
+    weight = net.head.weight
+    held = weight.ds_tensor
+    before = held.clone()
+    assert (
+        type(before) is torch.Tensor and held.ds_numel == held.numel() and torch.equal(held.float(), before)
+    )
+    torch.zeros_like(before).copy_(held).add_(1.0)
+    for write in (
+        lambda: held.add_(1.0),
+        lambda: held.data[:1].fill_(1.0),
+        lambda: held.__setitem__(0, 1.0),
+        lambda: torch.add(before, 1.0, out=held.detach()),
+        lambda: setattr(held, "data", before),
+        lambda: torch._foreach_add_([held], 1.0),
+        lambda: torch.distributed.all_reduce(held),
+    ):
+        with pytest.raises(UnsupportedError, match=r"`param.ds_tensor`.*`modifier_rank`"):
+            write()
+    for name in ("all_gather", "partition"):
+        with pytest.raises(UnsupportedError, match=rf"`param.{name}`.*GatheredParameters"):
+            getattr(weight, name)()
+    with pytest.raises(UnsupportedError, match=r"engine.backward"):
+        weight.reduce_gradients_at_owner()
+    assert torch.equal(weight.ds_tensor, before)
+    engine = engine or make(3, net)
+    step(engine)
+    assert (not before.numel()) or not torch.equal(
+        weight.ds_tensor, before
+    )  # it is what the engine holds now
+    engine.destroy()
+
+
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
@@ -171,6 +208,7 @@ FACTS: dict[Callable[..., None], tuple[object, ...]] = {
     masters_take_what_is_loaded: (0, 2, 3),
     a_model_in_slices_says_so: (3,),
     data_in_pieces_is_nobody_elses: (False, True),
+    what_is_held_is_read_only: (False, True),
     gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
 }
 """On ranks: a fact, and at which stages, or with which engine."""
