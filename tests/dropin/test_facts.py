@@ -180,6 +180,42 @@ def what_is_held_is_read_only(made: bool) -> None:
     engine.destroy()
 
 
+class Renames(Net):
+    """A model whose `state_dict` has names of its own and leaves one out, as TRL's with a value head."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {
+            name.replace("blocks.", "layers."): value for name, value in state.items() if "into" not in name
+        }
+
+
+def a_state_dict_of_the_models_own(stage: int) -> None:
+    """It is whole, in the model's words; what is saved at stage 3 has the names of modules, as with
+    DeepSpeed."""
+    net = Renames()
+    net.head.requires_grad_(False)
+    engine = make(stage, net)
+    step(engine)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        whole = {name: p.detach().clone() for name, p in net.named_parameters()}
+        own = {name: value.clone() for name, value in net.state_dict().items()}
+    assert own.keys() != whole.keys()
+    for frozen in (False, True):
+        expected = [
+            {name: value for name, value in state.items() if not (frozen and "head" in name)}
+            for state in (own, whole if stage == 3 else own)
+        ]
+        state = engine.module_state_dict(exclude_frozen_parameters=frozen)
+        saved = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=frozen)
+        assert (saved is None) == (engine.global_rank > 0)
+        for found, wanted in zip((state, saved), expected, strict=True):
+            if found is not None:
+                assert list(found) == list(wanted)
+                assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    engine.destroy()
+
+
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
@@ -209,6 +245,7 @@ FACTS: dict[Callable[..., None], tuple[object, ...]] = {
     a_model_in_slices_says_so: (3,),
     data_in_pieces_is_nobody_elses: (False, True),
     what_is_held_is_read_only: (False, True),
+    a_state_dict_of_the_models_own: (0, 2, 3),
     gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
 }
 """On ranks: a fact, and at which stages, or with which engine."""
