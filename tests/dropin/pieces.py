@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,19 @@ def _status(run: Run, parameter: Tensor, gathered: bool) -> str:
     return parameter.ds_status.name  # type: ignore[attr-defined, no-any-return]
 
 
+def a_part_that_is_copied(run: Run) -> None:
+    """`copy.deepcopy` of a module, as PEFT does for `modules_to_save`; the copy is trained, or is a model."""
+    net = in_pieces(run)
+    other = copy.deepcopy(net)
+    net.head = copy.deepcopy(net.head)
+    for model in (net, other):
+        engine = run.engine(model)
+        run.train(engine, 2)
+        run.end(engine)
+        run.tell("weights", run.weights(model))
+    run.train(run.engine(copy.deepcopy(other)), 1, first=2)
+
+
 def what_a_parameter_says(run: Run) -> None:
     """Attributes that Lightning, PEFT and others read, before `initialize` and after it."""
     net = in_pieces(run)
@@ -144,5 +158,6 @@ SCRIPTS = (
     Script(contexts_in_contexts, stages=THREE, alike=(), why="they may not overlap"),
     Script(is_it_there, stages=THREE),
     Script(what_a_parameter_says, stages=THREE),
+    Script(a_part_that_is_copied, stages=THREE, alike=(), why="a copy has no values"),
     Script(parameters_of_nobody),
 )

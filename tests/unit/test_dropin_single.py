@@ -6,6 +6,7 @@ import argparse
 import base64
 import contextlib
 import copy
+import gc
 import importlib
 import json
 from collections.abc import Iterator
@@ -213,6 +214,12 @@ def test_the_optimizer_is_live() -> None:
     assert engine.get_lr() == [5e-3]
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert optimizer.state == {}  # Lightning asks when it tears down
+    with pytest.raises(UnsupportedError, match="Keep the engine"):
+        optimizer.param_groups  # noqa: B018
 
 
 def test_schedules_come_as_objects_functions_or_blocks() -> None:

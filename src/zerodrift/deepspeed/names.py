@@ -91,7 +91,7 @@ PRESENT: Mapping[str, str] = {
             FPQuantizerBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder TransformerBuilder
             StochasticTransformerBuilder InferenceBuilder InferenceCoreBuilder RaggedOpsBuilder
             EvoformerAttnBuilder
-        git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED
+        git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED torch_info=TORCH_INFO
     """,
     "parameters": """
         runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_all_comm_dtypes get_comm_dtype

@@ -132,7 +132,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        """The optimizer's state; none after its engine, which Lightning asks for when it tears down."""
+        return {} if self._engine() is None else self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -133,7 +133,7 @@ class ParameterShard:
         """Replace the parameter's values by a placeholder."""
         self.placeholder = _placeholder(self.flat.dtype, self.flat.device)
         self.casts = {}
-        self.absent.cast = staticmethod(self.cast)
+        self.absent.cast, self.absent.whole = staticmethod(self.cast), staticmethod(self.values_of)
         mark_gathered([parameter])
         parameter.data = self.placeholder.expand(self.shape)
         mark_absent([parameter], [self.absent])

@@ -89,9 +89,9 @@ class EngineParameter:
 
 def engine_gone(name: str) -> UnsupportedError:
     """Return the error for an object that is used after its engine is gone."""
-    return UnsupportedError(
-        name, "must be used while its engine exists", got="one that is gone", do="Keep the engine."
-    )
+    must, got = "must be used while its engine exists", "one that is gone"
+    do = "Keep the engine. Lightning makes another one for `validate` and `test`: save before those."
+    return UnsupportedError(name, must, got=got, do=do)
 
 
 def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
