@@ -102,7 +102,7 @@ class AbsentParameter(nn.Parameter):
         gather = type(self).whole
         if gather is not None and id(self) not in memo:
             memo[id(self)] = type(self).kind(gather(self), self.requires_grad)
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "pickle")
