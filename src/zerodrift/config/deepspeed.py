@@ -1,10 +1,10 @@
 """The table of DeepSpeed's keys: what each one becomes here. `tree` acts on it, and the docs print it.
 
-Every key that DeepSpeed 0.19.6 reads has one of three fates. *Used*: the key decides something, named by our
-column or decision; its type is in `schema.py`. *Ignored*: the key tunes machinery that is not here, so the
-same model is trained without it; the entry names what decides instead. *Refused*: dropping the key would
-train, place or save something other than the config says. A refused key is accepted at its harmless values,
-which ask for nothing.
+Every key that DeepSpeed 0.19.6 reads, and every key that came until 0.19.8, has one of three fates. *Used*:
+the key decides something, named by our column or decision; its type is in `schema.py`. *Ignored*: the key
+tunes machinery that is not here, so the same model is trained without it; the entry names what decides
+instead. *Refused*: dropping the key would train, place or save something other than the config says. A
+refused key is accepted at its harmless values, which ask for nothing.
 
 A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Keys that share a
 fate and a text stand in one row, separated by spaces. `off` lists the harmless values of a refused key, false
@@ -91,6 +91,8 @@ used gradient_accumulation_dtype: `accumulate`, at every stage. DeepSpeed drops 
 used data_types.grad_accum_dtype: `accumulate`, at every stage
 used data_types.param_dtype: a check: it must agree with the mode
 used data_types.buffer_dtype: `precision.buffers`
+ignored data_types.keep_in_fp32_modules: `zero.Init` rounds nothing, so buffers keep the dtype in which the
+    model made them, unless `data_types.buffer_dtype` casts all
 used communication_data_type: the wire dtype of `reduce`, for every parameter that is not pinned
 ignored seq_parallel_communication_data_type: there is no sequence parallelism here;
     `communication_data_type` is for the data axis
@@ -116,6 +118,8 @@ ignored use_multi_rank_bucket_allreduce: every stage runs the same reduction, on
 ignored allgather_partitions: updated shards always come back in one gather
 ignored allgather_bucket_size: parameters are gathered and reduced in units: `sharding.units`
 ignored overlap_comm: the engine overlaps wherever the backend can
+ignored parameter_alignment: parameters always start on a multiple of 256 elements
+ignored compute_grad_norm: the norm of a step is always computed
 ignored round_robin_gradients: ranks own equal contiguous slices of a segment
 ignored sub_group_size: the optimizer updates segment by segment
 refused legacy_stage1: there is one implementation of every stage
@@ -274,6 +278,7 @@ refused compile.deepcompile: the engine's hooks are not compiled into the graph
     instead: Call `torch.compile` on the model's blocks.
 ignored compile.*: DeepCompile is off, or refused by `compile.deepcompile`
 ignored graph_harvesting: no graphs are captured and replayed
+ignored disable_python_gc: when Python collects garbage is the script's: `gc.disable()`
 
 # What is measured and printed
 ignored activation_checkpointing.*: activation checkpointing is the model's own: `torch.utils.checkpoint`,
