@@ -177,7 +177,7 @@ def run_page(
     first = processes[0]
     listed, trained = [*notes, *first.notes], _trained(first)
     rows = [
-        (str(number), "" if place else f.do, f.kind, f.column or "", _finding_names(f, trained),
+        (*(("", "") if place else (str(number), f.do)), f.kind, f.column or "", _finding_names(f, trained),
          f"{f.line} {f.what}".strip())
         for number, alike in enumerate(_by_cause(findings), 1)
         for place, f in enumerate(alike)

@@ -72,7 +72,7 @@ class StepWatch:
         self._script.in_step = True
         if type(optimizer).__module__.startswith("torch.optim"):
             self._script.leave()
-        own = optimizer._optimizer_step_post_hooks
+        own = getattr(optimizer, "_optimizer_step_post_hooks", None)
         if own:  # a hook of the script's may copy weights
             self._first_hook = optimizer.register_step_post_hook(self._has_updated)
             own.move_to_end(self._first_hook.id, last=False)
