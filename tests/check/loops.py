@@ -306,7 +306,9 @@ def distilled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The student is wide; the teacher's log-probabilities are what they are given in."""
     with torch.no_grad():
         told = (logits + 1).log_softmax(-1)
-    return functional.kl_div(logits.float().log_softmax(-1), told.float(), log_target=True)
+    return functional.kl_div(
+        logits.float().log_softmax(-1), told.float(), log_target=True, reduction="batchmean"
+    )
 
 
 def preference(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
