@@ -76,7 +76,7 @@ def _theirs(process: ProcessRecord, model: ModelRecord, kinds: Iterable[Kind]) -
         title, call, fp16 = _TRAINERS[trainer]
         lines.append(call.format("bf16" if half == "bfloat16" else fp16))
     else:
-        lines += [f'with torch.autocast("cuda", torch.{half}):', "    output = model(inputs)"]
+        lines += [f'with torch.autocast("cuda", torch.{half}):', "    logits = model(inputs)"]
         if "wire-in-16-bits" in found:
             lines.append(_line("# no hook: DistributedDataParallel(model)", found, ("wire-in-16-bits",)))
     return title, "\n".join([*lines, *_script(found)])
