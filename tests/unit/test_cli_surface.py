@@ -27,7 +27,7 @@ SURFACE_TEXT = {
     "": "--help, --install-completion, --show-completion, --version",
     "data": "--debug, --help, --set, JOB",
     "plan": (
-        "--auto, --debug, --help, --html, --inputs, --json, --micro-batches, --model, --recompute, "
+        "--auto, --debug, --device, --help, --html, --inputs, --json, --micro-batches, --model, --recompute, "
         "--rows, --set, --simulate, --sweep, --tokens, --trace, --world-size, CONFIG"
     ),
     "explain": "--auto, --debug, --help, --json, --model, --set, --world-size, CONFIG, PARAM",

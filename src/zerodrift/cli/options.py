@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -65,6 +65,10 @@ Inputs = Annotated[
         "FUNCTION",
         "For --trace and --simulate: package.module:function that returns the model's arguments.",
     ),
+]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None,
+    _option("--device", "DEVICE", "With --trace: cpu or cuda, if it is not the job's or this machine's."),
 ]
 Simulate = Annotated[
     str | None,

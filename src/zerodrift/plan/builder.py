@@ -47,7 +47,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     columns = [columns_of(parameter) for parameter in model.parameters]
     columns_of.problems.raise_as(ConfigError)
     if not policy.mode.autocast:
-        require_one_compute(model, columns, columns_of.problems)
+        require_one_compute(model, columns, policy.rules, columns_of.problems)
         columns_of.problems.raise_as(ConfigError)
     problems = Problems()
     if policy.tree:

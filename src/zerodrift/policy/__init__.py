@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
         Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
+    from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
     from zerodrift.policy.order import (
         CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
