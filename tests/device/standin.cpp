@@ -15,6 +15,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -410,6 +411,14 @@ py::list drain() {
   return out;
 }
 
+// Autograd makes its threads in the first backward of a process, one for each device that there is by then. They are not
+// forked, and the flag is, so a process whose parent has run a backward has none.
+struct Backward : torch::autograd::Engine {
+  using Engine::start_device_threads;
+};
+
+void start_backward_threads() { (torch::autograd::Engine::get_default_engine().*&Backward::start_device_threads)(); }
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -417,6 +426,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("host_view", &host_view);
   m.def("drain", &drain);
+  m.def("start_backward_threads", &start_backward_threads);
   m.def("on_call", [](py::object function) { on_call = new py::object(std::move(function)); });
   m.def("is_pinned", [](int64_t address) { return is_pinned(reinterpret_cast<const void*>(address)); });
   m.def("host_generator", [](const at::Generator& generator) {

@@ -71,8 +71,9 @@ class Device:
         """Begin anew: what a failed test has left in streams never runs."""
         self.native.drain()
         self.queues.clear()
+        self.recorded.clear()
         self.counts.clear()
-        self.races = RaceChecker()
+        self.races, self.order = RaceChecker(), "at once"
 
     def launch(self, stream: int, name: str, accesses: Sequence[Access], start: Callable[[], bool]) -> None:
         """Put work into a stream."""
@@ -405,12 +406,14 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> Device:
-    """Make the device known to torch: once in a process, and before its first backward."""
+    """Make the device known to torch."""
     global device
     if not _LIBRARIES:
+        torch.ones(1, requires_grad=True).backward()  # autograd has made the threads of all other devices
         torch.utils.rename_privateuse1_backend(NAME)
         torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
         device = Device(extension())
+        device.native.start_backward_threads()
         torch._register_device_module(NAME, _module(device.native))
         torch.utils.generate_methods_for_privateuse1_backend()
         device.native.on_call(device.called)

@@ -91,14 +91,14 @@ class _Message:
 class StrictGroup(dist.ProcessGroup):
     """One communicator."""
 
-    _numbers = itertools.count()
+    numbers = itertools.count()
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
         self._device = install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
-        self._number, self._name = next(self._numbers), ""
+        self._number, self._name = next(self.numbers), ""
         self._issued = self._over = 0
         self._stalls: list[Any] = []
         if not self._number:
@@ -314,7 +314,8 @@ class StrictGroup(dist.ProcessGroup):
             raise StrictError(f"ranks wait for each other: {each}")
 
 
-def register() -> None:
-    """Make `strict` the backend of the stand-in device."""
+def begin() -> None:
+    """Make `strict` the backend of the stand-in device, whose communicators are counted from zero."""
     if "strict" not in dist.Backend.backend_list:
         dist.Backend.register_backend("strict", StrictGroup, devices=[NAME])
+    StrictGroup.numbers = itertools.count()
