@@ -293,6 +293,8 @@ def _returns_its_arguments(op: Any) -> bool:
 
 
 def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
+    if not op._schema.returns:
+        return None
     written = {
         next(iter(of.alias_info.before_set)): place
         for place, of in enumerate(op._schema.arguments)
@@ -302,7 +304,7 @@ def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
     for of in op._schema.returns:
         place = written[next(iter(of.alias_info.before_set))]
         found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
-    return None if not found else found[0] if len(found) == 1 else tuple(found)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
@@ -325,6 +327,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     if host:
         device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
         device.counts["pageable copies"] += not locked
+        device.counts["blocking copies from the host"] += source.device.type == "cpu" and not is_late
 
     def start() -> bool:
         with torch.no_grad():
@@ -384,6 +387,10 @@ def _module(native: Any) -> types.ModuleType:
         Event=torch.Event,
         current_stream=torch.accelerator.current_stream,
         stream=lambda stream: stream,
+        device=lambda of: torch.accelerator.device_index(index_of(of)),
+        get_device_name=lambda of=None: "the stand-in device",
+        max_memory_allocated=torch.accelerator.max_memory_allocated,
+        memory_allocated=torch.accelerator.memory_allocated,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,

@@ -89,7 +89,8 @@ def run_ranks(
 ) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
 
-    Ranks of one `kind` serve each other's calls where ranks are kept: a function may change its process for good.
+    Ranks of one `kind` serve each other's calls where ranks are kept: a function may change its process for
+    good.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
