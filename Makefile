@@ -21,7 +21,7 @@ help:
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks as they were run, and the page of what they find; hours"
-	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
+	@echo "make gpu     on a machine with GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make wheel   a wheel with the CPU kernels in it, tried where there is neither a compiler nor the repository"
 	@echo "make lock    pin the newest of every package in requirements/; make test uses them from then on"
 	@echo "make newest  the quick tests and those of models with the newest of every package, pinned or not"

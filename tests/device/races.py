@@ -90,7 +90,7 @@ class RaceChecker:
         """A launch accesses memory: raise `Race` if an earlier access may happen after it."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
-        use = _Use(stream, clock[stream], name, _stack())
+        use = _Use(stream, clock[stream], name, stack())
         for access in accesses:
             self._access(access, use, clock)
 
@@ -98,7 +98,7 @@ class RaceChecker:
         """A stream gets memory, which must not be in use by others."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
-        use = _Use(stream, clock[stream], "allocation", _stack())
+        use = _Use(stream, clock[stream], "allocation", stack())
         self._access(Access(start, start + size, True), use, clock)
 
     def _clock(self, stream: int) -> Clock:
@@ -153,7 +153,7 @@ def _text(access: Access, use: _Use, other: _Use, wrote: bool) -> str:
     return "\n  ".join([f"{what} {before}", "Later:", *use.stack]) + "\n  ".join(["\nEarlier:", *other.stack])
 
 
-def _stack() -> tuple[str, ...]:
+def stack() -> tuple[str, ...]:
     """The frames of our own code and of tests, innermost first."""
     frame, found = sys._getframe(2), []
     while frame is not None and len(found) < 8:

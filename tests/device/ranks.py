@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.device.build import library
 from tests.device.standin import NAME, install
-from tests.device.strict import register
+from tests.device.strict import begin
 from tests.ranks.harness import run_ranks
 
 
 def on_devices(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return `function(device, *args)` of every rank, in rank order."""
-    return run_ranks(_with_device, world, function, args, timeout=timeout, spawned=True)
+    library()  # compiled here, which takes longer than a rank may
+    return run_ranks(_with_device, world, function, args, timeout=timeout, kind=NAME)
 
 
 def _with_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -24,9 +26,11 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     store = dist.PrefixStore("strict", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     device = install()
-    register()
-    device.forget()
+    begin()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.accelerator.set_device_index(rank)
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
-    return function(torch.device(NAME, rank), *args)
+    try:
+        return function(torch.device(NAME, rank), *args)
+    finally:
+        device.forget()

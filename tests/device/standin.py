@@ -71,8 +71,9 @@ class Device:
         """Begin anew: what a failed test has left in streams never runs."""
         self.native.drain()
         self.queues.clear()
+        self.recorded.clear()
         self.counts.clear()
-        self.races = RaceChecker()
+        self.races, self.order = RaceChecker(), "at once"
 
     def launch(self, stream: int, name: str, accesses: Sequence[Access], start: Callable[[], bool]) -> None:
         """Put work into a stream."""
@@ -292,6 +293,8 @@ def _returns_its_arguments(op: Any) -> bool:
 
 
 def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
+    if not op._schema.returns:
+        return None
     written = {
         next(iter(of.alias_info.before_set)): place
         for place, of in enumerate(op._schema.arguments)
@@ -301,7 +304,7 @@ def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
     for of in op._schema.returns:
         place = written[next(iter(of.alias_info.before_set))]
         found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
-    return None if not found else found[0] if len(found) == 1 else tuple(found)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
@@ -324,6 +327,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     if host:
         device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
         device.counts["pageable copies"] += not locked
+        device.counts["blocking copies from the host"] += source.device.type == "cpu" and not is_late
 
     def start() -> bool:
         with torch.no_grad():
@@ -383,6 +387,10 @@ def _module(native: Any) -> types.ModuleType:
         Event=torch.Event,
         current_stream=torch.accelerator.current_stream,
         stream=lambda stream: stream,
+        device=lambda of: torch.accelerator.device_index(index_of(of)),
+        get_device_name=lambda of=None: "the stand-in device",
+        max_memory_allocated=torch.accelerator.max_memory_allocated,
+        memory_allocated=torch.accelerator.memory_allocated,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
@@ -405,12 +413,14 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> Device:
-    """Make the device known to torch: once in a process, and before its first backward."""
+    """Make the device known to torch."""
     global device
     if not _LIBRARIES:
+        torch.ones(1, requires_grad=True).backward()  # autograd has made the threads of all other devices
         torch.utils.rename_privateuse1_backend(NAME)
         torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
         device = Device(extension())
+        device.native.start_backward_threads()
         torch._register_device_module(NAME, _module(device.native))
         torch.utils.generate_methods_for_privateuse1_backend()
         device.native.on_call(device.called)

@@ -44,18 +44,32 @@ class StrictError(RuntimeError):
 class StreamWork(dist.Work):
     """An operation in a stream. `wait` makes the current stream wait for it."""
 
-    def __init__(self, event: torch.Event | None, held: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        event: torch.Event | None,
+        held: Sequence[torch.Tensor],
+        stream: torch.Stream,
+        outs: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__()
-        self._event, self._held = event, list(held)
+        self._event, self._held, self._stream, self._outs = event, list(held), stream, list(outs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
         self._held.clear()
+        self._outs.clear()
         return True
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future whose waiters' streams wait for the operation. Call it before `wait`."""
+        made: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self._stream.device])
+        with self._stream:
+            made.set_result(self._outs)
+        return made
 
 
 class _SlicedSum:
@@ -91,14 +105,14 @@ class _Message:
 class StrictGroup(dist.ProcessGroup):
     """One communicator."""
 
-    _numbers = itertools.count()
+    numbers = itertools.count()
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
         self._device = install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
-        self._number, self._name = next(self._numbers), ""
+        self._number, self._name = next(self.numbers), ""
         self._issued = self._over = 0
         self._stalls: list[Any] = []
         if not self._number:
@@ -122,6 +136,13 @@ class StrictGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(NAME)]
+
+    def _get_backend(self, device: torch.device) -> StrictGroup:
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -270,8 +291,8 @@ class StrictGroup(dist.ProcessGroup):
         ranges = [*accesses(reads, writes=False), *accesses(writes, writes=True)]
         self._device.launch(stream.stream_id, name, ranges, lambda: progress(outs, values))
         if stream == current:
-            return StreamWork(None, ())
-        return StreamWork(stream.record_event(), [*reads, *writes])
+            return StreamWork(None, (), stream, writes)
+        return StreamWork(stream.record_event(), [*reads, *writes], stream, writes)
 
     def _compare(self, number: int, heard: torch.Tensor) -> None:
         texts = [bytes(part).rstrip(b"\0").decode() for part in heard.view(self.size(), TEXT).tolist()]
@@ -314,7 +335,8 @@ class StrictGroup(dist.ProcessGroup):
             raise StrictError(f"ranks wait for each other: {each}")
 
 
-def register() -> None:
-    """Make `strict` the backend of the stand-in device."""
+def begin() -> None:
+    """Make `strict` the backend of the stand-in device, whose communicators are counted from zero."""
     if "strict" not in dist.Backend.backend_list:
         dist.Backend.register_backend("strict", StrictGroup, devices=[NAME])
+    StrictGroup.numbers = itertools.count()

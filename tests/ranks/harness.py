@@ -31,6 +31,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,11 +85,12 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     dying: Collection[int] = (),
-    spawned: bool = False,
+    kind: str = "",
 ) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
 
-    `spawned` ranks begin as new interpreters, for what must come before the first backward of a process.
+    Ranks of one `kind` serve each other's calls where ranks are kept: a function may change its process for
+    good.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
@@ -100,14 +102,14 @@ def run_ranks(
         ranks = []
         try:
             for number in range(world_size):
-                kept = _waiting[spawned]
-                ranks.append(kept.pop() if kept and not dying else _start(spawned))
+                kept = _waiting[kind]
+                ranks.append(kept.pop() if kept and not dying else _start())
                 ranks[-1].begin(_Work(number, world_size, Path(name), call, timeout))
             answers = _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
             left = any(rank.outcome is None or rank.outcome.left for rank in ranks)
             if _keeping and not dying and not left:
                 # The first one asked for is the first one given.
-                _waiting[spawned].extend(reversed(ranks))
+                _waiting[kind].extend(reversed(ranks))
                 ranks = []
             return answers
         finally:
@@ -231,12 +233,12 @@ class _Rank:
 _engines: list[Any] | None = None
 """Engines that the function of this rank has made; None where this is no rank."""
 _keeping: list[bool] = []
-_waiting: dict[bool, list[_Rank]] = {False: [], True: []}
-"""Ranks that were kept, forked ones and spawned ones."""
+_waiting: dict[str, list[_Rank]] = defaultdict(list)
+"""Ranks that were kept, by kind."""
 
 
-def _start(spawned: bool) -> _Rank:
-    context: Any = multiprocessing.get_context("spawn") if spawned else forks()
+def _start() -> _Rank:
+    context = forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=_rank, args=(theirs,), name="rank", daemon=True)
     process.start()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from zerodrift.comm import usable_accelerator
 from zerodrift.versions import numbers
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -45,8 +46,9 @@ def warning_once(message: str) -> None:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the GPU memory of this process if `force` is set and there is a GPU."""
-    if force and torch.cuda.is_available():
-        now, most = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    if force and usable_accelerator() is not None:
+        sizes = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
+        now, most = (count / 2**30 for count in sizes)
         logger.info("%s: %.2f GiB allocated, %.2f GiB at most", message, now, most)
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerodrift.comm import started
+from zerodrift.comm import started, usable_accelerator
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
@@ -78,12 +78,14 @@ def audit_subject(
         got = f"{plan.mesh.world} planned, {world} started"
         do = f"Plan for {world}, or start {plan.mesh.world} with torchrun."
         raise MeshError("plan", "must be for as many ranks as were started", got=got, do=do)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    accelerator = usable_accelerator()
+    devices = [torch.accelerator.current_device_index()] if accelerator is not None else []
+    kind = "cuda" if accelerator is None else accelerator.type
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
     advice, replayed = None, []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
         results, ran = estimates.run_three_passes(setup)
         ran = replace(ran, policy=setup.policy)
