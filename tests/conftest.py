@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -53,6 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = ["at once", "side streams first", "side streams last", "random"]
+    text = "the order of streams in which ranks run on tests/device's stand-in for a GPU, instead of the CPU"
+    parser.addoption("--standin", choices=choices, help=text)
     parser.addoption("--wheel", metavar="FILE", help="the wheel that tests/e2e/test_wheel.py tries")
 
 
@@ -103,6 +107,19 @@ def leaves_nothing_running() -> Iterator[None]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("a default process group was left initialised")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_on_the_standin(request: pytest.FixtureRequest) -> Iterator[None]:
+    if (order := request.config.option.standin) is None:
+        yield
+        return
+    from tests.device.ranks import instead_of_cpu
+    from tests.ranks import harness
+
+    harness.instead.append(functools.partial(instead_of_cpu, order=order))
+    yield
+    harness.instead.pop()
 
 
 @pytest.fixture(scope="module", autouse=True)

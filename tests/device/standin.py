@@ -33,7 +33,7 @@ Order = Literal["at once", "side streams first", "side streams last", "random"]
 
 ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
 
-STALL = 2.0
+STALL = 0.5
 """Seconds without progress after which ranks compare what they wait for."""
 
 
@@ -64,7 +64,7 @@ class Device:
     recorded: set[tuple[int, int]] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     races: RaceChecker = field(default_factory=RaceChecker)
-    on_stall: Callable[[list[str]], None] = lambda waiting: None
+    on_stall: Callable[[list[str], int], None] = lambda waiting, advanced: None
     running: bool = False
 
     def forget(self) -> None:
@@ -83,6 +83,11 @@ class Device:
         self.queues[stream].append(Launch(name, start))
         if self.order == "at once":
             self.run(until_over=False)
+
+    def on_host(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Check what the host itself does to page-locked memory, which nobody sees but who calls this."""
+        self.read_log()
+        self.races.on_host(name, [*accesses(reads, writes=False), *accesses(writes, writes=True)])
 
     def read_log(self) -> None:
         """Read what was allocated, recorded and waited for since the last launch."""
@@ -128,7 +133,8 @@ class Device:
                     waiting.clear()
                     if time.monotonic() - since > STALL:
                         heads = [self.queues[stream][0] for stream in ready]
-                        self.on_stall([head.name for head in heads if isinstance(head, Launch)])
+                        names = [head.name for head in heads if isinstance(head, Launch)]
+                        self.on_stall(names, self.counts["advanced"])
                         since = time.monotonic()
                     continue
                 stream = self._choose(free)
@@ -148,6 +154,7 @@ class Device:
         if isinstance(head, Launch) and not head.start():
             return False
         queue.popleft()
+        self.counts["advanced"] += 1
         return True
 
     def _is_ready(self, head: Launch | Signal) -> bool:
@@ -195,9 +202,7 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
         device.run()  # numbers are drawn in the order of the calls
         return _put(op, compute(), inputs, written)
     try:
-        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
-        with torch.no_grad():
-            shapes = call(*meta_args, **meta_kwargs)
+        shapes = _shapes(call, args, kwargs)
     except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
@@ -216,6 +221,27 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     launch_on(str(op), inputs, [*written, *made], start)
     return results
 
+
+def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results of an operation on the meta device, which are kept."""
+    key = (call, *map(_described, args), *map(_described, kwargs.items()))
+    if key not in _KNOWN:
+        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        with torch.no_grad():
+            _KNOWN[key] = call(*meta_args, **meta_kwargs)
+    return _KNOWN[key]
+
+
+def _described(value: Any) -> Any:
+    """Return what of an argument decides about the shapes of results."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return type(value), str(value) if isinstance(value, float) else value
+
+
+_KNOWN: dict[Any, Any] = {}
 
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
@@ -386,6 +412,7 @@ def _module(native: Any) -> types.ModuleType:
         Stream=torch.Stream,
         Event=torch.Event,
         current_stream=torch.accelerator.current_stream,
+        device=lambda of: torch.accelerator.device_index(index_of(of)),
         stream=lambda stream: stream,
         device=lambda of: torch.accelerator.device_index(index_of(of)),
         get_device_name=lambda of=None: "the stand-in device",

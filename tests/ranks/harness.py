@@ -85,17 +85,28 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     dying: Collection[int] = (),
-    kind: str = "",
 ) -> list[Any]:
-    """`function(*args)` on every rank; the results in rank order.
-
-    Ranks of one `kind` serve each other's calls where ranks are kept: a function may change its process for
-    good.
+    """`function(*args)` on every rank; the results in rank order. A way in `instead` runs it elsewhere.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
     `timeout` seconds.
     """
+    if instead and not dying:
+        return instead[-1](function, world_size, *args, timeout=4 * timeout)
+    return run_here(function, world_size, *args, timeout=timeout, dying=dying)
+
+
+def run_here(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float,
+    dying: Collection[int] = (),
+    kind: str = "",
+) -> list[Any]:
+    """`run_ranks`, on ranks of the CPU. Those of one `kind` are kept for each other's calls: a function may
+    change its process for good."""
     # Pickled by hand: multiprocessing would share the memory of tensors with a process that may be gone.
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -132,6 +143,12 @@ def destroy_at_the_end(engine: Any) -> Any:
     engine.destroy = destroy
     engines.append(engine)
     return engine
+
+
+def destroy_engines() -> None:
+    """Destroy the engines that the function of this rank has made."""
+    while _engines:
+        _engines[0].destroy()
 
 
 Test = Callable[..., Any]
@@ -232,6 +249,8 @@ class _Rank:
 
 _engines: list[Any] | None = None
 """Engines that the function of this rank has made; None where this is no rank."""
+instead: list[Callable[..., list[Any]]] = []
+"""Ways to run a function on ranks, the last of which `run_ranks` uses; the CPU's without any."""
 _keeping: list[bool] = []
 _waiting: dict[str, list[_Rank]] = defaultdict(list)
 """Ranks that were kept, by kind."""
@@ -314,8 +333,7 @@ def _answer(work: _Work) -> bytes:
         )
         dist.barrier()  # nobody leaves while another is still connecting
         value = function(*args)
-        while _engines:
-            _engines[0].destroy()
+        destroy_engines()
         left = len(dist.distributed_c10d._world.pg_map) > 1
         answer = pickle.dumps(_Outcome(True, value, time.monotonic(), left))
     except BaseException:
