@@ -30,7 +30,7 @@ namespace {
 
 constexpr auto kind = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex devices = 4;
-constexpr size_t space = size_t(1) << 33;
+constexpr size_t space = size_t(1) << 42;  // of addresses; memory is what kernels touch of it
 constexpr size_t granule = 512;  // what CUDA's allocator rounds to
 
 // --- the log -----------------------------------------------------------------------------------------------

@@ -66,6 +66,10 @@ class Device:
     races: RaceChecker = field(default_factory=RaceChecker)
     on_stall: Callable[[list[str], int], None] = lambda waiting, advanced: None
     running: bool = False
+    record: Callable[[str, int, str, int], None] = lambda what, stream, name, size: None
+    """Called with each event of the device: (what, stream, name or address, bytes)."""
+    dry: bool = False
+    """Whether launches are recorded and never run, so that memory is only addresses. What is read is zero."""
 
     def forget(self) -> None:
         """Begin anew: what a failed test has left in streams never runs."""
@@ -79,6 +83,9 @@ class Device:
         """Put work into a stream."""
         self.read_log()
         self.counts["launches"] += 1
+        self.record("launch", stream, name, 0)
+        if self.dry:
+            return
         self.races.launch(stream, name, accesses)
         self.queues[stream].append(Launch(name, start))
         if self.order == "at once":
@@ -92,6 +99,10 @@ class Device:
     def read_log(self) -> None:
         """Read what was allocated, recorded and waited for since the last launch."""
         for what, stream, first, second in self.native.drain():
+            if what in "af":
+                self.record("allocation" if what == "a" else "free", stream, str(first), second)
+            if self.dry:
+                continue
             if what == "a":
                 self.counts["allocations"] += 1
                 self.counts["allocated bytes"] += second
@@ -111,6 +122,7 @@ class Device:
             return
         if what != "resize":
             self.counts["host waits"] += 1
+            self.record("wait", number, what, 0)
             self.races.host_waits(what, (number, version) if what == "event" else number)
         self.run()
 
@@ -198,7 +210,7 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     if _returns_its_arguments(op):
         launch_on(str(op), inputs, written, lambda: compute() is None or True)
         return _arguments_returned(op, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
         device.run()  # numbers are drawn in the order of the calls
         return _put(op, compute(), inputs, written)
     try:
@@ -354,6 +366,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
         device.counts["pageable copies"] += not locked
         device.counts["blocking copies from the host"] += source.device.type == "cpu" and not is_late
+        way = "from the host" if source.device.type == "cpu" else "to the host"
+        device.record("copy", _stream(), f"{way}, {'pinned' if locked else 'pageable'}", source.nbytes)
 
     def start() -> bool:
         with torch.no_grad():
@@ -361,6 +375,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         return True
 
     launch_on("copy_", [source], [target], start)
+    if device.dry and target.device.type == "cpu":
+        target.zero_()
     if target.device.type == "cpu" and not is_late:
         device.called("stream", _stream())
     return target

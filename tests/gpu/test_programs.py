@@ -36,6 +36,7 @@ from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.kernels import device
+from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
@@ -186,6 +187,14 @@ def test_square_sums(dtype: torch.dtype) -> None:
     flat[3000] = torch.nan
     sums = block_square_sums(flat.to(DEVICE)).cpu()
     assert sums.isfinite().sum() == 31 and sums[1] == torch.inf and sums[11].isnan()
+
+
+@pytest.mark.parametrize("count", [BYTES // 4, 3 * BYTES // 4, 70 * BYTES // 4])
+def test_prints(count: int) -> None:
+    words = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator(1), dtype=torch.int64).int()
+    out = torch.empty(count * 4 // BYTES, dtype=torch.int64, device=DEVICE)
+    assert torch.equal(device.prints(words.to(DEVICE), out).cpu(), reference_prints(words))
+    assert torch.equal(prints(words.to(DEVICE)).cpu(), reference_prints(words))
 
 
 def pieces(plan: Plan, where: torch.device) -> list[Owned]:

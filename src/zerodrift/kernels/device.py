@@ -81,6 +81,12 @@ def sums(parts: Tensor, out: Tensor) -> None:
     _launch("sums", out, _SPAN, as_bits(parts), as_bits(out), *counts, narrow=narrow, tile=_SPAN)
 
 
+def prints(words: Tensor, out: Tensor) -> Tensor:
+    """Write the print of each 128 int32 words of a flat contiguous tensor to int64 `out`."""
+    _launch("prints", out, TILE, words, out, out.numel(), tile=TILE)
+    return out
+
+
 def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:
     """Launch a program for every so many elements of a flat tensor, on its device."""
     from zerodrift.kernels import programs
