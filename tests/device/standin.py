@@ -430,7 +430,6 @@ def _module(native: Any) -> types.ModuleType:
         current_stream=torch.accelerator.current_stream,
         device=lambda of: torch.accelerator.device_index(index_of(of)),
         stream=lambda stream: stream,
-        device=lambda of: torch.accelerator.device_index(index_of(of)),
         get_device_name=lambda of=None: "the stand-in device",
         max_memory_allocated=torch.accelerator.max_memory_allocated,
         memory_allocated=torch.accelerator.memory_allocated,
