@@ -184,7 +184,7 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
     assert same(loaded) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_trains_the_same_model(tmp_path: Path) -> None:
     """Two ranks that `zerodrift train` starts, without and with the device."""
     file, found = str(job(tmp_path, steps=4)), []
