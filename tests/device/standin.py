@@ -201,21 +201,21 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
+    host_args, host_kwargs = pytree.tree_map(_as_launched, (args, kwargs))
+    shapes = None
 
     def compute() -> Any:
         with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return call(*host_args, **host_kwargs)
 
+    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
+        compute = _drawing(call, compute, host_args, host_kwargs)
     if _returns_its_arguments(op):
         launch_on(str(op), inputs, written, lambda: compute() is None or True)
         return _arguments_returned(op, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
-        device.run()  # numbers are drawn in the order of the calls
-        return _put(op, compute(), inputs, written)
-    try:
+    with contextlib.suppress(Exception):
         shapes = _shapes(call, args, kwargs)
-    except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
+    if shapes is None:  # they follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
     if str(op.overloadpacket) in _NORMS:
@@ -232,6 +232,30 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     launch_on(str(op), inputs, [*written, *made], start)
     return results
+
+
+def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU.
+
+    Without a generator they are those of the CPU's, so that a run has the numbers of one on the CPU.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    chosen = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    generator = chosen[0] if chosen else torch.default_generator
+    state = generator.get_state()
+    blank_args, blank_kwargs = pytree.tree_map_only(torch.Tensor, torch.ones_like, (args, kwargs))
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        call(*blank_args, **blank_kwargs)  # moves the generator on
+
+    def draw() -> Any:
+        after = generator.get_state()
+        generator.set_state(state)
+        try:
+            return compute()
+        finally:
+            generator.set_state(after)
+
+    return draw
 
 
 def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
@@ -293,6 +317,12 @@ def _on_host(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator) and leaf.device.type == NAME:
         return device.native.host_generator(leaf)
     return leaf
+
+
+def _as_launched(leaf: Any) -> Any:
+    """Return an argument of a launch. A number in a tensor of the host is read at once."""
+    on_host = _on_host(leaf)
+    return leaf.clone() if on_host is leaf and isinstance(leaf, torch.Tensor) and not leaf.dim() else on_host
 
 
 def _on_meta(leaf: Any) -> Any:

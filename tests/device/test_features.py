@@ -5,6 +5,9 @@ The functions are those that other tests run on the CPU. Here they get the devic
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerodrift as zd
 from tests.device.build import needs_device
+from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
 from tests.device.standin import ORDERS, Order
 from tests.e2e.jobs import job
@@ -24,7 +28,6 @@ from tests.numerics.runs import Run, config, finish, make, same, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.train.loop.start import run_here
 from zerodrift.train.report.metrics import read
 
 pytestmark = needs_device
@@ -100,12 +103,12 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
     "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
-    "replicas": (2, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
+    "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "offload": (2, offloaded, (2, {}, False)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
     "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
-    "1f1b": (2, test_pipelines.trained, (0, "1f1b", None)),
+    "1f1b, tied": (2, test_pipelines.trained, (0, "1f1b", None, True)),
     "zbv": (2, test_pipelines.trained, (0, "zbv", "queue")),
 }
 MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
@@ -181,16 +184,18 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
     assert same(loaded) == []
 
 
-def job_trained(file: str, folder: str) -> None:
-    assert run_here(file, [f"run.folder={folder}", "run.checkpoint_every=2"]) == 0
-
-
-def test_a_job_trains_the_same_model(tmp_path: Path) -> None:
-    file = str(job(tmp_path, steps=4))
-    found = []
-    for name, run in {"cpu": run_ranks, "device": instead_of_cpu}.items():
-        run(job_trained, 2, file, str(tmp_path / name))
+@pytest.mark.slow
+def test_the_command_trains_the_same_model(tmp_path: Path) -> None:
+    """Two ranks that `zerodrift train` starts, without and with the device."""
+    file, found = str(job(tmp_path, steps=4)), []
+    for name, variables in {"cpu": dict(os.environ), "device": environment()}.items():
+        asked = [f"run.folder={tmp_path / name}", "run.checkpoint_every=2"]
+        words = [word for each in asked for word in ("--set", each)]
+        command = [sys.executable, "-m", "zerodrift", "train", file, "--nproc", "2", *words]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
         lines = read(tmp_path / name / "metrics.jsonl")
+        assert (lines[0].get("device") == "the stand-in device") is (name == "device")
         losses = [line["loss"] for line in lines if line["kind"] == "step"]
         found.append((losses, (tmp_path / name / "export/model.safetensors").read_bytes()))
     assert len(found[0][0]) == 4 and found[0] == found[1]

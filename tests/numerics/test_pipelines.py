@@ -58,9 +58,9 @@ def data(step: int, rank: int) -> list[torch.Tensor]:
     return [batch(step, rank, micro) for micro in range(COUNT)]
 
 
-def trained(stage: int, schedule: str, weights: str | None) -> Run:
+def trained(stage: int, schedule: str, weights: str | None, tied: bool = False) -> Run:
     """Losses of steps and of an evaluation, norms, masters and moments."""
-    engine = pipeline(config(stage, "fp32", COUNT), schedule, weights, GPT(LAYERS, tied=False))
+    engine = pipeline(config(stage, "fp32", COUNT), schedule, weights, GPT(LAYERS, tied=tied))
     run, rank = Run(), engine.mesh.rank("data")
     for step in range(STEPS):
         result = engine.train_batch(data(step, rank))

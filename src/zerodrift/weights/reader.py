@@ -40,7 +40,7 @@ class SafetensorsReader:
     def __init__(self, progress: Callable[[int], None] = lambda count: None) -> None:
         self._progress = progress
         self._open: dict[Path, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pages = Pages()
         self.count = 0
 
@@ -48,7 +48,7 @@ class SafetensorsReader:
         for number in self._open.values():
             os.close(number)
         self._open.clear()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, stored: StoredTensor, box: Box, out: torch.Tensor, first: int = 0) -> None:
         """Read one box of a tensor into flat `out`, which begins at element `first` of the target."""
@@ -77,7 +77,7 @@ class SafetensorsReader:
         """Read elements into the buffer, where they stay until the next call."""
         size = count * stored.dtype.size
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8)
+            self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8, device="cpu")
         values = self._buffer[:size].view(stored.dtype.torch)
         self._bytes(stored, first, values)
         return values
