@@ -54,7 +54,8 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        is_sent = name in SENT and kwargs.get("device") not in (None, "cpu")  # named so, it stays on the host
+        where = kwargs.get("device")
+        is_sent = name in SENT and where is not None and where is not fused.CPU  # what is named so stays
         if name in ASKED or is_sent:
             self.add(name)
         if name == "to" and any(isinstance(value, torch.device) for value in (*args, *kwargs.values())):
