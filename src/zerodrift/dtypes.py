@@ -1,6 +1,7 @@
-"""Names, sizes and ranges of dtypes, and the losses of casts between them.
+"""Names, sizes and ranges of dtypes and narrow formats, and the losses of casts between them.
 
-Only `DType.torch` imports torch, because planning runs without torch.
+A narrow format (`formats.py`) is a dtype whose elements share scales. It has bytes for a number of elements,
+and no size of one element. Only `DType.torch` imports torch, because planning runs without torch.
 
 Invariant: a dtype has one short name (`bf16`), used in config keys, tables, errors and docs.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerodrift.errors import ConfigError, did_you_mean
+from zerodrift.formats import Element, Format
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +49,18 @@ class DType(enum.Enum):
     UINT8 = "uint8"
     BOOL = "bool"
     COMPLEX64 = "complex64"
+    FP8_128 = "fp8-128"
+    E5M2_128 = "e5m2-128"
+    INT8_256 = "int8-256"
+    INT4_128 = "int4-128"
+    NF4_64 = "nf4-64"
+    MXFP8 = "mxfp8"
+    MXFP4 = "mxfp4"
+    FP8_ROW = "fp8-row"
+    FP8_TENSOR = "fp8-tensor"
+    FP8_1X128 = "fp8-1x128"
+    FP8_128X128 = "fp8-128x128"
+    INT8_ROW = "int8-row"
 
     def __str__(self) -> str:
         return self.value
@@ -56,8 +70,20 @@ class DType(enum.Enum):
 
     @property
     def size(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element. A narrow format has none: see `nbytes`."""
+        if self.format is not None:
+            raise AssertionError(f"an element of {self} has no size of its own")
         return _FORMATS[self].size
+
+    @property
+    def format(self) -> Format | None:
+        """The definition of a narrow format; None for a plain dtype."""
+        return NARROW.get(self)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of so many elements, with the scales of a flat format."""
+        form = self.format
+        return numel * self.size if form is None else form.nbytes((numel,))
 
     @property
     def is_floating(self) -> bool:
@@ -79,7 +105,7 @@ class DType(enum.Enum):
 
     @functools.cached_property
     def torch(self) -> torch.dtype:
-        """Dtype of torch. Imports torch."""
+        """Dtype of torch; of a narrow format, that of its bytes. Imports torch."""
         import torch
 
         return getattr(torch, _FORMATS[self].torch)
@@ -110,23 +136,54 @@ _FORMATS: dict[DType, _Format] = {
     DType.COMPLEX64: _Format(8, 0, 0, "complex64", "C64"),
 }
 
+NARROW: Mapping[DType, Format] = {
+    DType.FP8_128: Format(Element.E4M3, 128),
+    DType.E5M2_128: Format(Element.E5M2, 128),
+    DType.INT8_256: Format(Element.INT8, 256),
+    DType.INT4_128: Format(Element.INT4, 128),
+    DType.NF4_64: Format(Element.NF4, 64),
+    DType.MXFP8: Format(Element.E4M3, 32, "e8m0", "floor"),
+    DType.MXFP4: Format(Element.E2M1, 32, "e8m0", "floor"),
+    DType.FP8_ROW: Format(Element.E4M3, "row"),
+    DType.FP8_TENSOR: Format(Element.E4M3, "tensor"),
+    DType.FP8_1X128: Format(Element.E4M3, (1, 128)),
+    DType.FP8_128X128: Format(Element.E4M3, (128, 128)),
+    DType.INT8_ROW: Format(Element.INT8, "row"),
+}
+"""The definition of every narrow format."""
+
+_MANTISSA = {"e4m3": 3, "e5m2": 2, "int8": 6, "int4": 2, "e2m1": 1, "nf4": 2}
+# A scale gives a format the range of fp32.
+_FORMATS |= {
+    dtype: _Format(0, 8, _MANTISSA[form.element.value], "uint8", "U8") for dtype, form in NARROW.items()
+}
+
+SHORT: Mapping[str, DType] = {
+    "fp8": DType.FP8_128,
+    "int8": DType.INT8_256,
+    "int4": DType.INT4_128,
+    "nf4": DType.NF4_64,
+}
+"""Words of a config for the usual format of an element, where a column admits it."""
+
 _SPELLINGS: dict[str, DType] = {
     **{dtype.value: dtype for dtype in DType},
-    **{form.torch: dtype for dtype, form in _FORMATS.items()},
+    **{form.torch: dtype for dtype, form in _FORMATS.items() if dtype not in NARROW},
     "float": DType.FP32,
     "half": DType.FP16,
     "double": DType.FP64,
 }
 
 _TRAINING = (DType.FP32, DType.BF16, DType.FP16)
+_FLAT = (DType.FP8_128, DType.MXFP8, DType.INT8_256)
 
 ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "storage": _TRAINING,
-    "gather": _TRAINING,
+    "gather": (*_TRAINING, *_FLAT),
     "compute": _TRAINING,
     "grad": _TRAINING,
     "accumulate": _TRAINING,
-    "reduce.wire": _TRAINING,
+    "reduce.wire": (*_TRAINING, *_FLAT, DType.E5M2_128, DType.INT4_128),
     "reduce.sum": _TRAINING,
     "export": _TRAINING,
     "buffers": _TRAINING,
@@ -142,7 +199,7 @@ not depend on the stage."""
 def spellings(dtypes: Sequence[DType]) -> list[str]:
     """Return every accepted spelling of the dtypes, short names first."""
     return sorted(
-        (text for text, dtype in _SPELLINGS.items() if dtype in dtypes),
+        (text for text, dtype in (*_SPELLINGS.items(), *SHORT.items()) if dtype in dtypes),
         key=lambda text: (text not in DType._value2member_map_, text),
     )
 
@@ -153,6 +210,12 @@ def parse(text: str) -> DType:
     if dtype is None:
         raise ConfigError("dtype", "must be known", got=repr(text), do=did_you_mean(text, _SPELLINGS))
     return dtype
+
+
+def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
+    """Parse one of these dtypes, where `fp8` and the like are the usual format of that element."""
+    short = SHORT.get(text.strip().lower())
+    return short if short is not None and short in dtypes else parse(text)
 
 
 def from_safetensors(text: str) -> DType | None:
@@ -166,7 +229,7 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
+    """Return the narrowest of these plain dtypes that holds all of them. bf16 and fp16 give fp32."""
     for candidate in sorted(set(dtypes), key=lambda d: (d.size, d.value)):
         if all(candidate.holds(other) for other in dtypes):
             return candidate

@@ -50,7 +50,7 @@ class ColumnDType:
         found = value if isinstance(value, DType) else None
         if isinstance(value, str):
             with contextlib.suppress(ConfigError):
-                found = table.parse(value)
+                found = table.parse_among(value, self.admitted)
         if found not in self.admitted:
             raise ValueError(f"must be one of {', '.join(table.spellings(self.admitted))}")
         return found

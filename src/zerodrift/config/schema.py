@@ -32,6 +32,8 @@ Auto = Literal["auto"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 """The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
 DTypeKey = DType | DTypeName
+GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
+WireKey = GatherKey | Literal["int4"]
 
 
 def _integer(value: Any) -> Any:
@@ -45,11 +47,11 @@ def _never(value: Any) -> Any:
 
 
 Storage = Annotated[DTypeKey, ColumnDType("storage")]
-Gather = Annotated[DTypeKey, ColumnDType("gather")]
+Gather = Annotated[GatherKey, ColumnDType("gather")]
 Compute = Annotated[DTypeKey, ColumnDType("compute")]
 Grad = Annotated[DTypeKey, ColumnDType("grad")]
 Accumulate = Annotated[DTypeKey, ColumnDType("accumulate")]
-Wire = Annotated[DTypeKey, ColumnDType("reduce.wire")]
+Wire = Annotated[WireKey, ColumnDType("reduce.wire")]
 Sum = Annotated[DTypeKey, ColumnDType("reduce.sum")]
 Export = Annotated[DTypeKey, ColumnDType("export")]
 Buffers = Annotated[DTypeKey, ColumnDType("buffers")]

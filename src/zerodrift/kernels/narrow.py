@@ -1,0 +1,218 @@
+"""Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
+
+A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
+`amax` by the format's rule; a code is the element's nearest number to `value / scale`, ties to even (NF4:
+ties to the lower), and a quotient beyond the largest number becomes that number. Decoding is `number * scale`
+in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
+
+A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
+2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
+overflows.
+
+Flat formats are packed: the codes of a run of whole blocks, two codes of 4 bits to a byte with the first in
+the low half (NF4: in the high half, as bitsandbytes has it), then the scales. A run is whatever is sent or
+kept together, such as a rank's slice.
+
+Invariant: the fast forms leave the bits of `reference_encode` and `reference_decode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.formats import Element, Format
+
+LEAST, MOST = 2.0**-96, 2.0**126
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+"""The numbers of NF4's codes, as fp32 values (Dettmers et al., QLoRA, 2023)."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Midpoints of `_E2M1`. A tie goes to the code with an even last bit."""
+
+
+def form_of(dtype: DType) -> Format:
+    """Return the definition of a narrow format."""
+    if dtype.format is None:
+        raise AssertionError(f"{dtype} is no narrow format")
+    return dtype.format
+
+
+def encode(dtype: DType, values: Tensor, packed: Tensor) -> None:
+    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8."""
+    form = form_of(dtype)
+    codes, scales = reference_encode(form, values.view(-1, _flat_block(form)))
+    cut = values.numel() * form.element.bits // 8
+    packed[:cut] = pack(form.element, codes.view(-1))
+    packed[cut:] = scales.view(torch.uint8)
+
+
+def decode(dtype: DType, packed: Tensor, out: Tensor) -> None:
+    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks]."""
+    form = form_of(dtype)
+    cut = out.numel() * form.element.bits // 8
+    codes = unpack(form.element, packed[:cut]).view(-1, _flat_block(form))
+    scales = packed[cut:]
+    scales = scales.view(torch.float32) if form.scale == "fp32" else scales
+    out.copy_(reference_decode(form, codes, scales).view(-1))
+
+
+def round_trip(dtype: DType, values: Tensor) -> Tensor:
+    """Return what flat values of whole blocks are after encoding and decoding, in their own dtype."""
+    packed = torch.empty(dtype.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    encode(dtype, values, packed)
+    out = torch.empty_like(values)
+    decode(dtype, packed, out)
+    return out
+
+
+def _flat_block(form: Format) -> int:
+    if not isinstance(form.block, int):
+        raise AssertionError(f"{form.describe()} is not packed in runs")
+    return form.block
+
+
+# --- the definition ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32 or the exponents of
+    e8m0 as uint8, shape [blocks]."""
+    blocks = blocks.float()
+    amax = blocks.abs().amax(1) if blocks.shape[1] else blocks.new_zeros(len(blocks))
+    scales = scales_of(form, amax)
+    divisor = torch.where(scales > 0, scales, 1.0)
+    quotients = torch.where((scales > 0)[:, None], blocks / divisor[:, None], 0.0)  # zeros for NaN as well
+    codes = codes_of(form.element, quotients)
+    return codes, scales if form.scale == "fp32" else _exponents(scales)
+
+
+@torch.no_grad()
+def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
+    """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
+    values = _numbers(form.element, codes.device)[codes.int()]
+    return values * (scales if scales.dtype is torch.float32 else _powers(scales))[:, None]
+
+
+def scales_of(form: Format, amax: Tensor) -> Tensor:
+    """Return the scale of blocks from their largest magnitudes: zero, normal or NaN. fp32."""
+    capped = amax.clamp(max=MOST)
+    if form.rule == "floor":
+        shift = math.floor(math.log2(form.element.largest))
+        bits = (capped.view(torch.int32) & 0x7F800000) - (shift << 23)
+        scales = bits.view(torch.float32)
+    else:
+        scales = capped / form.element.largest
+        if form.rule == "ceil":
+            scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = torch.where(amax < LEAST, 0.0, scales)
+    return torch.where(amax.isfinite(), scales, torch.nan)
+
+
+def codes_of(element: Element, quotients: Tensor) -> Tensor:
+    """Return the codes of fp32 quotients; none is NaN. uint8."""
+    if element in (Element.E4M3, Element.E5M2):
+        dtype = torch.float8_e4m3fn if element is Element.E4M3 else torch.float8_e5m2
+        return quotients.clamp(-element.largest, element.largest).to(dtype).view(torch.uint8)
+    if element in (Element.INT8, Element.INT4):
+        whole = quotients.round().clamp(-element.largest, element.largest).to(torch.int8).view(torch.uint8)
+        return whole & (0xFF >> (8 - element.bits))
+    if element is Element.NF4:
+        numbers = torch.tensor(NF4, dtype=torch.float64)
+        bounds = ((numbers[1:] + numbers[:-1]) / 2).float().to(quotients.device)
+        return torch.bucketize(quotients, bounds).to(torch.uint8)
+    magnitudes = quotients.abs()
+    codes = torch.zeros_like(magnitudes, dtype=torch.uint8)
+    for code, bound in enumerate(_E2M1_BOUNDS):
+        codes += (magnitudes >= bound) if code % 2 else (magnitudes > bound)
+    return codes | (torch.signbit(quotients).to(torch.uint8) << 3)
+
+
+@functools.cache
+def _numbers(element: Element, device: torch.device) -> Tensor:
+    """Return the number of every code, fp32."""
+    codes = torch.arange(2**element.bits, dtype=torch.uint8)
+    if element is Element.E4M3:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif element is Element.E5M2:
+        numbers = codes.view(torch.float8_e5m2).float()
+    elif element is Element.NF4:
+        numbers = torch.tensor(NF4)
+    elif element is Element.E2M1:
+        numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    else:
+        wrap = 2 ** (element.bits - 1)
+        numbers = (codes.int() - 2 * wrap * (codes >= wrap)).float()
+    return numbers.to(device)
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Return fp32 powers of two as e8m0: the biased exponent, 255 for a NaN. Zero is 0, whose codes are 0."""
+    return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return e8m0 as fp32: 255 is NaN, and 0 the least power of two, 2^-127."""
+    powers = torch.where(exponents == 0, 0x400000, exponents.int() << 23).view(torch.float32)
+    return torch.where(exponents == 255, torch.nan, powers)
+
+
+def pack(element: Element, codes: Tensor) -> Tensor:
+    """Return flat codes as bytes: two codes of 4 bits share a byte."""
+    if element.bits == 8:
+        return codes
+    first, second = codes.view(-1, 2).unbind(1)
+    return (first << 4) | second if element is Element.NF4 else first | (second << 4)
+
+
+def unpack(element: Element, data: Tensor) -> Tensor:
+    """Return the codes of bytes, the inverse of `pack`."""
+    if element.bits == 8:
+        return data
+    low, high = data & 0xF, data >> 4
+    return torch.stack((high, low) if element is Element.NF4 else (low, high), 1).view(-1)
+
+
+# --- blocks of matrices ---------------------------------------------------------------------------------
+
+
+def as_blocks(form: Format, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a parameter's values with a block per row; tiles that the edge cuts are filled with zeros."""
+    numel = math.prod(shape)
+    if isinstance(form.block, int):
+        return torch.nn.functional.pad(values.reshape(-1), (0, -numel % form.block)).view(-1, form.block)
+    if form.block == "tensor":
+        return values.reshape(1, -1)
+    if form.block == "row":
+        return values.reshape(-1, shape[-1] if shape else 1)
+    tall, wide = form.block
+    rows, columns = (shape[-2] if len(shape) > 1 else 1), (shape[-1] if shape else 1)
+    stacked = values.reshape(-1, rows, columns)
+    stacked = torch.nn.functional.pad(stacked, (0, -columns % wide, 0, -rows % tall))
+    tiles = stacked.view(len(stacked), stacked.shape[1] // tall, tall, stacked.shape[2] // wide, wide)
+    return tiles.transpose(2, 3).reshape(-1, tall * wide)
+
+
+def from_blocks(form: Format, blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the values of `as_blocks` in the parameter's shape."""
+    numel = math.prod(shape)
+    if not isinstance(form.block, tuple):
+        return blocks.reshape(-1)[:numel].view(*shape)
+    tall, wide = form.block
+    rows, columns = (shape[-2] if len(shape) > 1 else 1), (shape[-1] if shape else 1)
+    down, across = -(-rows // tall), -(-columns // wide)
+    tiles = blocks.view(-1, down, across, tall, wide).transpose(2, 3)
+    return tiles.reshape(-1, down * tall, across * wide)[:, :rows, :columns].reshape(*shape)
