@@ -248,7 +248,7 @@ def _gathers(plan: Plan, segment: Segment) -> bool:
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
-    return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
+    return placed.dtype.nbytes(segment.padded) // (shard if placed.axis else 1)
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
@@ -390,7 +390,7 @@ def sent_bytes(call: Collective, mesh: MeshShape) -> int:
         "ends": 2,
     }[call.axis]
     passes = 2 if call.op == "all_reduce" else 1
-    return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
+    return passes * call.dtype.nbytes(call.numel) * (ranks - 1) // ranks
 
 
 def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:

@@ -293,7 +293,7 @@ def gathered_bytes(plan: Plan, unit: Unit) -> int:
     for segment in (plan.segments[number] for number in unit.segments):
         columns = segment.columns
         if columns.storage.axis and plan.slices(segment) > 1:
-            total += segment.padded * columns.gather.size
+            total += columns.gather.nbytes(segment.padded)
             total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
         elif columns.storage.dtype is not columns.compute:
             total += segment.padded * columns.compute.size

@@ -31,7 +31,7 @@ from zerodrift.policy.decisions import (
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import Demands
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class ParameterTraits:
     """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
     expert: str = ""
     """Why the parameter is divided over the expert axis; `""` if it is not."""
+    not_linear: str = ""
+    """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
 
 
 def complete(
@@ -126,7 +128,26 @@ class _ColumnFiller:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.traits.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
-        return self._demanded("storage", default, reason)
+        if self.traits.not_linear:
+            reason += f"; `precision.frozen` is for linear layers, and this is {self.traits.not_linear}"
+        storage = self._demanded("storage", default, reason)
+        if storage.format is not None:
+            verdict = storage_verdict(self.traits.trained, self.context.backend.name)
+            if verdict.status == "no":
+                do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
+                self._refuse("storage", f"`storage` must not be {storage} here: {verdict.reason}", do=do)
+            self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
+        return storage
+
+    def _coded(self, storage: DType) -> str:
+        """Say where the codes of a narrow storage come from."""
+        checkpoint = self.traits.checkpoint
+        if checkpoint is None:
+            return f"quantised from the model's own {self.traits.source} values"
+        if checkpoint is storage:
+            return "with the codes and scales of the checkpoint"
+        decoded = " decoded in fp32" if checkpoint.format is not None else " values"
+        return f"quantised from the checkpoint's {checkpoint}{decoded}"
 
     def compute(self) -> DType:
         mode = self.context.mode
@@ -142,6 +163,13 @@ class _ColumnFiller:
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
+        if storage.format is not None:
+            said = self.demands.get("gather", (storage.value, ""))[0]
+            if said != storage.value and self.place("gather") != "precision.gather":
+                must = f"`gather` must be the storage format, {storage}: codes travel as they rest"
+                self._refuse("gather", must, said, "Leave `gather` out.")
+            self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
+            return storage
         if not self.storage_axis:
             reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
             gather = self._demanded("gather", storage, reason)
@@ -296,7 +324,9 @@ class _ColumnFiller:
     def export(self, compute: DType) -> DType:
         checkpoint = self.traits.checkpoint
         default, reason = compute, "no source checkpoint: the compute dtype"
-        if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
+        if checkpoint is not None and checkpoint.format is not None:
+            reason = f"compute: {checkpoint} of the source, decoded"
+        elif checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             default, reason = checkpoint, "the dtype of the source checkpoint"
         elif checkpoint is not None:
             reason = f"compute: {checkpoint} of the source means nothing by itself"

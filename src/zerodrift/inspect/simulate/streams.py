@@ -220,7 +220,7 @@ class RankPlayer:
 
     def _send(self, call: Collective) -> _Transfer:
         time = collective_time(call, self._part, self._cluster)
-        size = call.numel * call.dtype.size
+        size = call.dtype.nbytes(call.numel)
         return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
 
     def finish_reductions(self, leave: int = 0) -> None:
@@ -261,7 +261,7 @@ def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
 def _cast_bytes(segment: Segment) -> int:
     """Cast after a gather, where compute is another dtype."""
     gather, compute = segment.columns.gather, segment.columns.compute
-    return 0 if compute is gather else segment.padded * (gather.size + compute.size)
+    return 0 if compute is gather else gather.nbytes(segment.padded) + compute.nbytes(segment.padded)
 
 
 def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
