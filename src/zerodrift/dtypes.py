@@ -229,8 +229,8 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """Return the narrowest of these plain dtypes that holds all of them. bf16 and fp16 give fp32."""
-    for candidate in sorted(set(dtypes), key=lambda d: (d.size, d.value)):
+    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
+    for candidate in sorted(set(dtypes), key=lambda d: (d.nbytes(BLOCK), d.value)):
         if all(candidate.holds(other) for other in dtypes):
             return candidate
     return DType.FP32
