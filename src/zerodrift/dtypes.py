@@ -194,8 +194,8 @@ ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "export": _TRAINING,
     "buffers": _TRAINING,
 }
-"""Column -> its dtypes in a config. `master` and `state` have other values; `frozen` is the `storage` of frozen
-linear layers."""
+"""Column -> its dtypes in a config. `master` and `state` have other values; `frozen` is the `storage` of
+frozen linear layers."""
 
 BLOCK = 256
 """Elements of a block. Parameters start on multiples of BLOCK, and slices are multiples of BLOCK, so that no
@@ -236,7 +236,7 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """Return the narrowest of these dtypes that holds all of them. bf16 and fp16 give fp32."""
+    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
     for candidate in sorted(set(dtypes), key=lambda d: (d.nbytes(BLOCK), d.value)):
         if all(candidate.holds(other) for other in dtypes):
             return candidate

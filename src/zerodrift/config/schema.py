@@ -197,8 +197,8 @@ class Precision(ColumnKeys):
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
     frozen: Frozen | None = None
-    """The `storage` of frozen linear layers, in a narrow format: the base of adapters. Embeddings, heads, norms,
-    routers and biases keep theirs, unless a rule says otherwise."""
+    """The `storage` of frozen linear layers, in a narrow format: the base of adapters. Embeddings, heads,
+    norms, routers and biases keep theirs, unless a rule says otherwise."""
     statistics: Flag | None = None
     """Record how every update is rounded, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
