@@ -77,6 +77,18 @@ class Format:
     def scale_bytes(self) -> int:
         return 4 if self.scale == "fp32" else 1
 
+    @property
+    def run(self) -> int:
+        """Elements of a block of a flat format."""
+        if not isinstance(self.block, int):
+            raise AssertionError(f"{self.describe()} has blocks that are no runs")
+        return self.block
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a block's codes and scale, for a flat format."""
+        return self.run * self.element.bits // 8 + self.scale_bytes
+
     def blocks(self, shape: Sequence[int]) -> int:
         """Return the number of blocks of a parameter, or of a run of a flat format's whole blocks."""
         numel = math.prod(shape)

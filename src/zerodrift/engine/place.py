@@ -202,8 +202,7 @@ class SegmentFiller:
                     self._of(flat, self._within(flat, low, high - low)).zero_()
 
     def give(self, offset: int, values: torch.Tensor) -> None:
-        """Keep the part of a run of values, from an element of the segment on, that rests on this rank. The
-        runs of a parameter come in order."""
+        """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
         if self._packer is not None:
             self._packer.give(offset, values)
             return
@@ -276,18 +275,10 @@ class _Packer:
     def __init__(self, segment: FlatSegment, packed: PackedRun) -> None:
         self._segment, self._packed = segment, packed
         self._start = segment.rank * packed.numel if segment.sharded else 0
-        self._ends = {row.offset + row.numel for row in segment.rows}
-        self._rest = torch.empty(0)
-        """Values of a block that the next run completes: experts of a rank may begin anywhere in a run."""
 
     def give(self, offset: int, values: torch.Tensor) -> None:
-        offset, values = offset - self._rest.numel(), torch.cat([self._rest.to(values), values])
-        count = values.numel()
-        if offset + count not in self._ends:
-            count -= count % BLOCK
-        self._rest = values[count:]
         low = max(self._start, offset)
-        high = min(self._start + self._packed.numel, offset + count)
+        high = min(self._start + self._packed.numel, offset + values.numel())
         if low < high:
             self._packed.encode(low - self._start, values[low - offset : high - offset])
 
