@@ -55,6 +55,10 @@ class ValueSource(Protocol):
         """Write the elements from `start` on of the row-major flattening into flat `out`, cast to its
         dtype."""
 
+    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
+        """Write so many elements from `start` on into a packed run, from its element `at` on, if the source
+        holds their codes and scales in its format; else return False."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValueSources:
@@ -284,6 +288,8 @@ class _Packer:
 
     def fill(self, name: str, source: ValueSource, start: int, low: int, high: int) -> None:
         """Read the elements of the segment in [low, high); the first is element `start` of a name."""
+        if source.fill_packed(name, start, self._packed, low - self._start, high - low):
+            return
         window = torch.empty(min(WINDOW, high - low), device=self._packed.data.device)
         for first in range(0, high - low, WINDOW):
             values = window[: min(WINDOW, high - low - first)]

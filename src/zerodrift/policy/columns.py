@@ -62,6 +62,8 @@ class ParameterTraits:
     """Why the parameter is divided over the expert axis; `""` if it is not."""
     not_linear: str = ""
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    columns: int = 0
+    """The last dimension, where the checkpoint is quantised."""
 
 
 def complete(
@@ -177,9 +179,10 @@ class _ColumnFiller:
         checkpoint = self.traits.checkpoint
         if checkpoint is None:
             return f"quantised from the model's own {self.traits.source} values"
-        if checkpoint is storage:
+        source, form = checkpoint.format, storage.format
+        if source is not None and form is not None and form.keeps(source, self.traits.columns):
             return "with the codes and scales of the checkpoint"
-        decoded = " decoded in fp32" if checkpoint.format is not None else " values"
+        decoded = " decoded in fp32" if source is not None else " values"
         return f"quantised from the checkpoint's {checkpoint}{decoded}"
 
     def compute(self) -> DType:

@@ -90,15 +90,18 @@ class ColumnsOf:
             self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
         safe, stacks = self._policy.safe, self._policy.experts
         stack = next((glob for glob in stacks if any(map(rules.glob(glob), parameter.names))), "")
+        checkpoint = self._checkpoint_dtype(parameter)
+        quantised = checkpoint is not None and checkpoint.format is not None
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
-            self._checkpoint_dtype(parameter),
+            checkpoint,
             len(parameter.shape),
             not_hidden(parameter) if self._context.muon else "",
             f"experts: '{stack}'" if stack else "",
             kept,
+            parameter.shape[-1] if quantised and parameter.shape else 0,
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
