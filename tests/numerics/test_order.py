@@ -154,6 +154,8 @@ FEW = [
     Cell(3, "last", "bf16", "twice"),
     Cell(3, "every", "bf16", "twice"),
     Cell(3, "every", "bf16", replicate=2),
+    Cell(3, "every", "bf16", "moe", precision={"gather": "fp8"}),
+    Cell(1, "last", "bf16", "moe", precision={"gather": "int8"}),
     Cell(2, "every", "bf16", replicate=4),
     Cell(1, "last", "bf16", "recomputed", replicate=2, total=8),
 ]
