@@ -132,5 +132,5 @@ def test_writes_go_through_the_masters_or_are_refused_by_name() -> None:
     assert torch.equal(weight, narrow.round_trip(DType.FP8_128, master, torch.bfloat16))
     with torch.no_grad():
         weight.mul_(2)
-    with pytest.raises(ModelError, match="`embed.weight`.*rounded to fp8-128"):
+    with pytest.raises(ModelError, match=r"`embed\.weight`.*rounded to fp8-128"):
         engine(torch.arange(16).view(2, 8))
