@@ -88,7 +88,7 @@ class SegmentShard(Protocol):
         """Return the masters, exact; storage where there is none."""
 
     def stored(self) -> torch.Tensor:
-        """Return the bits that the model sees, in the storage dtype."""
+        """Return the bits that the model sees, in the dtype of storage; of compute, if they travel narrow."""
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
@@ -133,6 +133,8 @@ class FlatShard:
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
+        if self.segment.narrow is not None:
+            return self.segment.as_shown(self.weights())
         return self._storage.detach()
 
     def moments(self) -> dict[str, torch.Tensor]:
