@@ -219,6 +219,11 @@ def parse(text: str) -> DType:
     return dtype
 
 
+def word(dtype: DType) -> str:
+    """Return the shortest word for a dtype in a config."""
+    return next((short for short, of in SHORT.items() if of is dtype), dtype.value)
+
+
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
     """Parse one of these dtypes, where `fp8` and the like are the usual format of that element."""
     short = SHORT.get(text.strip().lower())

@@ -91,7 +91,7 @@ class SegmentShard(Protocol):
         """Return the masters, exact; storage where there is none."""
 
     def stored(self) -> torch.Tensor:
-        """Return the bits that the model sees, in the storage dtype."""
+        """Return the bits that the model sees, in the dtype of storage; of compute, if they travel narrow."""
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
@@ -131,13 +131,17 @@ class FlatShard:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
 
     def weights(self) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.values()
         if self._updater is None:
-            return self.stored()
+            return self._storage.detach()
         take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
-        return self._storage.detach() if self.packed is None else self.packed.values()
+        if self.segment.narrow is not None:
+            return self.segment.as_shown(self.weights())
+        return self._storage.detach()
 
     def moments(self) -> dict[str, torch.Tensor]:
         return {} if self._updater is None else self._updater.states(self.segment.number)

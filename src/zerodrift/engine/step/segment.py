@@ -102,7 +102,7 @@ class FlatSegment:
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self._gathering: Handle | None = None
         self._arriving: torch.Tensor | None = None
-        """What is gathered in another dtype than compute: the full form, or its packed runs."""
+        """The buffer of a gather in another dtype than compute, or of packed runs."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
