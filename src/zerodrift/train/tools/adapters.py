@@ -26,9 +26,10 @@ from zerodrift.dtypes import DType
 from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.kernels import narrow
-from zerodrift.model import attempt, quiet
+from zerodrift.model import attempt, describe, quiet
 from zerodrift.plan import Plan
 from zerodrift.train.job import Lora
+from zerodrift.weights import SafetensorsWeights, expected_tensors
 
 CONFIG = "adapter_config.json"
 """The file that makes a folder one of adapters."""
@@ -176,15 +177,29 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def base_digest(model: nn.Module) -> str:
-    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype."""
-    digest = hashlib.blake2b(digest_size=12)
-    names = ((base_name(name), values) for name, values in model.named_parameters() if ".lora_" not in name)
-    for name, values in sorted(names, key=lambda pair: pair[0]):
-        flat = values.detach().reshape(-1)
+def base_digest(model: nn.Module, weights: Path | None = None) -> str:
+    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype. The files
+    of `weights` have the values of parameters without memory."""
+    digest, files = hashlib.blake2b(digest_size=12), None
+    if weights is not None:
+        spec = describe(model)
+        files = SafetensorsWeights.open(weights, model, expected_tensors(spec.parameters, (), model), False)
+    named = [
+        (base_name(name), name, value) for name, value in model.named_parameters() if ".lora_" not in name
+    ]
+    for short, name, value in sorted(named, key=lambda names: names[0]):
+        flat = value.detach().reshape(-1)
         at = np.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).astype(np.int64)
-        digest.update(f"{name} {list(values.shape)} ".encode())
-        digest.update(flat[torch.from_numpy(at).to(flat.device)].float().cpu().numpy().tobytes())
+        digest.update(f"{short} {list(value.shape)} ".encode())
+        if files is not None and files.holds(name):
+            chosen = torch.empty(len(at))
+            for number, place in enumerate(at.tolist()):
+                files.fill(name, place, chosen[number : number + 1])
+        else:
+            chosen = flat[torch.from_numpy(at).to(flat.device)].float().cpu()
+        digest.update(chosen.numpy().tobytes())
+    if files is not None:
+        files.close()
     return digest.hexdigest()
 
 
