@@ -249,7 +249,7 @@ def _gathers(plan: Plan, segment: Segment) -> bool:
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
-    return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
+    return placed.dtype.nbytes(segment.padded) // (shard if placed.axis else 1)
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:

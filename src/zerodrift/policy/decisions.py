@@ -164,7 +164,9 @@ class Columns:
     @property
     def encodes(self) -> bool:
         """Whether a gather encodes what rests sharded in fp32."""
-        return self.gather.format is not None and self.storage.axis != ""
+        return (
+            self.gather.format is not None and self.storage.axis != "" and self.storage.dtype.format is None
+        )
 
     @property
     def layout(self) -> tuple[Any, ...]:

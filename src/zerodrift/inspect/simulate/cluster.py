@@ -198,7 +198,7 @@ class CollectiveTime:
 
 
 def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
-    layout, size = axis_layout(plan.mesh, call.axis), call.numel * call.dtype.size
+    layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
     if layout.ranks == 1:
         return CollectiveTime(0.0, 0)
     if call.op == "all_gather":
