@@ -212,6 +212,11 @@ def parse(text: str) -> DType:
     return dtype
 
 
+def word(dtype: DType) -> str:
+    """Return the shortest word for a dtype in a config."""
+    return next((short for short, of in SHORT.items() if of is dtype), dtype.value)
+
+
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
     """Parse one of these dtypes, where `fp8` and the like are the usual format of that element."""
     short = SHORT.get(text.strip().lower())
@@ -229,8 +234,8 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """Return the narrowest of these plain dtypes that holds all of them. bf16 and fp16 give fp32."""
-    for candidate in sorted(set(dtypes), key=lambda d: (d.size, d.value)):
+    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
+    for candidate in sorted(set(dtypes), key=lambda d: (d.nbytes(BLOCK), d.value)):
         if all(candidate.holds(other) for other in dtypes):
             return candidate
     return DType.FP32

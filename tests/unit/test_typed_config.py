@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import zerodrift as zd
 from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
-from zerodrift.config.schema import Config, DTypeName
+from zerodrift.config.schema import Config, DTypeKey, GatherKey, WireKey
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
@@ -35,7 +34,8 @@ sharding: {{replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch,
 backend: native
 gradient_accumulation_dtype: fp32
 communication_data_type: bf16
-zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true}}
+zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
+                    zero_quantized_weights: false, zero_quantized_gradients: false}}
 gradient_clipping: 0.5
 prescale_gradients: false
 gradient_predivide_factor: 2.0
@@ -232,8 +232,10 @@ def test_an_engine_without_a_config_says_what_to_pass() -> None:
 
 
 def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
-    admitted = {str(dtype) for column in dtypes.ADMITTED.values() for dtype in column}
-    assert set(typing.get_args(DTypeName)) == admitted
+    words = {column: {dtypes.word(dtype) for dtype in row} for column, row in dtypes.ADMITTED.items()}
+    keys = {"gather": GatherKey, "reduce.wire": WireKey}
+    for column, admitted in words.items():
+        assert {*fields.choices(keys.get(column, DTypeKey))} == admitted, column
 
 
 CHECKED = """

@@ -189,7 +189,7 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
         if option is bool:
             return ["true", "false"]
         if option is DType:
-            return [str(dtype) for dtype in _admitted(extras)]
+            return [table.word(dtype) for dtype in _admitted(extras)]
         if option in (int, float):
             return _number(option, extras)
         if option is str:

@@ -33,7 +33,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 """The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
 DTypeKey = DType | DTypeName
 GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
-WireKey = GatherKey | Literal["int4"]
+WireKey = GatherKey | Literal["int4", "e5m2-128"]
 
 
 def _integer(value: Any) -> Any:
@@ -330,6 +330,10 @@ class ZeroOptimization(Block):
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
+    zero_quantized_weights: Flag | None = None
+    """ZeRO++: gather trained weights in int8."""
+    zero_quantized_gradients: Flag | None = None
+    """ZeRO++: send gradients in int4."""
     load_from_fp32_weights: Literal[True] | None = None
     """Take masters from the model's own fp32 values. This is always done; false is refused."""
 

@@ -295,7 +295,7 @@ class SegmentValues:
                     self.comm.broadcast(shown.view(-1), 0, segment.axis)
                     self.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
-                kept = segment.at_rest(place).to(shown.dtype) == shown
+                kept = segment.as_shown(place) == shown
                 if row.name in self.guard.replaced:
                     kept.fill_(False)
                 if not kept.all():
@@ -349,7 +349,7 @@ class SegmentValues:
                 mark_storage_changed(segment)
                 return
             self.updater.set_master(segment.number, segment.owned_of(whole))
-        segment.sync_storage().wait()
+        segment.sync_storage(self.updater).wait()
         mark_storage_changed(segment)
 
     def has_gradient(self, row: Row) -> bool:

@@ -89,13 +89,27 @@ def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None
         out.copy_(decoded)
 
 
-def round_trip(dtype: DType, values: Tensor) -> Tensor:
-    """Return what flat values of whole blocks are after encoding and decoding, in their own dtype."""
-    packed = torch.empty(dtype.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    encode(dtype, values, packed)
-    out = torch.empty_like(values)
-    decode(dtype, packed, out)
-    return out
+def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
+    """Return values after encoding and decoding, in another or their own dtype. Any shape; the first element
+    begins a block."""
+    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _flat_block(form_of(dtype))))
+    out = torch.empty_like(whole, dtype=to)
+    decode_runs(dtype, encode_runs(dtype, whole, 1), out, 1)
+    return out[: values.numel()].view(values.shape)
+
+
+def encode_runs(dtype: DType, values: Tensor, runs: int) -> Tensor:
+    """Return flat values as so many packed runs of equal length, one after the other."""
+    packed = values.new_empty(runs * dtype.nbytes(values.numel() // runs), dtype=torch.uint8)
+    for part, run in zip(values.chunk(runs), packed.chunk(runs), strict=True):
+        encode(dtype, part, run)
+    return packed
+
+
+def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
+    """Decode packed runs into flat `out`, in its dtype."""
+    for part, run in zip(out.chunk(runs), packed.chunk(runs), strict=True):
+        decode(dtype, run, part)
 
 
 def _flat_block(form: Format) -> int:

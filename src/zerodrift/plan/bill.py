@@ -243,8 +243,9 @@ def _gathered(plan: Plan) -> tuple[int, int]:
 
 
 def _gathers(plan: Plan, segment: Segment) -> bool:
-    storage = segment.columns.storage
-    return bool(storage.axis and plan.slices(segment) > 1) or storage.dtype is not segment.columns.compute
+    columns = segment.columns
+    sliced = bool(columns.storage.axis and plan.slices(segment) > 1)
+    return sliced or columns.encodes or columns.storage.dtype is not columns.compute
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
@@ -349,8 +350,9 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     received = _received(plan, segment)
     if _halves(update, shard):
         return received
-    sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
-    summed = segment.padded // shard * update.reduce.sum.size
+    wire = update.reduce.wire
+    sent = 0 if wire is update.accumulate.dtype else wire.nbytes(segment.padded)
+    summed = segment.padded // shard * update.reduce.sum.size * (1 if wire.format is None else 2)
     levels = rank_levels(shard) if update.reduce.order == "tree" else 0
     return received + sent + summed * (1 + levels)
 
@@ -361,8 +363,9 @@ def _received(plan: Plan, segment: Segment) -> int:
     if update is None or shard == 1:
         return 0
     if _halves(update, shard):
-        return segment.padded * update.reduce.wire.size  # the buffer of `halving_exchanges`
-    return segment.padded * (shard - 1) // shard * update.reduce.wire.size
+        return update.reduce.wire.nbytes(segment.padded)  # the buffer of `halving_exchanges`
+    wire = update.reduce.wire
+    return wire.nbytes(segment.padded) if wire.format else segment.padded * (shard - 1) // shard * wire.size
 
 
 def _halves(update: Update, shard: int) -> bool:
@@ -390,7 +393,7 @@ def sent_bytes(call: Collective, mesh: MeshShape) -> int:
         "ends": 2,
     }[call.axis]
     passes = 2 if call.op == "all_reduce" else 1
-    return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
+    return passes * call.dtype.nbytes(call.numel) * (ranks - 1) // ranks
 
 
 def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:

@@ -30,8 +30,10 @@ from zerodrift.policy.decisions import (
     Update,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
-from zerodrift.policy.rules import Demands
+from zerodrift.policy.rules import RULES, Demands
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
+
+VECTOR = "a vector: too few bytes to save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class _ColumnFiller:
     traits: ParameterTraits
     problems: Problems
     why: dict[str, str] = field(default_factory=dict)
+    _kept_wide: str = ""
+    """Why a narrow gather of all parameters is not this one's."""
 
     @property
     def storage_axis(self) -> Axis:
@@ -116,8 +120,37 @@ class _ColumnFiller:
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
+    def _narrow_gather(self) -> DType | None:
+        """Return the narrow format that the config asks for and that suits this parameter."""
+        value, key = self.demands.get("gather", ("", ""))
+        dtype = DType(value) if value else None
+        if dtype is None or dtype.format is None:
+            return None
+        if self.traits.trained and not self._is_vector_by_default(key):
+            return dtype
+        reason = VECTOR if self.traits.trained else "frozen: it never changes"
+        if not self.traits.trained and key.startswith(RULES):
+            must = "`gather` must not be narrow for a frozen parameter, which would be rounded each time"
+            self._refuse("gather", must, dtype, "Use `storage` for it.")
+        self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
+        self._kept_wide = f"{reason}, so not {dtype}"
+        return None
+
+    def _is_vector_by_default(self, key: str) -> bool:
+        """Return True for a vector where the config asks for a narrow format of all parameters."""
+        return self.traits.dimensions < 2 and not key.startswith(RULES)
+
     def storage(self) -> DType:
         mode, source = self.context.mode, self.traits.source
+        narrow = self._narrow_gather()
+        if narrow is not None and self.storage_axis:
+            reason = f"`gather` is {narrow}: it is encoded from fp32 values"
+            storage = self._demanded("storage", DType.FP32, reason)
+            if storage is not DType.FP32:
+                must = f"`storage` must be fp32 where `gather` is {narrow} and storage is sharded"
+                do = "Leave `storage` out: what is gathered is encoded from it, and it is its own master."
+                self._refuse("storage", must, storage, do)
+            return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
         elif self.context.backend.storage_fp32 and mode is not Mode.FP32:
@@ -142,22 +175,33 @@ class _ColumnFiller:
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
+        narrow = self._narrow_gather()
+        if narrow is not None:
+            gather, key = narrow, self.demands["gather"][1]
+            after = "gathered once after each update" if not self.storage_axis else "encoded at each gather"
+            source = "storage" if self.storage_axis else "the fp32 master"
+            self.why["gather"] = f"{key}: {source} is the source, {after}"
+            return gather
         if not self.storage_axis:
             reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
-            gather = self._demanded("gather", storage, reason)
+            gather = self._demanded("gather", storage, self._wide_reason(reason))
             if gather is not storage:
                 whole = "where storage is whole and an updated slice travels as stored"
                 must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
                 self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
-        narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
+        narrower = storage if compute.holds(storage) else compute
+        reason = "the narrower of storage and compute"
         if self.context.backend.gather_compute:
-            narrow, reason = compute, self.context.backend.gather_compute
-        gather = self._demanded("gather", narrow, reason)
+            narrower, reason = compute, self.context.backend.gather_compute
+        gather = self._demanded("gather", narrower, self._wide_reason(reason))
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
             self._refuse("gather", must, gather, "Another dtype would round without need.")
         return gather
+
+    def _wide_reason(self, reason: str) -> str:
+        return f"{reason}; {self._kept_wide}" if self._kept_wide else reason
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
@@ -188,10 +232,17 @@ class _ColumnFiller:
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
+        asked, key = self.demands.get("reduce.wire", ("", ""))
+        if asked and DType(asked).format is not None and self._is_vector_by_default(key):
+            self.demands = {name: pair for name, pair in self.demands.items() if name != "reduce.wire"}
+            reason = f"{reason}; {VECTOR}, so not {asked}"
         wire = self._demanded("reduce.wire", default, reason)
         if "reduce.wire" in self.demands:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
+        if wire.format is not None and total is not DType.FP32:
+            must = f"`reduce.sum` must be fp32 where the wire is {wire}: every part is decoded to fp32"
+            self._refuse("reduce.sum", must, total, "Leave `reduce.sum` out.")
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
@@ -228,7 +279,14 @@ class _ColumnFiller:
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode = self.context.mode
+        mode, narrow = self.context.mode, self._narrow_gather()
+        if narrow is not None and not self.storage_axis:
+            why = f"storage shows what travels in {narrow}: a copy in fp32 is the source"
+            master = Master(self._text("master", Master.FP32.value, why))
+            if master is not Master.FP32:
+                must = f"`master` must be fp32 where `gather` is {narrow} and storage is whole"
+                self._refuse("master", must, master, "Leave `master` out, or use stage 3.")
+            return master
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"
             value, key = self.demands.get("master", ("same", ""))

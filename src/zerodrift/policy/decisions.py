@@ -157,6 +157,11 @@ class Columns:
         return self.update is not None
 
     @property
+    def encodes(self) -> bool:
+        """Whether a gather encodes what rests sharded in fp32."""
+        return self.gather.format is not None and self.storage.axis != ""
+
+    @property
     def layout(self) -> tuple[Any, ...]:
         """The columns that all rows of a segment share: all but the reasons, export and output."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)

@@ -10,6 +10,8 @@ Invariant: pure. No process group, no device and no environment variable is read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
 from zerodrift.dtypes import DType
@@ -159,6 +161,7 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
         ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
         ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
         ("reduce.wire", config.communication_data_type, "communication_data_type"),
+        *_zero_plus_plus(config),
     ]
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
@@ -177,6 +180,17 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
             must = f"must agree with `{by}`, which says {said} for `{column}`"
             problems.add(key, must, got=value, do="Keep one of the two keys.")
     return demands
+
+
+def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield what the keys of ZeRO++ set."""
+    zero = config.zero_optimization
+    for key, column, dtype in (
+        ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
+    ):
+        if getattr(zero, key):
+            yield column, dtype, f"zero_optimization.{key}"
 
 
 def _check_dtypes(

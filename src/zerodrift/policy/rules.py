@@ -33,6 +33,9 @@ PIN: tuple[tuple[str, str], ...] = (
 )
 """The columns of `pin: fp32`: the parameter is never rounded."""
 
+RULES = "precision.rules"
+"""The beginning of every reason that is a rule."""
+
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
 
@@ -67,7 +70,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
         kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
         shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
         pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-        why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+        why, values = f"{RULES}[{number}]: {shown}", tuple(sets.items())
         rule = ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
         resolved.append(rule)
     return tuple(resolved)

@@ -27,7 +27,8 @@ from torch import nn
 
 from zerodrift.comm import Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
-from zerodrift.kernels import host_memory
+from zerodrift.kernels import host_memory, narrow
+from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
 SELDOM = 32
@@ -81,7 +82,10 @@ class FlatSegment:
         numel = spec.padded // self.ranks if self.sharded else spec.padded
         self.storage = host_memory.zeros(numel, columns.storage.dtype.torch, device)
         """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
-        self.gathers = self.sharded or columns.storage.dtype is not columns.compute
+        self.narrow = columns.gather if columns.gather.format is not None else None
+        """The narrow format in which values travel. Its values are the ones that the model computes with,
+        also where nothing travels."""
+        self.gathers = self.sharded or columns.encodes or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
         if self.gathers:
             full = torch.empty(spec.padded, dtype=columns.compute.torch, device=device)
@@ -92,7 +96,8 @@ class FlatSegment:
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self._gathering: Handle | None = None
-        self._wide: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
+        """The buffer of a gather in another dtype than compute, or of packed runs."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
@@ -152,6 +157,13 @@ class FlatSegment:
         """Return values as storage holds them, also where another rank owns them."""
         return values.to(self.storage.dtype)
 
+    def as_shown(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as parameters show them: in the compute dtype, after what rounds them on the way. The
+        first value begins a block."""
+        if self.narrow is not None:
+            return narrow.round_trip(self.narrow, values, self.full.dtype)
+        return self.at_rest(values).to(self.full.dtype)
+
     def _show(self, tensors: list[torch.Tensor]) -> None:
         mark_gathered(self.parameters)
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -204,6 +216,8 @@ class FlatSegment:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
         self._allocate(self.full)
+        if self.spec.columns.encodes:
+            return self._start_narrow_gather()
         if not self.sharded:
             with torch.no_grad():
                 self.full.copy_(self.storage)
@@ -212,9 +226,26 @@ class FlatSegment:
         columns = self.spec.columns
         target = self.full
         if columns.gather is not columns.compute:
-            target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
+            target = self._arriving = torch.empty_like(self.full, dtype=columns.gather.torch)
         self._gathering = self.comm.start_all_gather(target, self.storage, self.axis, self._label)
         return True
+
+    def _start_narrow_gather(self) -> bool:
+        """Begin to gather packed runs, one per rank."""
+        runs = self.ranks if self.sharded else 1
+        self._arriving, self._gathering = self.start_packed_gather(self.storage, runs)
+        return self.sharded
+
+    def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
+        """Encode this rank's values as one of so many packed runs, and begin to gather the others."""
+        if self.narrow is None:
+            raise AssertionError(f"segment {self.number} has no narrow format")
+        own = narrow.encode_runs(self.narrow, values, 1)
+        if runs == 1:
+            return own, Handle()
+        packed = own.new_empty(runs * own.numel())
+        holds = self.narrow, self.spec.padded
+        return packed, self.comm.start_all_gather(packed, own, self.axis, self._label, holds=holds)
 
     def finish_gather(self) -> None:
         if self._gathering is None:
@@ -223,10 +254,12 @@ class FlatSegment:
         if handle is None:
             return
         handle.wait()
-        if self._wide is not None:
+        arrived, self._arriving = self._arriving, None
+        if arrived is not None and self.narrow is not None:
+            narrow.decode_runs(self.narrow, arrived, self.full, self.ranks if self.sharded else 1)
+        elif arrived is not None:
             with torch.no_grad():
-                self.full.copy_(self._wide)
-            self._wide = None
+                self.full.copy_(arrived)
         self._show(self._views)
         self.is_full = True
 
@@ -283,7 +316,7 @@ class FlatSegment:
         """The part of storage that this rank writes, in updates and with loaded values."""
         return self.storage
 
-    def sync_storage(self) -> Handle:
+    def sync_storage(self, updater: Updater | None) -> Handle:
         """Gather the other ranks' slices into storage that is whole, after a write to `owned`."""
         return Handle()
 

@@ -1,0 +1,136 @@
+"""Narrow columns: the values that are computed with, and the parts that are summed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.numerics.networks import GPT
+from tests.numerics.runs import config, make, masters, train
+from tests.numerics.test_stages import train_alike
+from tests.ranks.harness import on_ranks
+from zerodrift.comm import Collectives, Sum
+from zerodrift.dtypes import DType, parse_among
+from zerodrift.errors import ModelError
+from zerodrift.kernels import narrow
+from zerodrift.plan import collectives
+
+GATHERS = ("fp8", "mxfp8", "int8")
+WIRES = (*GATHERS, "int4", "e5m2-128")
+
+
+def format_of(word: str) -> DType:
+    return parse_among(word, tuple(DType))
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "gather"),
+    [
+        (1, "bf16", "fp8"),
+        (2, "bf16", "fp8"),
+        (2, "autocast-bf16", "mxfp8"),
+        (2, "fp32", "int8"),
+        (4, "fp16", "fp8"),
+        *(
+            pytest.param(world, mode, gather, marks=pytest.mark.slow)
+            for world in (1, 2, 4)
+            for mode in ("bf16", "autocast-bf16", "fp32", "fp16")
+            for gather in GATHERS
+        ),
+    ],
+)
+@on_ranks("world", timeout=200)
+def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, gather: str) -> None:
+    losses = train_alike(mode, True, (0, 2, 3) if world < 4 else (1, 3), gather=gather)
+    assert losses != train_alike(mode, True, stages=(0,))
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("wire", ["fp8", "int4", *(pytest.param(w, marks=pytest.mark.slow) for w in WIRES)])
+@on_ranks(4, timeout=200)
+def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int) -> None:
+    for when in ("last", "every"):
+        reduce = {"wire": wire, "when": when}
+        found = []
+        for stage in (0, 3):
+            written = config(stage, "bf16", 2, precision={"reduce": reduce, "gather": "fp8"})
+            engine = make({**written, "sharding": {"replicate": replicate}}, GPT(moe=True))
+            found.append(train(engine, 2, 2))
+            engine.destroy()
+        assert found[0].differs(found[1]) == []
+
+
+@on_ranks(2)
+def test_the_model_computes_with_the_decoded_masters() -> None:
+    for stage in (1, 3):
+        engine = make(config(stage, "bf16", precision={"gather": "fp8"}), GPT(moe=True))
+        run = train(engine, 2)
+        assert run.weights.keys() == masters(engine).keys()
+        for name, master in run.masters.items():
+            shown = run.weights[name]
+            if master.dim() < 2:
+                assert torch.equal(shown.float(), master.bfloat16().float()), name
+            else:
+                expected = narrow.round_trip(DType.FP8_128, master, torch.bfloat16)
+                assert torch.equal(shown, expected), name
+        engine.destroy()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@on_ranks(3)
+def test_every_part_is_encoded_once_and_added_in_fp32(wire: str) -> None:
+    comm, numel, dtype = _comm(), 512, format_of(wire)
+    rank, world = comm.mesh.rank("shard"), comm.mesh.size("shard")
+    parts = [torch.randn(world * numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    out = torch.full((numel,), 0.5)
+    packed = narrow.encode_runs(dtype, parts[rank], world)
+    comm.start_narrow_reduce_scatter(out, packed, dtype, "shard", Sum(torch.float32, add=True)).wait()
+    total = torch.zeros(numel)
+    for number, part in enumerate(parts):
+        arrived = narrow.round_trip(dtype, part[rank * numel : (rank + 1) * numel])
+        total = arrived if number == 0 else total + arrived
+    assert torch.equal(out, 0.5 + total)
+
+
+def _comm() -> Collectives:
+    return make(config(1, "fp32"), GPT()).comm
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_seen_through_a_narrow_wire() -> None:
+    written = config(2, "fp16", precision={"reduce": {"wire": "int4"}})
+    engine = make(written, GPT())
+    loss = engine(torch.arange(16).view(2, 8)) * (float("inf") if engine.mesh.rank("shard") else 1.0)
+    engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 1
+
+
+@on_ranks(2)
+def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
+    precision = {"gather": "fp8", "reduce": {"wire": "int4"}}
+    for stage in (1, 3):
+        engine = make(config(stage, "bf16", precision=precision), GPT(moe=True))
+        train(engine, 1)
+        with engine.comm.record() as log:
+            engine.backward(engine(torch.arange(16).view(2, 8)))
+            engine.step()
+        expected = sorted((c.op, str(c.dtype), c.numel) for c in collectives(engine.plan))
+        assert sorted((r.op, str(r.dtype), r.numel) for r in log) == expected
+        assert {"fp8-128", "int4-128"} <= {dtype for _, dtype, _ in expected}
+        engine.destroy()
+
+
+@on_ranks(2)
+def test_writes_go_through_the_masters_or_are_refused_by_name() -> None:
+    engine = make(config(2, "bf16", precision={"gather": "fp8"}), GPT())
+    weight = engine.module.embed.weight
+    with engine.gathered(write=True) as values:
+        values["embed.weight"].fill_(0.3)
+    master = engine.parameter("embed.weight").master
+    assert torch.equal(master, torch.full_like(master, 0.3).bfloat16().float())
+    assert torch.equal(weight, narrow.round_trip(DType.FP8_128, master, torch.bfloat16))
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(ModelError, match=r"`embed\.weight`.*rounded to fp8-128"):
+        engine(torch.arange(16).view(2, 8))
