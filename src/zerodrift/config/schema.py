@@ -130,6 +130,9 @@ class Reduce(Block):
     """Add gradients in the order of ranks (`rank`); by one `tree` over the micro-batches of a step, which
     gives the same bits on any number of ranks; or as the carrier does (`native`: NCCL's reduce-scatter),
     which scales furthest and promises no order. The same for all parameters. Default `rank`."""
+    feedback: Flag | None = None
+    """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
+    each element on every rank. Default false."""
 
 
 class ColumnKeys(Block):

@@ -104,6 +104,13 @@ class SegmentShard(Protocol):
 
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        """Return what a narrow wire has rounded away of this rank's gradient of all rows, or None."""
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        """Replace it, up to the end of the last row."""
+
 
 class FlatShard:
     """A `SegmentShard` of a native segment."""
@@ -126,6 +133,20 @@ class FlatShard:
         self.share = tuple(mine)
         filled = share_of(segment, segment.rank)
         self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
+
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        segment = self.segment
+        return segment.feedback if isinstance(segment, TrainedSegment) else None
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        if not isinstance(self.segment, TrainedSegment):
+            return
+        self.segment.feedback = None
+        if values is not None:
+            whole = values.new_zeros(self.segment.spec.padded)
+            whole[: values.numel()] = values
+            self.segment.feedback = whole
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)

@@ -293,8 +293,34 @@ class _ColumnFiller:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
+        feedback = self._feedback(wire, accumulate)
+        if feedback:
+            parts |= {"feedback": self.place("reduce.feedback")}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when, order)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order, feedback)  # type: ignore[arg-type]
+
+    def _feedback(self, wire: DType, accumulate: DType) -> bool:
+        """Return whether what the wire has rounded away is added to the next gradient."""
+        asked, key = self.demands.get("reduce.feedback", ("false", ""))
+        if asked == "false" or (wire.format is None and not key.startswith(RULES)):
+            return False
+        must = do = ""
+        if wire.format is None:
+            must, do = (
+                f"must have a narrow wire, which {wire} is not",
+                "Set `reduce.wire` to one, such as int4.",
+            )
+        elif self.context.mode.scaled:
+            must = "must be in a mode without a loss scale, which changes what was lost from step to step"
+            do = "Use mode bf16."
+        elif accumulate is not DType.FP32:
+            must, do = (
+                "must have an fp32 `accumulate`, to which what was lost is added",
+                "Leave `accumulate` out.",
+            )
+        if must:
+            self._refuse("reduce.feedback", f"`reduce.feedback` {must}", do=do)
+        return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""

@@ -119,6 +119,8 @@ class Reduction:
     when: Literal["last", "every"]
     order: Order = field(default="rank", metadata={"omitted": True})
     """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
+    feedback: bool = field(default=False, metadata={"omitted": True})
+    """Whether what rounding to the wire has lost is added to the next gradient."""
 
 
 @dataclass(frozen=True, slots=True)

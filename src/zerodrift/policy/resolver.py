@@ -106,6 +106,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
         problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
+    _check_feedback(config, mesh, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -191,6 +192,20 @@ def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
     ):
         if getattr(zero, key):
             yield column, dtype, f"zero_optimization.{key}"
+
+
+def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None:
+    """Refuse feedback where gradients are rounded a second time, between replicas."""
+    demands = {"precision": rules.column_values(config.precision)}
+    demands |= {
+        f"{rules.RULES}[{n}]": rules.column_values(rule) for n, rule in enumerate(config.precision.rules)
+    }
+    for key, pairs in demands.items():
+        asked = ("reduce.feedback", "true") in pairs
+        if asked and (mesh.replicate > 1 or mesh.expert > 1):
+            must = "must be left out with replicas or expert parallelism, whose sums are rounded once more"
+            do = "Leave `sharding.replicate` and `experts` out, or the feedback."
+            problems.add(f"{key}.reduce.feedback", must, got="true", do=do)
 
 
 def _check_dtypes(

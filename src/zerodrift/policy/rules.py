@@ -49,9 +49,9 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     if isinstance(reduce, DType):
         values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
-        for part in ("wire", "sum", "when", "order"):
+        for part in ("wire", "sum", "when", "order", "feedback"):
             if (value := getattr(reduce, part)) is not None:
-                values.append((f"reduce.{part}", str(value)))
+                values.append((f"reduce.{part}", str(value).lower() if part == "feedback" else str(value)))
     if isinstance(block, schema.Rule):
         values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
     elif isinstance(block, schema.Precision) and block.frozen is not None:

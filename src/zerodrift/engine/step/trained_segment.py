@@ -80,6 +80,9 @@ class TrainedSegment(FlatSegment):
         arrives."""
         self.arrived: set[int] = set()
         """Parameters, by number, that got a gradient in this step."""
+        self.feedback: torch.Tensor | None = None
+        """What the narrow wire has rounded away of this rank's gradient, from the first reduction on. Shape
+        [padded], fp32."""
         self.exposure = GradientExposure(parameters, rows, self.arrived)
         self.ends: list[Any] = []
         """Autograd nodes at which the gradients of the parameters arrive in any graph."""
@@ -324,13 +327,27 @@ class TrainedSegment(FlatSegment):
         """Encode a slice for each rank, once, and begin to add what the others encode for this one."""
         reduce, flat = self.update.reduce, landing
         with torch.no_grad():
-            packed = narrow.encode_runs(reduce.wire, flat if before == 1.0 else flat.div_(before), self.ranks)
+            if before != 1.0:
+                flat.div_(before)
+            if reduce.feedback and self.feedback is not None:
+                flat.add_(self.feedback)
+            packed = narrow.encode_runs(reduce.wire, flat, self.ranks)
+            if reduce.feedback:
+                self._keep_feedback(flat, packed)
         how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         if self.reduced is None:
             self.reduced = self._place_of_sum(packed, landing)
         return self.comm.start_narrow_reduce_scatter(
             self.reduced, packed, reduce.wire, self.axis, how, self._label
         )
+
+    def _keep_feedback(self, flat: torch.Tensor, packed: torch.Tensor) -> None:
+        """Keep what encoding has lost; nothing of blocks that are not finite, whose step is not taken."""
+        if self.feedback is None:
+            self.feedback = torch.empty_like(flat)
+        narrow.decode_runs(self.update.reduce.wire, packed, self.feedback, self.ranks)
+        torch.sub(flat, self.feedback, out=self.feedback)
+        self.feedback.nan_to_num_(0.0, 0.0, 0.0)
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
         """Return a buffer for the reduced slice; at stage 0 its place in the buffer that is gathered
