@@ -50,7 +50,7 @@ class RestingBytes:
     checksums: int = 0
     """Checksums of storage that rests whole beside a master, by which the engine notices writes to it."""
     feedback: int = 0
-    """What the wire has rounded away and the next gradient gets, on every rank."""
+    """Fp32 values, on every rank, that the wire has rounded away and the next gradient gets."""
 
     @property
     def total(self) -> int:

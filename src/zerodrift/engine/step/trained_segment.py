@@ -81,7 +81,7 @@ class TrainedSegment(FlatSegment):
         self.arrived: set[int] = set()
         """Parameters, by number, that got a gradient in this step."""
         self.feedback: torch.Tensor | None = None
-        """What the narrow wire has rounded away of this rank's gradient, from the first reduction on. Shape
+        """The part of this rank's gradients that the wire has rounded away, after a first reduction. Shape
         [padded], fp32."""
         self.exposure = GradientExposure(parameters, rows, self.arrived)
         self.ends: list[Any] = []
