@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
         Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
-        Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
+        Pipelining, Placed, Placement, Policy, Products, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
     from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
