@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, make, train
+from tests.numerics.test_order import WORLDS, Cell, require_same
+from tests.numerics.test_stages import MODES, train_alike
+from tests.ranks.harness import on_ranks
 from zerodrift.dtypes import DType
 from zerodrift.engine.step import products as engine_products
+from zerodrift.errors import ModelError
 from zerodrift.kernels import products
 from zerodrift.kernels.products import (
     EXACT_LENGTH,
@@ -217,3 +225,119 @@ def test_gradients_are_products_of_their_own(
     assert torch.equal(found, formula(cells[2], grad.t(), rows.t(), own))
     if bias.requires_grad:
         assert torch.equal(bias.grad, grad.sum(0).to(own))
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+CELLS = [
+    Cell(stage, when, "bf16", "moe" if when == "every" else "recomputed", precision={"compute": "fp8"})
+    for stage in range(4)
+    for when in ("last", "every")
+]
+OTHERS = [
+    Cell(3, "every", "autocast-bf16", "dropout", precision={"compute": "fp8"}),
+    Cell(2, "last", "fp16", total=8, precision={"compute": "fp8-hp-grad-weight"}),
+    Cell(3, "every", precision={"compute": {"forward": "fp8", "grad_weight": "fp8"}}),
+    Cell(3, "every"),
+]
+
+
+@pytest.mark.long
+def test_stages_and_numbers_of_ranks_are_the_same_bits() -> None:
+    """Weights, masters, moments and norms on 1, 2 and 4 ranks, and at every stage."""
+    found = require_same([*CELLS, *OTHERS], WORLDS)
+    assert all(found[place] == found[place % 2] for place in range(len(CELLS)))
+    assert len({left for left, _ in found}) == 2 + len(OTHERS)
+
+
+@pytest.mark.cells(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("compute", ["fp8", "fp8-hp-grad-weight"])
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@on_ranks(2, timeout=200)
+def test_all_stages_train_alike_in_every_mode(moe: bool, compute: str, mode: str) -> None:
+    fp8 = train_alike(mode, moe, compute=compute)
+    plain = train_alike(mode, moe, stages=(0,))
+    assert fp8 != plain, "fp8 changed nothing"
+    # The operands of a product are off by at most one part in 16 each, and by far less on average.
+    assert fp8 == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.long
+@on_ranks(1)
+def test_a_run_in_fp8_learns_as_one_in_bf16() -> None:
+    """Losses of the last steps, which a run that forms one of the products wrongly does not reach."""
+    runs = {}
+    for compute in ("bf16", "fp8", "fp8-hp-grad-weight"):
+        engine = make(config(3, "bf16", precision={"compute": compute}), GPT())
+        runs[compute] = train(engine, 150).losses
+        engine.destroy()
+    last = {compute: sum(losses[-10:]) / 10 for compute, losses in runs.items()}
+    assert last["bf16"] < 0.5 * runs["bf16"][0]
+    assert last == pytest.approx(dict.fromkeys(last, last["bf16"]), rel=0.03)
+
+
+class Elsewhere(GPT):
+    """Multiplies with the weight of a layer outside of the layer, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(layers=1)
+        self.way = way
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens))
+        weight = self.layers[0].attention.out.weight
+        x = x + WAYS[self.way](x, weight)
+        return self.head(self.norm(x))
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "transposed": lambda x, weight: x @ weight.t(),
+    "scaled": lambda x, weight: F.linear(x, weight * 2),
+    "joined": lambda x, weight: F.linear(x, torch.cat([weight[:16], weight[16:]])),
+    "einsum": lambda x, weight: torch.einsum("bti,oi->bto", x, weight),
+    "from the left": lambda x, weight: (weight @ x.transpose(-1, -2)).transpose(-1, -2),
+    "alone": lambda x, weight: (weight @ weight.t()).norm() + weight.float().pow(2).sum().to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@on_ranks(1)
+def test_a_product_outside_of_the_layer_is_in_fp8_or_refused(way: str) -> None:
+    engine = make(config(3, "bf16", precision={"compute": "fp8"}), Elsewhere(way))
+    if way in ("linear", "transposed", "alone"):
+        assert all(map(math.isfinite, train(engine, 2).losses))
+        return
+    with pytest.raises(ModelError, match="layers.0.attention.out.weight.*as a linear layer does"):
+        train(engine, 1)
+
+
+@on_ranks(1)
+def test_compiled_blocks_hooks_and_copies_see_what_they_always_see() -> None:
+    losses, seen = [], []
+    for is_compiled in (False, True):
+        model = GPT(layers=1)
+        if is_compiled:
+            model.layers[0].compile(backend="aot_eager")
+        engine = make(config(3, "bf16", precision={"compute": "fp8"}), model)
+        layer: Any = model.layers[0].mlp.up
+        if not is_compiled:
+            layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+            layer.weight.register_hook(lambda grad: seen.append(type(grad)))
+        losses.append(train(engine, 2).losses)
+        with engine.gathered():
+            assert type(copy.deepcopy(layer).weight) is nn.Parameter
+        engine.destroy()
+        assert type(layer.weight) is not engine_products.NarrowWeight
+    assert losses[0] == losses[1]
+    assert seen == [torch.bfloat16, Tensor] * 2
+
+
+@on_ranks(1)
+def test_values_that_are_not_finite_skip_the_step() -> None:
+    """As in bf16: an infinity in one row is a NaN in the gradient, which the engine meets in the norm."""
+    engine = make(config(2, "bf16", precision={"compute": "fp8"}), GPT(layers=1))
+    engine.module.layers[0].mlp.up.register_forward_hook(lambda module, args, output: output * math.inf)
+    engine.backward(engine(batch(0, 0)))
+    assert engine.step().skipped

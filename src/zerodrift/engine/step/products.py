@@ -85,15 +85,20 @@ def class_for(name: str, products: Products) -> type[NarrowWeight]:
             same = named in _VIEWS and isinstance(args[0], (NarrowWeight, _WeightView))
             return of_class(result, Tensor, view if same else derived)
 
-    apart = torch.compiler.disable(
-        torch_function, reason=f"what is made of `{name}` is multiplied in fp8, or by nothing"
-    )
-    view = type("NarrowWeightView", (_WeightView,), {"__torch_function__": classmethod(apart)})
-    derived = type("NarrowWeightResult", (_Derived,), {"__torch_function__": classmethod(apart)})
-    return type("NarrowWeightParameter", (NarrowWeight,), {"__torch_function__": classmethod(torch_function)})
+    # A compiler may leave out a rounding to fp8 and back.
+    apart = torch.compiler.disable(torch_function, reason=f"products of `{name}` have fp8 operands")
+    members = {"__torch_function__": classmethod(apart)}
+    view = type("NarrowWeightView", (_WeightView,), members)
+    derived = type("NarrowWeightResult", (_Derived,), members)
+    return type("NarrowWeightParameter", (NarrowWeight,), members)
 
 
 _OWN = (NarrowWeight, _WeightView, _Derived)
+
+
+def has_narrow_products(tensor: object) -> bool:
+    """Return True for a weight with fp8 products, and for what is made of such weights alone."""
+    return isinstance(tensor, _OWN)
 
 
 def _floating(inputs: Any) -> list[Tensor]:
