@@ -22,9 +22,8 @@ def face(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        if home == room:
-            return importlib.import_module(f"{room}.{name}")
-        return getattr(importlib.import_module(home), name)
+        found = None if home == room else getattr(importlib.import_module(home), name, None)
+        return importlib.import_module(f"{home}.{name}") if found is None else found
 
     return load, lambda: sorted(homes), sorted(homes)
 

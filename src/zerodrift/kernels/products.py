@@ -28,7 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from zerodrift.dtypes import NARROW, DType
 from zerodrift.errors import UnsupportedError
-from zerodrift.kernels.narrow import reference_encode
+from zerodrift.kernels.narrow import scales_of
 
 MULTIPLE = 16
 """Rows and columns of an operand of torch's scaled product on CUDA are multiples of this."""
@@ -49,16 +49,24 @@ class Operand:
 
 
 def operand(matrix: Tensor) -> Operand:
-    """Encode a matrix row by row. Shape [rows, k], any floating dtype."""
-    codes, scales = reference_encode(NARROW[DType.FP8_ROW], matrix)
-    return Operand(codes.view(torch.float8_e4m3fn), scales)
+    """Encode a matrix row by row, in few passes. Shape [rows, k], any floating dtype.
+
+    A row with an infinity or a NaN has the scale NaN. Its codes mean nothing: no result of it is finite.
+    """
+    form = NARROW[DType.FP8_ROW]
+    amax = matrix.abs().amax(1).float() if matrix.shape[1] else matrix.new_zeros(len(matrix)).float()
+    scales = scales_of(form, amax)
+    divisors = torch.where(scales > 0, scales, torch.inf)
+    largest = form.element.largest
+    quotients = (matrix.float() / divisors[:, None]).clamp(-largest, largest)
+    return Operand(quotients.to(torch.float8_e4m3fn), scales)
 
 
 def product(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Multiply two operands on their device. Shapes [rows, k], [columns, k] -> [rows, columns]."""
     if left.codes.device.type == "cpu":
         return reference_product(left, right, dtype, bias)
-    return _on_cuda(left, right, dtype, bias)
+    return scaled_product(left, right, dtype, bias)
 
 
 def reference_product(
@@ -132,7 +140,7 @@ def require_products(device: torch.device) -> None:
         raise UnsupportedError("precision.compute", must, got=why, do=do)
 
 
-def _on_cuda(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def scaled_product(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """Multiply with torch's scaled product. Zeros that pad an operand change no sum."""
     one, other = _padded(left.codes, rows=False), _padded(right.codes, rows=True)
     count = len(right.codes)

@@ -68,7 +68,14 @@ SIZE = ProductRefusal(
     "Write `compute: {pad: true}` in a rule to fill it up with zeros, or leave it in the compute dtype",
 )
 
-REFUSED = (BACKEND, TENSOR, PIN, STACK, MATRIX, SIZE)
+DEVICE = ProductRefusal(
+    "a device without such products",
+    "CPUs compute the definition, NVIDIA GPUs have products in e4m3 from compute capability 8.9 on",
+    "Train on one of these",
+)
+
+UNFIT = (BACKEND, TENSOR, PIN, STACK, MATRIX, SIZE, DEVICE)
+"""All that `compute: fp8` is refused with."""
 
 
 def why_without(parameter: ParameterSpec, role: str) -> tuple[str, str]:

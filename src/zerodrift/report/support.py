@@ -16,7 +16,16 @@ from rich.text import Text
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan import block_bytes
-from zerodrift.policy import CARRIED, DEFAULT_ACCUMULATE, GIVEN_UP, REFUSED, State, StateCell, SupportCell
+from zerodrift.policy import (
+    CARRIED,
+    DEFAULT_ACCUMULATE,
+    GIVEN_UP,
+    REFUSED,
+    UNFIT,
+    State,
+    StateCell,
+    SupportCell,
+)
 from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 
@@ -79,6 +88,8 @@ def support_text(
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
         grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
+        section("compute: fp8", "is refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in UNFIT], (32,), ("bold",), width),
     ]
     return render(parts, color, width)
 
@@ -164,6 +175,14 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
+    lines += [
+        "",
+        "## Products",
+        "",
+        "What `precision.compute: fp8` is refused with, in every mode and at every",
+    ]
+    lines += ["stage ([what it computes](precision.md#what-does-compute-fp8-compute)).", ""]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in UNFIT]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ Invariant: no product of such a weight and an activation has other operands than
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,10 @@ _VIEWS = frozenset((
 """Calls and attributes whose results are still the weight: a product with one of them is the layer's."""
 
 
-def class_for(name: str, products: Products) -> type[NarrowWeight]:
-    """Return the class of a weight with these products."""
+def class_for(name: str, products: Products, kind: type[Tensor] = Tensor) -> type[NarrowWeight]:
+    """Return the class of a weight with these products; `kind` is what operations return around it."""
+    others = () if kind is Tensor else (kind,)
+    form = kernels.product if kind is Tensor else kernels.scaled_product
 
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,19 +80,19 @@ def class_for(name: str, products: Products) -> type[NarrowWeight]:
         with torch._C.DisableTorchFunctionSubclass():
             alone = all(isinstance(tensor, _OWN) for tensor in _floating((args, given)))
             if named in PRODUCTS and not alone:
-                return _multiply(_parse(name, named, args, given), products, name)
+                return _multiply(_parse(name, named, args, given), products, name, form)
             result = func(*args, **given)
             if not alone or named in OTHERS:
                 return result
             same = named in _VIEWS and isinstance(args[0], (NarrowWeight, _WeightView))
-            return of_class(result, Tensor, view if same else derived)
+            return of_class(result, kind, view if same else derived)
 
     # A compiler may leave out a rounding to fp8 and back.
     apart = torch.compiler.disable(torch_function, reason=f"products of `{name}` have fp8 operands")
     members = {"__torch_function__": classmethod(apart)}
-    view = type("NarrowWeightView", (_WeightView,), members)
-    derived = type("NarrowWeightResult", (_Derived,), members)
-    return type("NarrowWeightParameter", (NarrowWeight,), members)
+    view = type("NarrowWeightView", (_WeightView, *others), members)
+    derived = type("NarrowWeightResult", (_Derived, *others), members)
+    return type("NarrowWeightParameter", (NarrowWeight, *others), members)
 
 
 _OWN = (NarrowWeight, _WeightView, _Derived)
@@ -103,6 +105,9 @@ def has_narrow_products(tensor: object) -> bool:
 
 def _floating(inputs: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point() and tensor.dim()]
+
+
+_Form = Callable[[kernels.Operand, kernels.Operand, torch.dtype, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     raise ModelError(name, must, got=f"`{named}`", do=do)
 
 
-def _multiply(call: _LinearCall, products: Products, name: str) -> Tensor:
+def _multiply(call: _LinearCall, products: Products, name: str, form: _Form) -> Tensor:
     device, dtype = call.x.device.type, call.weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -147,7 +152,7 @@ def _multiply(call: _LinearCall, products: Products, name: str) -> Tensor:
         must = f"must be multiplied with activations of its dtype, {dtype}"
         raise ModelError(name, must, got=call.x.dtype, do="Cast the activation before the layer.")
     result: Tensor = _LinearProducts.apply(
-        call.x, call.weight, call.bias, _Recipe(products, dtype, call.transposed)
+        call.x, call.weight, call.bias, _Recipe(products, dtype, call.transposed, form)
     )
     return result
 
@@ -158,6 +163,8 @@ class _Recipe:
     dtype: torch.dtype
     """Dtype of the output, and of products without fp8 operands."""
     transposed: bool
+    form: _Form
+    """Multiplies two operands."""
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight with a row per output. Shape [out, in]."""
@@ -168,7 +175,7 @@ class _Recipe:
     ) -> Tensor:
         """Multiply rows with rows, in fp8 or in the recipe's dtype. Shapes [m, k], [n, k] -> [m, n]."""
         if part.format is not None:
-            return kernels.product(kernels.operand(left), kernels.operand(right), result, bias)
+            return self.form(kernels.operand(left), kernels.operand(right), result, bias)
         added = None if bias is None else bias.to(self.dtype)
         return F.linear(left.to(self.dtype), right.to(self.dtype), added).to(result)
 
