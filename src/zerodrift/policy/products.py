@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerodrift.errors import Problems
-from zerodrift.mesh import MeshShape
 from zerodrift.model import ParameterSpec
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.decisions import Columns, Decision
@@ -44,11 +43,6 @@ BACKEND = ProductRefusal(
     "`fully_shard` swaps the parameters by which products are recognised",
     "Use backend native",
 )
-TENSOR = ProductRefusal(
-    "tensor parallelism",
-    "a rank has a part of the row that a scale is for",
-    "Build the model without it",
-)
 PIN = ProductRefusal(
     "a pinned parameter", "a pin rounds nowhere, and fp8 operands are rounded", "Leave one of the two out"
 )
@@ -74,7 +68,7 @@ DEVICE = ProductRefusal(
     "Train on one of these",
 )
 
-UNFIT = (BACKEND, TENSOR, PIN, STACK, MATRIX, SIZE, DEVICE)
+UNFIT = (BACKEND, PIN, STACK, MATRIX, SIZE, DEVICE)
 """All that `compute: fp8` is refused with."""
 
 
@@ -131,20 +125,14 @@ def template(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def decide_products(
-    mesh: MeshShape, backend: Backend, asked: Iterable[str], problems: Problems
-) -> tuple[Decision, ...]:
+def decide_products(backend: Backend, asked: Iterable[str], problems: Problems) -> tuple[Decision, ...]:
     """Return the decision on products, and refuse what excludes all of them. `asked` are keys that ask."""
     where = next(iter(asked), "")
     if not where:
         return ()
-    for refusal, holds, got in (
-        (BACKEND, backend.name != "native", backend.name),
-        (TENSOR, mesh.tensor > 1, f"DTensors over {mesh.tensor} ranks"),
-    ):
-        if holds:
-            must = f"must be left out with {refusal.what}: {refusal.reason}"
-            problems.add(where, must, got=got, do=f"{refusal.do}; or leave fp8 out.")
+    if backend.name != "native":
+        must = f"must be left out with {BACKEND.what}: {BACKEND.reason}"
+        problems.add(where, must, got="fp8", do=f"{BACKEND.do}; or leave fp8 out.")
     rowwise = "linear layers: e4m3, an fp32 scale per row of what is summed, exact sums, rounded once"
     others = "attention's scores and other products of two activations stay as they are"
     return (Decision("fp8 products", rowwise, f"`{where}`; {others}"),)

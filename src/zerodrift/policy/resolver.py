@@ -101,7 +101,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     resolved = rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ())
     asked = [why for column, (value, why) in demands.items() if _is_narrow_product(column, value)]
     asked += [rule.why for rule in resolved if any(_is_narrow_product(*pair) for pair in rule.sets)]
-    product_decisions = products.decide_products(mesh, backend, asked, problems)
+    product_decisions = products.decide_products(backend, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         must = f"must be {takes} for a model whose parameters are DTensors"

@@ -175,13 +175,9 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
-    lines += [
-        "",
-        "## Products",
-        "",
-        "What `precision.compute: fp8` is refused with, in every mode and at every",
-    ]
-    lines += ["stage ([what it computes](precision.md#what-does-compute-fp8-compute)).", ""]
+    lines += ["", "## Products", ""]
+    lines += ["What `precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
+    lines += ["refused with, in every mode and at every stage.", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in UNFIT]
     return "\n".join(lines) + "\n"
 
