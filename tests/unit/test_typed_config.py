@@ -21,7 +21,8 @@ from zerodrift.config.schema import Config, DTypeKey, Frozen, GatherKey, Storage
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
-   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false}, state: bf16-stochastic, export: fp32"""
+   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false},
+   state: bf16-stochastic, export: fp32"""
 WRITTEN: dict[str, tuple[int, str]] = {
     "most keys": (
         4,
