@@ -15,8 +15,9 @@ from tests.numerics.test_stages import train_alike
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import ZerodriftError, cost, describe, make_plan
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.comm import Collectives, Sum
+from zerodrift.comm import Collectives, Sum, start_narrow_sum
 from zerodrift.dtypes import DType, parse_among
+from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow
 from zerodrift.plan import collectives
@@ -90,7 +91,8 @@ def test_every_part_is_encoded_once_and_added_in_fp32(wire: str) -> None:
     parts = [torch.randn(world * numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     out = torch.full((numel,), 0.5)
     packed = narrow.encode_runs(dtype, parts[rank], world)
-    comm.start_narrow_reduce_scatter(out, packed, dtype, "shard", Sum(torch.float32, add=True)).wait()
+    how = Sum(torch.float32, add=True)
+    start_narrow_sum(comm, out, packed, dtype, "shard", how, "a test").wait()
     total = torch.zeros(numel)
     for number, part in enumerate(parts):
         arrived = narrow.round_trip(dtype, part[rank * numel : (rank + 1) * numel])
@@ -127,7 +129,7 @@ def test_what_the_wire_rounds_away_is_added_to_the_next_gradient() -> None:
             flat += lost.get(segment.number, 0.0)
             sent = narrow.round_trip(wire, flat)
             lost[segment.number] = flat - sent
-            assert torch.equal(segment.feedback, lost[segment.number])
+            assert torch.equal(segment.wire.feedback, lost[segment.number])
             parts = kept.comm.all_gather_object(sent, "shard")
             total = parts[0] + parts[1]
             count = len(total) // world
@@ -144,7 +146,8 @@ def saved_with_feedback(folder: str, stage: int, load: bool) -> Any:
     else:
         train(engine, 2)
         checkpoints.save()
-    held = {s.number: s.feedback.clone() for s in engine.executor.segments if s.feedback is not None}
+    narrow_ones = [segment for segment in trained_of(engine.executor.segments) if segment.wire is not None]
+    held = {segment.number: segment.wire.feedback.clone() for segment in narrow_ones}
     rank = engine.mesh.rank("data")
     for step in range(2, 4):
         engine.backward(engine(batch(step, rank)))

@@ -119,6 +119,7 @@ class FlatShard:
         self.segment = segment
         self.rows = tuple(segment.rows)
         self._updater = updater if isinstance(segment, TrainedSegment) else None
+        self._wire = segment.wire if isinstance(segment, TrainedSegment) else None
         self.updated = self._updater is not None
         self._storage = segment.owned
         self.packed = segment.packed
@@ -136,17 +137,16 @@ class FlatShard:
 
     @property
     def feedback(self) -> torch.Tensor | None:
-        segment = self.segment
-        return segment.feedback if isinstance(segment, TrainedSegment) else None
+        return None if self._wire is None else self._wire.feedback
 
     def set_feedback(self, values: torch.Tensor | None) -> None:
-        if not isinstance(self.segment, TrainedSegment):
+        if self._wire is None:
             return
-        self.segment.feedback = None
+        self._wire.feedback = None
         if values is not None:
             whole = values.new_zeros(self.segment.spec.padded)
             whole[: values.numel()] = values
-            self.segment.feedback = whole
+            self._wire.feedback = whole
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
