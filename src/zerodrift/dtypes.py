@@ -177,8 +177,14 @@ _SPELLINGS: dict[str, DType] = {
 _TRAINING = (DType.FP32, DType.BF16, DType.FP16)
 _FLAT = (DType.FP8_128, DType.MXFP8, DType.INT8_256)
 
+_RESTING = (
+    *(DType.NF4_64, DType.INT8_256, DType.FP8_128),
+    *(DType.MXFP8, DType.INT4_128, DType.MXFP4),
+)
+
 ADMITTED: Mapping[str, tuple[DType, ...]] = {
-    "storage": _TRAINING,
+    "storage": (*_TRAINING, *_RESTING),
+    "frozen": _RESTING,
     "gather": (*_TRAINING, *_FLAT),
     "compute": _TRAINING,
     "grad": _TRAINING,
@@ -188,7 +194,8 @@ ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "export": _TRAINING,
     "buffers": _TRAINING,
 }
-"""Column -> its dtypes in a config. `master` and `state` have other values."""
+"""Column -> its dtypes in a config. `master` and `state` have other values; `frozen` is the `storage` of
+frozen linear layers."""
 
 BLOCK = 256
 """Elements of a block. Parameters start on multiples of BLOCK, and slices are multiples of BLOCK, so that no

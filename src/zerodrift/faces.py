@@ -24,7 +24,10 @@ def face(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         if home == room:
             return importlib.import_module(f"{room}.{name}")
-        return getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        if hasattr(module, name):
+            return getattr(module, name)
+        return importlib.import_module(f"{home}.{name}")  # a file of that folder
 
     return load, lambda: sorted(homes), sorted(homes)
 

@@ -77,6 +77,27 @@ class Format:
     def scale_bytes(self) -> int:
         return 4 if self.scale == "fp32" else 1
 
+    @property
+    def run(self) -> int:
+        """Elements of a block of a flat format."""
+        if not isinstance(self.block, int):
+            raise AssertionError(f"{self.describe()} has blocks that are no runs")
+        return self.block
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a block's codes and scale, for a flat format."""
+        return self.run * self.element.bits // 8 + self.scale_bytes
+
+    def keeps(self, source: Format, columns: int) -> bool:
+        """Return whether a flat format holds the codes of a source as they are: every block lies in one block
+        of the source, whose numbers are the same. `columns` is the source's last dimension."""
+        if source.element is not self.element or self.scale != "fp32" or source.scale != "fp32":
+            return False
+        if isinstance(source.block, int) or source.block == "tensor":
+            return source.block == "tensor" or source.block % self.run == 0
+        return columns % self.run == 0 and (source.block == "row" or source.block[1] % self.run == 0)
+
     def blocks(self, shape: Sequence[int]) -> int:
         """Return the number of blocks of a parameter, or of a run of a flat format's whole blocks."""
         numel = math.prod(shape)

@@ -35,15 +35,17 @@ ROOMS: dict[str, set[str]] = {
         *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh"},
     },
-    "pipeline": {"engine", "experts", "comm", "plan", "policy", "report", "errors", "versions"},
+    "pipeline": {
+        *{"engine", "experts", "comm", "kernels", "plan", "policy", "report", "errors", "versions"},
+    },
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "checkpoint": {
-        *{"engine", "optim", "comm", "plan", "report", "model"},
-        *{"dtypes", "errors", "files", "mesh", "record", "versions"},
+        *{"engine", "optim", "comm", "kernels", "plan", "report", "model"},
+        *{"dtypes", "errors", "files", "formats", "mesh", "record", "versions"},
     },
     "weights": {
-        *{"checkpoint", "engine", "comm", "plan", "model"},
-        *{"dtypes", "errors", "mesh", "optimizers", "versions"},
+        *{"checkpoint", "engine", "comm", "kernels", "plan", "model"},
+        *{"dtypes", "errors", "formats", "mesh", "optimizers", "versions"},
     },
     "inspect": set(),
     "inspect.trace": {"backends", "engine", "comm", "model", "plan", "policy", "dtypes", "errors"},

@@ -178,6 +178,7 @@ class DTensorShard:
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
+        self.packed = None
         ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
         self.numel = ends[-1]
         self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]

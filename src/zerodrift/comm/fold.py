@@ -127,11 +127,8 @@ def fold_narrow(out: torch.Tensor, parts: torch.Tensor, wire: DType, how: Sum) -
     if how.dtype is not torch.float32 or how.order != "rank":
         raise AssertionError(f"parts in {wire} are added in fp32 and in the order of ranks, not as {how}")
     total = out if out.dtype is torch.float32 and not how.add else torch.empty_like(out, dtype=torch.float32)
-    spare = torch.empty_like(total)
     for number, part in enumerate(parts):
-        narrow.decode(wire, part, spare if number else total)
-        if number:
-            total.add_(spare)
+        narrow.decode(wire, part, total, add=number > 0)
     if total is not out:
         _ = out.add_(total) if how.add else out.copy_(total)
 

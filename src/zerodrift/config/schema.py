@@ -34,6 +34,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 DTypeKey = DType | DTypeName
 GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
 WireKey = GatherKey | Literal["int4", "e5m2-128"]
+FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"]
 
 
 def _integer(value: Any) -> Any:
@@ -46,7 +47,8 @@ def _never(value: Any) -> Any:
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Storage = Annotated[DTypeKey, ColumnDType("storage")]
+Storage = Annotated[DTypeKey | FrozenKey, ColumnDType("storage")]
+Frozen = Annotated[FrozenKey, ColumnDType("frozen")]
 Gather = Annotated[GatherKey, ColumnDType("gather")]
 Compute = Annotated[DTypeKey, ColumnDType("compute")]
 Grad = Annotated[DTypeKey, ColumnDType("grad")]
@@ -134,7 +136,7 @@ class ColumnKeys(Block):
     """The columns of a parameter: of every parameter in `precision`, of the matching ones in a rule."""
 
     storage: Storage | None = None
-    """The parameter at rest between steps."""
+    """The parameter at rest between steps. A narrow format is for frozen parameters."""
     gather: Gather | None = None
     """The parameter on the wire."""
     compute: Compute | None = None
@@ -194,6 +196,9 @@ class Precision(ColumnKeys):
     """Floating buffers: `keep` them as they are, or cast them. Same as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
+    frozen: Frozen | None = None
+    """The `storage` of frozen linear layers, in a narrow format: the base of adapters. Embeddings, heads,
+    norms, routers and biases keep theirs, unless a rule says otherwise."""
     statistics: Flag | None = None
     """Record how every update is rounded, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
@@ -304,7 +309,7 @@ class DataTypes(Block):
 
     grad_accum_dtype: Accumulate | None = None
     """Same as `gradient_accumulation_dtype`."""
-    param_dtype: Storage | None = None
+    param_dtype: Buffers | None = None
     """Must agree with the mode: this is a check, not a setting."""
     buffer_dtype: Buffers | None = None
     """Cast floating buffers to this dtype. By default they are kept as they are."""

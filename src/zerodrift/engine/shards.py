@@ -23,6 +23,7 @@ from zerodrift.engine.habits.storage_writes import take_over_writes
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.kernels import PackedRun
 from zerodrift.optim import Updater
 from zerodrift.plan import Row
 
@@ -66,7 +67,7 @@ class SegmentShard(Protocol):
     Flat tensors in and out have `numel` elements, weights in `dtype`: fp32 where there is a master, else that
     of storage. `rows` are all with a part in the piece, on whatever rank. Of them this rank holds `held`,
     reads `share`, which no other rank does, and fills `filled` from files. An optimizer owns it where
-    `updated`.
+    `updated`. Frozen values in a narrow format rest in `packed`, and are decoded to fp32 here.
     """
 
     @property
@@ -83,12 +84,14 @@ class SegmentShard(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def updated(self) -> bool: ...
+    @property
+    def packed(self) -> PackedRun | None: ...
     def zeros(self) -> torch.Tensor: ...
     def weights(self) -> torch.Tensor:
         """Return the masters, exact; storage where there is none."""
 
     def stored(self) -> torch.Tensor:
-        """Return the bits that the model sees, in the storage dtype."""
+        """Return the bits that the model sees, in the dtype of storage; of compute, if they travel narrow."""
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
@@ -111,8 +114,9 @@ class FlatShard:
         self._updater = updater if isinstance(segment, TrainedSegment) else None
         self.updated = self._updater is not None
         self._storage = segment.owned
-        self.numel = self._storage.numel()
-        self.dtype = torch.float32 if self.updated else self._storage.dtype
+        self.packed = segment.packed
+        self.numel = self._storage.numel() if self.packed is None else self.packed.numel
+        self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
         self.held = tuple(_spans(segment, start, start + self.numel, start))
         index, copies = copy
@@ -128,11 +132,15 @@ class FlatShard:
 
     def weights(self) -> torch.Tensor:
         if self._updater is None:
-            return self._storage.detach()
+            return self.stored()
         take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.values()
+        if self.segment.narrow is not None:
+            return self.segment.as_shown(self.weights())
         return self._storage.detach()
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -141,13 +149,13 @@ class FlatShard:
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
         if self._updater is None:
-            self._storage.copy_(values)
+            self.segment.store(values)
         else:
             self._updater.set_master(self.segment.number, values)
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         exchange(self.segment, values, comm)
-        if self.updated:  # else it is storage itself
+        if self.updated or self.packed is not None:  # else it is storage itself
             self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:

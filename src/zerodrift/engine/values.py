@@ -339,13 +339,13 @@ class SegmentValues:
         """Gather a copy of the masters in fp32; storage, where there is no master."""
         self._take_over_writes([segment])
         if not isinstance(segment, TrainedSegment) or self.updater is None:
-            return self._whole(segment, segment.storage.to(torch.float32, copy=True))
+            return self._whole(segment, segment.values_at_rest())
         return self._whole(segment, self.updater.master(segment.number))
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
         with torch.no_grad():
             if not isinstance(segment, TrainedSegment) or self.updater is None:
-                segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
+                segment.store(segment.slice_of(whole) if segment.sharded else whole)
                 mark_storage_changed(segment)
                 return
             self.updater.set_master(segment.number, segment.owned_of(whole))

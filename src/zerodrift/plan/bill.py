@@ -249,7 +249,7 @@ def _gathers(plan: Plan, segment: Segment) -> bool:
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
-    return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
+    return placed.dtype.nbytes(segment.padded) // (shard if placed.axis else 1)
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
@@ -352,7 +352,7 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
         return received
     wire = update.reduce.wire
     sent = 0 if wire is update.accumulate.dtype else wire.nbytes(segment.padded)
-    summed = segment.padded // shard * update.reduce.sum.size * (1 if wire.format is None else 2)
+    summed = segment.padded // shard * update.reduce.sum.size
     levels = rank_levels(shard) if update.reduce.order == "tree" else 0
     return received + sent + summed * (1 + levels)
 

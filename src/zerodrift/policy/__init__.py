@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import PIN, glob, matches, require_matches, require_one_compute
     from zerodrift.policy.support import (
-        DEFAULT_ACCUMULATE, StateCell, SupportCell, state_verdict, states, table,
+        DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, state_verdict, states, table,
     )  # fmt: skip
 
 __getattr__, __dir__, __all__ = face(__name__)

@@ -39,6 +39,8 @@ class Backend:
     """Stages at which a gathered unit stays until the step ends."""
     replicates: bool = False
     """Whether every rank is a replica at stage 0."""
+    refuse_narrow_storage: str = ""
+    """Why a frozen parameter cannot rest in a narrow format; `""` if it can."""
     dtensors: bool = False
     """Whether the backend runs a model whose parameters are DTensors."""
     refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = lambda *_: None
@@ -145,6 +147,7 @@ FSDP2 = Backend(
     storage_fp32="backend fsdp2: fully_shard updates storage, so storage is the master",
     gather_compute="backend fsdp2: fully_shard casts to it before it gathers",
     gathered_once=(1, 2),
+    refuse_narrow_storage="fully_shard shards and gathers tensors of a plain dtype: use the native backend",
     replicates=True,
     dtensors=True,
     refuse_settings=_fsdp2_settings,

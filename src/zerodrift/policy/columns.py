@@ -31,7 +31,7 @@ from zerodrift.policy.decisions import (
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import RULES, Demands
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
 
 VECTOR = "a vector: too few bytes to save"
 
@@ -60,6 +60,10 @@ class ParameterTraits:
     """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
     expert: str = ""
     """Why the parameter is divided over the expert axis; `""` if it is not."""
+    not_linear: str = ""
+    """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    columns: int = 0
+    """The last dimension, where the checkpoint is quantised."""
 
 
 def complete(
@@ -159,7 +163,27 @@ class _ColumnFiller:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.traits.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
-        return self._demanded("storage", default, reason)
+        if self.traits.not_linear:
+            reason += f"; `precision.frozen` is for linear layers, and this is {self.traits.not_linear}"
+        storage = self._demanded("storage", default, reason)
+        if storage.format is not None:
+            verdict = storage_verdict(self.traits.trained, self.context.backend.name)
+            if verdict.status == "no":
+                do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
+                self._refuse("storage", f"`storage` must not be {storage} here: {verdict.reason}", do=do)
+            self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
+        return storage
+
+    def _coded(self, storage: DType) -> str:
+        """Say where the codes of a narrow storage come from."""
+        checkpoint = self.traits.checkpoint
+        if checkpoint is None:
+            return f"quantised from the model's own {self.traits.source} values"
+        source, form = checkpoint.format, storage.format
+        if source is not None and form is not None and form.keeps(source, self.traits.columns):
+            return "with the codes and scales of the checkpoint"
+        decoded = " decoded in fp32" if source is not None else " values"
+        return f"quantised from the checkpoint's {checkpoint}{decoded}"
 
     def compute(self) -> DType:
         mode = self.context.mode
@@ -175,6 +199,13 @@ class _ColumnFiller:
         return compute
 
     def gather(self, storage: DType, compute: DType) -> DType:
+        if storage.format is not None:
+            said = self.demands.get("gather", (storage.value, ""))[0]
+            if said != storage.value and self.place("gather") != "precision.gather":
+                must = f"`gather` must be the storage format, {storage}: codes travel as they rest"
+                self._refuse("gather", must, said, "Leave `gather` out.")
+            self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
+            return storage
         narrow = self._narrow_gather()
         if narrow is not None:
             gather, key = narrow, self.demands["gather"][1]
@@ -354,7 +385,9 @@ class _ColumnFiller:
     def export(self, compute: DType) -> DType:
         checkpoint = self.traits.checkpoint
         default, reason = compute, "no source checkpoint: the compute dtype"
-        if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
+        if checkpoint is not None and checkpoint.format is not None:
+            reason = f"compute: {checkpoint} of the source, decoded"
+        elif checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             default, reason = checkpoint, "the dtype of the source checkpoint"
         elif checkpoint is not None:
             reason = f"compute: {checkpoint} of the source means nothing by itself"

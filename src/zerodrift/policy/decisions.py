@@ -157,9 +157,16 @@ class Columns:
         return self.update is not None
 
     @property
+    def rounds_on_the_way(self) -> bool:
+        """Whether the model computes with other values than the masters rounded to a plain dtype."""
+        return self.trained and self.gather.format is not None
+
+    @property
     def encodes(self) -> bool:
         """Whether a gather encodes what rests sharded in fp32."""
-        return self.gather.format is not None and self.storage.axis != ""
+        return (
+            self.gather.format is not None and self.storage.axis != "" and self.storage.dtype.format is None
+        )
 
     @property
     def layout(self) -> tuple[Any, ...]:

@@ -55,6 +55,7 @@ class ColumnsOf:
     def __init__(self, policy: Policy, model: ModelSpec) -> None:
         self._policy = policy
         self._base: rules.Demands = {column: (value, why) for column, value, why in policy.demands}
+        self._frozen = self._base.pop("frozen", None)
         self._checkpoint = dict(model.checkpoint)
         self._checkpoint_below = _dtypes_below(self._checkpoint)
         self._context = ColumnContext(
@@ -73,7 +74,11 @@ class ColumnsOf:
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
-        demands, matched = rules.demands(self._base, self._policy.rules, parameter)
+        base, kept = self._base, ""
+        if self._frozen is not None and not parameter.trained:
+            kept = not_linear(parameter)
+            base = base if kept else {**base, "storage": self._frozen}
+        demands, matched = rules.demands(base, self._policy.rules, parameter)
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
         # A later rule may have changed a column of a pin.
         pinned = any(rule.pin for rule in matched) and all(
@@ -85,14 +90,18 @@ class ColumnsOf:
             self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
         safe, stacks = self._policy.safe, self._policy.experts
         stack = next((glob for glob in stacks if any(map(rules.glob(glob), parameter.names))), "")
+        checkpoint = self._checkpoint_dtype(parameter)
+        quantised = checkpoint is not None and checkpoint.format is not None
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
-            self._checkpoint_dtype(parameter),
+            checkpoint,
             len(parameter.shape),
             not_hidden(parameter) if self._context.muon else "",
             f"experts: '{stack}'" if stack else "",
+            kept,
+            parameter.shape[-1] if quantised and parameter.shape else 0,
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -169,6 +178,18 @@ def not_hidden(parameter: ParameterSpec) -> str:
         if role:
             return role
     return ""
+
+
+def not_linear(parameter: ParameterSpec) -> str:
+    """Return why a parameter is no weight of a linear layer by any of its names, or `""` for one.
+
+    A stack of more than two dimensions counts as one, as experts are; so does a matrix without a known class.
+    """
+    owners = (
+        {owner.klass.rpartition(".")[2] for owner in parameter.owners} if len(parameter.shape) == 2 else ()
+    )
+    others = (klass for klass in owners if klass and "Linear" not in klass and klass != "Conv1D")
+    return not_hidden(parameter) or next((f"a matrix of {klass}, no linear layer" for klass in others), "")
 
 
 def _role(name: str, klass: str) -> str:

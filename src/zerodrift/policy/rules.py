@@ -54,6 +54,8 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
                 values.append((f"reduce.{part}", str(value)))
     if isinstance(block, schema.Rule):
         values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
+    elif isinstance(block, schema.Precision) and block.frozen is not None:
+        values.append(("frozen", str(block.frozen)))
     return tuple(values)
 
 

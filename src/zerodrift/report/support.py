@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from zerodrift.dtypes import BLOCK
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import block_bytes
-from zerodrift.policy import CARRIED, DEFAULT_ACCUMULATE, GIVEN_UP, REFUSED, State, StateCell, SupportCell
+from zerodrift.policy import (
+    CARRIED,
+    DEFAULT_ACCUMULATE,
+    GIVEN_UP,
+    REFUSED,
+    State,
+    StateCell,
+    SupportCell,
+    narrow_storages,
+)
 from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 
@@ -75,6 +84,8 @@ def support_text(
         grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",), width),
         section("state", "the optimizer's moments"),
         grid(list(_states(states)), (15,), ("bold",), width),
+        section("storage", "parameters at rest in a narrow format"),
+        grid(list(_storages()), (15,), ("bold",), width),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
@@ -129,6 +140,20 @@ def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
         yield state, "; ".join(words)
 
 
+def _storages() -> Iterator[tuple[str, str]]:
+    """Yield each narrow format with its bytes, and what is refused with its backends."""
+    cells = narrow_storages()
+    for storage in dict.fromkeys(cell.storage for cell in cells):
+        yield storage, f"{DType(storage).nbytes(BLOCK) / BLOCK:.7g} bytes per element"
+    for key, group in groupby(sorted(cells, key=_STORAGE), key=_STORAGE):
+        of = "trained" if key[0] else "frozen"
+        where = dict.fromkeys(cell.backend for cell in group)
+        status = f"{key[1]}, {key[2]}" if key[2] else key[1]
+        yield of, f"backend {' and '.join(where)}: {status}"
+
+
+_STORAGE = attrgetter("trained", "status", "reason")
+
 # --- Markdown -----------------------------------------------------------------------------------------
 
 
@@ -154,6 +179,14 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
     lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
+    lines += [
+        "",
+        "## Storage",
+        "",
+        "Parameters at rest in a narrow format, in every mode and at every stage.",
+        "",
+    ]
+    lines += [f"- **{what}**: {text}." for what, text in _storages()]
     lines += [
         "",
         "## Order",

@@ -188,7 +188,8 @@ def _write(
                     if name not in writer:
                         continue
                     flat = stored
-                    if writer.dtype(name) is not span.row.columns.storage.dtype:
+                    columns = span.row.columns
+                    if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                         flat = masters = piece.weights() if masters is None else masters
                     before = writer.written
                     writer.write(name, span.start, span.part(flat).values)
@@ -229,7 +230,8 @@ def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list
     with torch.no_grad():
         with engine.gathered([row.name for row in rows]) as gathered:
             for row in rows:
-                if gathered[row.name].dtype is not row.columns.export.torch:
+                columns = row.columns
+                if gathered[row.name].dtype is not columns.export.torch or columns.rounds_on_the_way:
                     rest.append(row)
                 elif keep:
                     values[row.name] = gathered[row.name].clone()

@@ -151,7 +151,9 @@ def compare_with_storage(segment: FlatSegment) -> None:
     columns = segment.spec.columns
     with torch.no_grad():
         own = segment.slice_of(segment.full) if segment.sharded else segment.full
-        if columns.encodes:
+        if segment.packed is not None:
+            kept = segment.values_at_rest()
+        elif columns.encodes:
             kept = segment.as_shown(segment.storage)
         else:
             kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage

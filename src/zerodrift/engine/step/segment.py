@@ -27,7 +27,7 @@ from torch import nn
 
 from zerodrift.comm import Collectives, Handle
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
-from zerodrift.kernels import host_memory, narrow
+from zerodrift.kernels import PackedRun, host_memory, narrow
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
@@ -80,8 +80,13 @@ class FlatSegment:
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
         numel = spec.padded // self.ranks if self.sharded else spec.padded
-        self.storage = host_memory.zeros(numel, columns.storage.dtype.torch, device)
-        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
+        dtype, is_packed = columns.storage.dtype, columns.storage.dtype.format is not None
+        length = dtype.nbytes(numel) if is_packed else numel
+        self.storage = host_memory.zeros(length, dtype.torch, device)
+        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype; or the
+        bytes of `packed`."""
+        self.packed = PackedRun(dtype, self.storage, numel) if is_packed else None
+        """Frozen values in a narrow format."""
         self.narrow = columns.gather if columns.gather.format is not None else None
         """The narrow format in which values travel. Its values are the ones that the model computes with,
         also where nothing travels."""
@@ -160,9 +165,23 @@ class FlatSegment:
     def as_shown(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as parameters show them: in the compute dtype, after what rounds them on the way. The
         first value begins a block."""
-        if self.narrow is not None:
+        if self.narrow is not None and self.packed is None:
             return narrow.round_trip(self.narrow, values, self.full.dtype)
-        return self.at_rest(values).to(self.full.dtype)
+        return (values if self.packed is not None else self.at_rest(values)).to(self.full.dtype)
+
+    def values_at_rest(self) -> torch.Tensor:
+        """Return a copy in fp32 of what rests here, unpacked. Shape [padded] or [padded / ranks]."""
+        if self.packed is not None:
+            return self.packed.values()
+        return self.storage.to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def store(self, values: torch.Tensor) -> None:
+        """Write values of a frozen segment. Packed blocks in which none differs keep their bits."""
+        if self.packed is not None:
+            self.packed.store(values)
+        else:
+            self.storage.copy_(values)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         mark_gathered(self.parameters)
@@ -216,7 +235,7 @@ class FlatSegment:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
         self._allocate(self.full)
-        if self.spec.columns.encodes:
+        if self.spec.columns.encodes or self.packed is not None:
             return self._start_narrow_gather()
         if not self.sharded:
             with torch.no_grad():
@@ -237,10 +256,11 @@ class FlatSegment:
         return self.sharded
 
     def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
-        """Encode this rank's values as one of so many packed runs, and begin to gather the others."""
+        """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
+        gather the others."""
         if self.narrow is None:
             raise AssertionError(f"segment {self.number} has no narrow format")
-        own = narrow.encode_runs(self.narrow, values, 1)
+        own = values if self.packed is not None else narrow.encode_runs(self.narrow, values, 1)
         if runs == 1:
             return own, Handle()
         packed = own.new_empty(runs * own.numel())

@@ -220,7 +220,7 @@ class RankPlayer:
 
     def _send(self, call: Collective) -> _Transfer:
         time = collective_time(call, self._part, self._cluster)
-        size = call.numel * call.dtype.size
+        size = call.dtype.nbytes(call.numel)
         return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
 
     def finish_reductions(self, leave: int = 0) -> None:
