@@ -47,6 +47,8 @@ class Products(Block):
     """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
     fp16: PositiveFloat | None = None
     """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
+    fp8: PositiveFloat | None = None
+    """Products of fp8 operands; without them a plan with `compute: fp8` is an error."""
 
 
 class Device(Block):
@@ -110,11 +112,12 @@ class Cluster(Block):
 
     def peak(self, dtype: DType) -> float:
         """Stated FLOP/s."""
-        stated: float | None = getattr(self.device.tflops, str(dtype), None)
+        word = str(dtype).partition("_")[0]
+        stated: float | None = getattr(self.device.tflops, word, None)
         if stated is None:
-            must = f"must be given, because the plan computes in {dtype}"
+            must = f"must be given, because the plan computes in {word}"
             do = "Add it to the cluster's file, in TFLOP/s."
-            raise ConfigError(f"device.tflops.{dtype}", must, got="nothing", do=do)
+            raise ConfigError(f"device.tflops.{word}", must, got="nothing", do=do)
         return stated * TERA
 
     def seconds_of_bytes(self, count: float) -> float:
