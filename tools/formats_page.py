@@ -41,7 +41,7 @@ def definitions() -> str:
 
 
 def _definition(dtype: DType, form: Format) -> list[str]:
-    short = "".join(f", short `{word}`" for word, usual in SHORT.items() if usual is dtype)
+    short = "".join(f", short `{word}`" for word, formats in SHORT.items() if dtype in formats)
     block = {"row": "a row", "tensor": "the parameter"}.get(str(form.block), f"{form.block} values")
     if isinstance(form.block, tuple):
         block = f"{form.block[0]} x {form.block[1]} of a matrix"
