@@ -171,16 +171,22 @@ def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("stage", "precision", "rest", "told"),
     [
-        (2, {"mode": "fp16", **LOSSY}, {}, "without a loss scale"),
-        (2, {**LOSSY, "accumulate": "bf16"}, {}, "fp32 `accumulate`"),
+        (2, {"mode": "fp16", **LOSSY}, {}, "loss scale"),
+        (2, {**LOSSY, "accumulate": "bf16"}, {}, "have an fp32 `accumulate`"),
         (2, LOSSY, {"sharding": {"replicate": 2}}, "replicas"),
         (2, {"reduce": {"wire": "int8", "order": "tree"}}, {}, "order"),
         (2, {"reduce": {"wire": "int8", "sum": "bf16"}}, {}, "`reduce.sum` must be fp32"),
-        (2, {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]}, {}, "a narrow wire"),
+        (
+            2,
+            {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]},
+            {},
+            "must have a narrow wire",
+        ),
         (3, {"gather": "fp8", "storage": "bf16"}, {}, "`storage` must be fp32"),
         (2, {"gather": "fp8", "master": "split"}, {}, "`master` must be fp32"),
         (2, {"gather": "int4"}, {}, "must be fp32, bf16, fp16, fp8"),
-        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "on backend fsdp2"),
+        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "`gather` must not be narrow on backend fsdp2"),
+        (2, {"reduce": "int8"}, {"backend": "fsdp2"}, "`reduce.wire` must not be narrow on backend fsdp2"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

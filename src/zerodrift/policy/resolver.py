@@ -20,6 +20,7 @@ from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
+from zerodrift.policy.narrow import TWICE
 from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
@@ -211,9 +212,7 @@ def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None
     for key, pairs in demands.items():
         asked = ("reduce.feedback", "true") in pairs
         if asked and (mesh.replicate > 1 or mesh.expert > 1):
-            must = "must be left out with replicas or expert parallelism, whose sums are rounded once more"
-            do = "Leave `sharding.replicate` and `experts` out, or the feedback."
-            problems.add(f"{key}.reduce.feedback", must, got="true", do=do)
+            problems.add(f"{key}.reduce.feedback", TWICE.must, got="true", do=TWICE.do)
 
 
 def _is_narrow_product(column: str, value: str) -> bool:
