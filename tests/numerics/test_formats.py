@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -274,3 +276,33 @@ def test_a_power_of_two_scale_survives_bf16(dtype: DType) -> None:
     values = torch.randn(1 << 16, generator=generator(9))
     packed, decoded = reference(dtype, values)
     assert torch.equal(reference(dtype, decoded.bfloat16().float())[0], packed)
+
+
+# --- beside other libraries -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    return importlib.import_module("formats")
+
+
+@pytest.mark.parametrize("peer", ["ml_dtypes", "torchao", "bitsandbytes"])
+def test_what_differs_from_a_peer_does_so_by_a_known_rule(peer: str, beside: ModuleType) -> None:
+    pytest.importorskip(peer)
+    found = list(beside.COMPARISONS[peer](beside.sample(1 << 18)))
+    assert len(found) >= 2
+    for each in found:
+        assert each.unexplained == 0, each
+        same = (each.codes[0] == each.codes[1]).float().mean()
+        assert same > (0.6 if each.dtype == "fp8-128x128" else 0.9), each
+
+
+def test_a_code_or_scale_that_no_rule_explains_is_counted(beside: ModuleType) -> None:
+    codes, scales = torch.zeros(3, 8, dtype=torch.uint8), torch.ones(3)
+    other, scaled = codes.clone(), scales.clone()
+    other[0, 1], other[2, 3], scaled[1] = 1, 1, 2.0
+    rule = torch.zeros(3, 8, dtype=torch.bool)
+    rule[2] = True
+    found = beside.Comparison("fp8-128", "planted", (codes, other), (scales, scaled), {"a rule": rule})
+    assert found.why == {"a rule": 1} and found.unexplained == 2

@@ -204,7 +204,7 @@ def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
     """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
     values = numbers_of(form.element, codes.device)[codes.int()]
-    return values * (scales if scales.dtype is torch.float32 else _powers(scales))[:, None]
+    return values * (scales if scales.dtype is torch.float32 else powers_of(scales))[:, None]
 
 
 def scales_of(form: Format, amax: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def _exponents(scales: Tensor) -> Tensor:
     return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
-def _powers(exponents: Tensor) -> Tensor:
+def powers_of(exponents: Tensor) -> Tensor:
     """Return e8m0 as fp32: 255 is NaN, and 0 the least power of two, 2^-127."""
     powers = torch.where(exponents == 0, 0x400000, exponents.int() << 23).view(torch.float32)
     return torch.where(exponents == 255, torch.nan, powers)
