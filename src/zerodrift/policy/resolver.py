@@ -197,6 +197,7 @@ def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
     zero = config.zero_optimization
     for key, column, dtype in (
         ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
         ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
     ):
         if getattr(zero, key):
