@@ -39,6 +39,7 @@ from zerodrift.report.support import support_markdown
 
 sys.path += [str(Path(__file__).resolve().parents[1] / "bench"), str(Path(__file__).resolve().parent)]
 import benchmarks
+import formats_page
 from claims import Results
 from columns_picture import columns_picture
 from job_page import render_job
@@ -77,8 +78,8 @@ def around(name: str, tables: str, behind: str = "") -> str:
 
 
 def fresh(text: str) -> str:
-    """A page with the output of its commands below them, and with its figures."""
-    return benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results())
+    """A page with the output of its commands below them, and with its figures and tables of formats."""
+    return formats_page.fresh(benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results()))
 
 
 def pictures() -> dict[str, str]:

@@ -110,7 +110,7 @@ def sweep_text(
 
 
 _HEAD = ("stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory")
-_WIDTHS = (5, 4, 6, 8, 9, 7, 8, 5, 5, 9)
+_WIDTHS = (5, 8, 6, 8, 9, 7, 8, 5, 5, 9)
 
 
 def _results(results: Sequence[SweepResult]) -> RenderableType:
