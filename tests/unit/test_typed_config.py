@@ -37,7 +37,8 @@ backend: native
 gradient_accumulation_dtype: fp32
 communication_data_type: bf16
 zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
-                    zero_quantized_weights: false, zero_quantized_gradients: false}}
+                    zero_quantized_weights: false, zero_quantized_nontrainable_weights: false,
+                    zero_quantized_gradients: false}}
 gradient_clipping: 0.5
 prescale_gradients: false
 gradient_predivide_factor: 2.0
