@@ -123,6 +123,29 @@ def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> None:
     assert "must have a floating scale for all of it, or for rows" in text and "[5, 7]" in text
 
 
+def test_blocks_of_a_run_are_written_copied_and_stored_alone() -> None:
+    values = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    run, other = (PackedRun.empty(DType.FP8_128, 512) for _ in range(2))
+    run.encode(0, values[:256]), run.encode(256, values[256:450])
+    assert torch.equal(run.values()[:256], narrow.round_trip(DType.FP8_128, values[:256]))
+    assert run.values()[450:].count_nonzero() == 0
+    assert torch.equal(run.values(torch.bfloat16), run.values().bfloat16())
+    other.set_records(0, run.records(0, 512))
+    assert torch.equal(other.data, run.data)
+    part = torch.empty(100)
+    run.decode(128, part)
+    assert torch.equal(part, run.values()[128:228])
+    changed = run.values()
+    run.store(changed)
+    assert torch.equal(run.data, other.data)
+    changed[300] = 9.0
+    run.store(changed)
+    differs = (run.codes != other.codes).any(1) | (run.scales != other.scales).any(1)
+    assert differs.nonzero().view(-1).tolist() == [2]
+    with pytest.raises(AssertionError, match="begins no block"):
+        run.encode(64, values[:64])
+
+
 def test_nf4_is_decoded_and_encoded_again_without_a_change() -> None:
     found = load_file(BITSANDBYTES)["decoded.nested"].view(-1)
     assert torch.equal(narrow.round_trip(DType.NF4_64, found), found)

@@ -60,9 +60,9 @@ class PackedRun:
             if whole is not part:
                 part.copy_(whole[: part.numel()])
 
-    def values(self) -> Tensor:
-        """Return all values. Shape [numel], fp32."""
-        out = torch.empty(self.numel, device=self.data.device)
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return all values. Shape [numel]."""
+        out = torch.empty(self.numel, dtype=dtype, device=self.data.device)
         self.decode(0, out)
         return out
 

@@ -152,7 +152,7 @@ def compare_with_storage(segment: FlatSegment) -> None:
     with torch.no_grad():
         own = segment.slice_of(segment.full) if segment.sharded else segment.full
         if segment.packed is not None:
-            kept = segment.values_at_rest()
+            kept = segment.packed.values(own.dtype)
         elif columns.encodes:
             kept = segment.as_shown(segment.storage)
         else:
