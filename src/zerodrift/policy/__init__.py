@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from zerodrift.policy.arguments import ANY, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
-        Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
-        Pipelining, Placed, Placement, Policy, Products, Reduction, ResolvedRule, Schedule, State, Update,
+        Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
+        Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
     from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
