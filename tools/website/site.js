@@ -15,6 +15,10 @@ menu.addEventListener("click", () => {
   menu.setAttribute("aria-expanded", String(isOpen));
 });
 
+const list = document.getElementById("navigation");
+const here = list.querySelector("[aria-current]");
+list.scrollTop = here.offsetTop - list.clientHeight / 2;  // the page that is shown, where the list is longer than the screen
+
 for (const block of document.querySelectorAll("pre.code")) {
   const button = document.createElement("button");
   button.className = "copy";
