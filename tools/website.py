@@ -140,9 +140,8 @@ def _render(page: Page, pages: dict[Path, Page]) -> None:
             token.type, token.info = "fence", "text"
     body = parser.renderer.render(tokens, parser.options, {})
     body = re.sub(r'(src|srcset)="docs/img/', r'\1="img/', body)
-    body = body.replace("<table>", '<div class="scroll" role="group" aria-label="Table" tabindex="0"><table>').replace(
-        "</table>", "</table></div>"
-    )
+    frame = '<div class="scroll" role="group" aria-label="Table" tabindex="0">'
+    body = body.replace("<table>", f"{frame}<table>").replace("</table>", "</table></div>")
     page.body = re.sub(r"<th(?=[ >])", '<th scope="col"', body)
 
 
