@@ -62,8 +62,10 @@ function score(words, [, title, heading, text]) {
 }
 
 function excerpt(words, text) {
-  const place = Math.max(0, text.toLowerCase().indexOf(words[0]) - 40);
-  return (place ? "... " : "") + text.slice(place, place + 130);
+  const before = Math.max(0, text.toLowerCase().indexOf(words[0]) - 40);
+  const place = before ? text.indexOf(" ", before) + 1 : 0;
+  const end = text.indexOf(" ", place + 130);
+  return (place ? "... " : "") + (end > 0 ? `${text.slice(place, end)} ...` : text.slice(place));
 }
 
 function show() {
