@@ -11,8 +11,8 @@ if TYPE_CHECKING:
         Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
         Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
-    from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
-    from zerodrift.policy.numbers import AutoValues
+    from zerodrift.policy.order import DeterminismNeed, SILENT, need_of, remedy
+    from zerodrift.policy.arguments import AutoValues
     from zerodrift.policy.order import (
         CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
         rank_levels, refuse_order, refuse_ranks,
