@@ -36,6 +36,7 @@ STEPS = 2
 PINS: dict[str, Any] = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
+NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}}
 EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
 
 
@@ -103,6 +104,8 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
     "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
+    "narrow columns": (2, trained, (3, "bf16", 2, "dense", NARROW)),
+    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
     "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "offload": (2, offloaded, (2, {}, False)),
