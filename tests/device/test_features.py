@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -146,6 +147,20 @@ def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) ->
             assert [same(pair) for pair in zip(expected, found, strict=True)] == [[]] * world, order
         else:
             assert found == expected, order
+
+
+def drawn() -> tuple[list[float], bool]:
+    """Numbers by three ways, and whether the CPU's generator has moved."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    values = [torch.rand(4), nn.Dropout()(torch.ones(16)), torch.randn(4).normal_()]
+    return torch.cat(values).tolist(), not torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_come_from_the_devices_generator() -> None:
+    """A seed gives those that it gives on the CPU, whose own generator stays where it is."""
+    (numbers, _), *_ = run_ranks(drawn, 1)
+    assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
 
 
 # --- files ---------------------------------------------------------------------------------------------
