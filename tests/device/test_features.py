@@ -22,7 +22,7 @@ from tests.device.build import needs_device
 from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
 from tests.device.standin import ORDERS, Order
-from tests.e2e.jobs import job
+from tests.e2e.jobs import QUICKLY, exported, job, kinds, losses, on_a_rank
 from tests.numerics import experts, test_experts, test_offload, test_order, test_pipelines
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, same, train
@@ -197,6 +197,18 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
         for world in (1, 2)
     ]
     assert same(loaded) == []
+
+
+def test_the_trainer_trains_the_same_model(tmp_path: Path) -> None:
+    """`zerodrift train` on two ranks with dropout, from a file to its export."""
+    found = []
+    for name, run in (("cpu", run_ranks), ("device", instead_of_cpu)):
+        file = job(tmp_path / name, "dropping", steps=2, run={"checkpoint_every": 1})
+        run(on_a_rank, 2, str(file), QUICKLY[1:])
+        (start,) = kinds(tmp_path / name, "start")
+        assert (start.get("device") == "the stand-in device") is (name == "device")
+        found.append((losses(tmp_path / name), exported(tmp_path / name)))
+    assert len(found[0][0]) == 2 and found[0] == found[1]
 
 
 @pytest.mark.slow
