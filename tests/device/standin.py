@@ -327,9 +327,15 @@ def _on_host(leaf: Any) -> Any:
         return torch.device("cpu")
     if isinstance(leaf, torch.Generator) and leaf.device.type == NAME:
         return device.native.host_generator(leaf)
-    if isinstance(leaf, torch.Generator) and stack()[0][0].co_filename.startswith(_ENGINE):  # torch's words
+    if isinstance(leaf, torch.Generator) and _is_asked_by_engine():  # torch's words
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{leaf.device.type}'")
     return leaf
+
+
+def _is_asked_by_engine() -> bool:
+    """Return whether an operation is called in the engine, whatever modes of its own it goes through."""
+    callers = (code for code, _ in stack() if not code.co_name.startswith("__torch_"))
+    return next((code.co_filename.startswith(_ENGINE) for code in callers), False)
 
 
 def _as_launched(leaf: Any) -> Any:
