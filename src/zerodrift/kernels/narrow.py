@@ -1,10 +1,10 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
 A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
-`amax` by the format's rule; a code is the element's nearest number to `value / scale`, ties to even (NF4:
-ties to the lower), or one of the two around it by random bits, and a quotient beyond the largest number becomes
-that number. Decoding is `number * scale`
-in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
+`amax` by the format's rule. A code is the element's nearest number to `value / scale`, ties to even (NF4:
+ties to the lower), or one of the two numbers around it by random bits. A quotient beyond the largest number
+becomes that number. Decoding is `number * scale` in fp32, rounded once more if the result has 16 bits. All
+arithmetic is in fp32.
 
 A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
 2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
