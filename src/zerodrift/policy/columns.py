@@ -19,13 +19,13 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    LinearProducts,
     Master,
     Mode,
     MuonUpdate,
     Output,
     Placed,
     Placement,
-    Products,
     Reduction,
     State,
     Update,
@@ -215,7 +215,7 @@ class _ColumnFiller:
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
-    def products(self, compute: DType) -> Products | None:
+    def products(self, compute: DType) -> LinearProducts | None:
         """Return the products that the config asks for; None where all operands are in the compute dtype."""
         asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
         cells = {part: DType(value) for part, (value, _) in asked.items()}
@@ -233,7 +233,7 @@ class _ColumnFiller:
             return None
         pad, pad_why = self.demands.get("compute.pad", ("false", ""))
         self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
-        return Products(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
+        return LinearProducts(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if storage.format is not None:

@@ -18,10 +18,10 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
 from zerodrift.policy.narrow import TWICE
-from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -197,6 +197,7 @@ def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
     zero = config.zero_optimization
     for key, column, dtype in (
         ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
         ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
     ):
         if getattr(zero, key):
