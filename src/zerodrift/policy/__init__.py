@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
-    from zerodrift.policy.products import UNFIT, ProductRefusal
+    from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import PIN, PRODUCTS, glob, matches, require_matches, require_one_compute
     from zerodrift.policy.support import (

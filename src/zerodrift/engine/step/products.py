@@ -93,7 +93,7 @@ def class_for(name: str, products: LinearProducts, kind: type[Tensor] = Tensor) 
 
     # A compiler may leave out a rounding to fp8 and back.
     apart = torch.compiler.disable(torch_function, reason=f"products of `{name}` have fp8 operands")
-    members = {"__torch_function__": classmethod(apart)}
+    members: dict[str, Any] = {"__torch_function__": classmethod(apart)}
     view = type("NarrowWeightView", (_WeightView, *others), members)
     derived = type("NarrowWeightResult", (_Derived, *others), members)
     return type("NarrowWeightParameter", (NarrowWeight, *others), members)
