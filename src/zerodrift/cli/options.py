@@ -218,7 +218,12 @@ To = Annotated[
 WeightsModel = Annotated[
     str | None, _option("--model", "X", "Folder or file with the transformers config of the weights.")
 ]
-Dtype = Annotated[str | None, _option("--dtype", "D", "Dtype of the safetensors: fp32, bf16 or fp16.")]
+Dtype = Annotated[
+    str | None,
+    _option(
+        "--dtype", "D", "Dtype in the files: fp32, bf16, fp16; narrow: fp8-128x128, fp8-row, int8-row, nf4."
+    ),
+]
 MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one safetensors file.")]
 Tag = Annotated[str, _option("--tag", "TAG", "The checkpoint to read. Default: the latest.")]
 Moments = Annotated[

@@ -62,6 +62,8 @@ class ParameterTraits:
     """Why the parameter is divided over the expert axis; `""` if it is not."""
     not_linear: str = ""
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    exported_wide: tuple[str, bool] = ("", False)
+    """Why a narrow `export` leaves the parameter as it is, and whether a rule may change that."""
     columns: int = 0
     """The last dimension, where the checkpoint is quantised."""
 
@@ -81,7 +83,7 @@ def complete(
         compute = fill.compute()
         gather = fill.gather(storage, compute)
         update = fill.update(storage, compute) if traits.trained else None
-        export = fill.export(compute)
+        export = fill.export(storage, compute, update)
         why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
         placed = Placed(storage, fill.storage_axis)
         columns = Columns(placed, gather, compute, update, export, output, pinned, why)
@@ -382,7 +384,20 @@ class _ColumnFiller:
             self._refuse("state", f"`state` must not be {state} here: {verdict.reason}", got)
         return state
 
-    def export(self, compute: DType) -> DType:
+    def export(self, storage: DType, compute: DType, update: Update | None) -> DType:
+        value, key = self.demands.get("export", ("", ""))
+        narrow, wide = DType(value).format if value else None, ""
+        if narrow is not None:
+            wide, is_choice = self.traits.exported_wide
+            if not wide or (is_choice and key.startswith(RULES)):
+                has_master = update is not None and update.master is not Master.SAME
+                source = "the fp32 master" if has_master else f"{storage} storage"
+                self.why["export"] = f"{key}: {narrow.describe()}, quantised from {source}"
+                return DType(value)
+            if key.startswith(RULES):
+                must = f"`export` must not be {value} here: no library reads {wide} in it"
+                self._refuse("export", must, do="Use a plain dtype.")
+            self.demands = {column: pair for column, pair in self.demands.items() if column != "export"}
         checkpoint = self.traits.checkpoint
         default, reason = compute, "no source checkpoint: the compute dtype"
         if checkpoint is not None and checkpoint.format is not None:
@@ -393,4 +408,6 @@ class _ColumnFiller:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
         elif self.context.mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
+        if wide:
+            reason += f"; {key}: {value} is for linear layers, and this is {wide}"
         return self._demanded("export", default, reason)

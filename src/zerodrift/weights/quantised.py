@@ -195,11 +195,11 @@ def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> int | tuple[int, i
         return None
     rows, columns = shape[-2:]
     stacks = math.prod(shape[:-2])
-    if numel == stacks * rows and scale.shape[-1] in (1, rows):
-        return "row"
     tiles = -(-rows // TILE), -(-columns // TILE)
     if scale.shape[-2:] == tiles and numel == stacks * math.prod(tiles):
         return TILE, TILE
+    if numel == stacks * rows and scale.shape[-1] in (1, rows):
+        return "row"
     groups = scale.shape[-1]
     if len(scale.shape) > 1 and numel == stacks * rows * groups and columns % groups == 0:
         return 1, columns // groups
