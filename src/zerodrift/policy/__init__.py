@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
         rank_levels, refuse_order, refuse_ranks,
     )  # fmt: skip
-    from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as, exported_wide
+    from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import PIN, glob, matches, require_matches, require_one_compute

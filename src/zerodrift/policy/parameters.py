@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerodrift import dtypes
@@ -240,9 +240,9 @@ def cut_tiles(shape: Sequence[int]) -> str:
 
 
 def exported_as(dtype: DType | None, parameter: ParameterSpec, columns: Columns | None) -> DType:
-    """Return the dtype of a parameter in an export, where `dtype` replaces the `export` column if there is one.
+    """Return the dtype of a parameter in an export; `dtype` replaces the `export` column, if there is one.
 
-    Without columns the parameter keeps its own dtype. A narrow format is for what no rule decides.
+    Without columns the parameter keeps its own dtype. A narrow `dtype` leaves what a rule decides.
     """
     usual = parameter.dtype if columns is None or not parameter.dtype.is_floating else columns.export
     if dtype is None or not usual.is_floating or (columns is not None and columns.pinned):

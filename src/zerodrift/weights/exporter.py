@@ -327,10 +327,10 @@ def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list
     """Gather parameters with the bits of an export. Collective; ranks that do not `keep` them get None."""
     values: dict[str, torch.Tensor] = {}
     rest: list[Row] = []
-    if coded := [row.name for row in rows if row.columns.export.format is not None]:
+    if coded := [(row.name, row.columns.export) for row in rows if row.columns.export.format is not None]:
         must = "must have a plain `export` to be handed over whole"
         do = "Write `precision.export` as a plain dtype; `zerodrift.export(dtype=...)` writes narrow files."
-        raise UnsupportedError(coded[0], must, got=engine.plan.row(coded[0]).columns.export, do=do)
+        raise UnsupportedError(coded[0][0], must, got=coded[0][1], do=do)
     with torch.no_grad():
         with engine.gathered([row.name for row in rows]) as gathered:
             for row in rows:

@@ -44,7 +44,7 @@ class NarrowMatrix:
         return narrow.form_of(self.tensor.dtype)
 
     def tensors(self) -> tuple[SavedTensor, ...]:
-        """Return the tensors of the file: codes first, then scales, and what bitsandbytes keeps beside them."""
+        """Return the tensors of the file: codes first, then scales, and what bitsandbytes adds."""
         name, (rows, columns), form = self.tensor.name, self.tensor.shape, self.form
         codes = SavedTensor(name, (rows, columns), _CODES[form.element], ())
         if form.block == "row":
@@ -135,7 +135,7 @@ def find_matrices(
 
 
 class MatrixCollector:
-    """Collects matrices from runs of parameters in any order, and writes each when its last element is there."""
+    """Collects matrices from runs of parameters in any order, and writes each when it is complete."""
 
     def __init__(self, matrices: Sequence[NarrowMatrix], writer: SafetensorsWriter) -> None:
         self._writer = writer

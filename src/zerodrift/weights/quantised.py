@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -186,7 +187,9 @@ def _scaled(
     return QuantisedTensor(tensor, scale, form, tensor.shape), companions
 
 
-def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> int | tuple[int, int] | str | None:
+def _block_of(
+    shape: tuple[int, ...], scale: StoredTensor
+) -> int | tuple[int, int] | Literal["row", "tensor"] | None:
     """Return the block of a scale by its shape."""
     numel = math.prod(scale.shape)
     if numel == 1:
