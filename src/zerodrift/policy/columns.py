@@ -25,12 +25,13 @@ from zerodrift.policy.decisions import (
     Output,
     Placed,
     Placement,
+    Products,
     Reduction,
     State,
     Update,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
-from zerodrift.policy.rules import RULES, Demands
+from zerodrift.policy.rules import PRODUCTS, RULES, Demands
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
 
 VECTOR = "a vector: too few bytes to save"
@@ -62,10 +63,14 @@ class ParameterTraits:
     """Why the parameter is divided over the expert axis; `""` if it is not."""
     not_linear: str = ""
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
-    exported_wide: tuple[str, bool] = ("", False)
-    """Why a narrow `export` leaves the parameter as it is, and whether a rule may change that."""
+    exported_wide: str = ""
+    """Why a narrow `export` leaves the parameter as it is; `""` without one."""
     columns: int = 0
     """The last dimension, where the checkpoint is quantised."""
+    no_product: str = ""
+    """Why the parameter is not multiplied with an activation; `""` for a matrix."""
+    usual_product: str = ""
+    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
 
 
 def complete(
@@ -83,10 +88,11 @@ def complete(
         compute = fill.compute()
         gather = fill.gather(storage, compute)
         update = fill.update(storage, compute) if traits.trained else None
-        export = fill.export(storage, compute, update)
+        export = fill.export(compute)
+        products = fill.products(compute)
         why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
         placed = Placed(storage, fill.storage_axis)
-        columns = Columns(placed, gather, compute, update, export, output, pinned, why)
+        columns = Columns(placed, gather, compute, update, export, output, pinned, why, products=products)
         context.backend.refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
@@ -200,6 +206,26 @@ class _ColumnFiller:
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
+    def products(self, compute: DType) -> Products | None:
+        """Return the products that the config asks for; None where all operands are in the compute dtype."""
+        asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
+        cells = {part: DType(value) for part, (value, _) in asked.items()}
+        for part, dtype in cells.items():
+            if dtype.format is None and dtype is not compute:
+                must = f"`compute.{part}` must be fp8 or the compute dtype, {compute}"
+                self._refuse(f"compute.{part}", must, dtype, "The other operands are in that dtype.")
+        keys = list(dict.fromkeys(asked[part][1] for part in PRODUCTS if cells[part].format is not None))
+        if not keys:
+            return None
+        by_rule = any(key.startswith("precision.rules") for key in keys)
+        left = self.traits.no_product or ("" if by_rule else self.traits.usual_product)
+        if left:
+            self.why["products"] = f"{left}: `{keys[0]}` is not for it"
+            return None
+        pad, pad_why = self.demands.get("compute.pad", ("false", ""))
+        self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
+        return Products(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
+
     def gather(self, storage: DType, compute: DType) -> DType:
         if storage.format is not None:
             said = self.demands.get("gather", (storage.value, ""))[0]
@@ -295,8 +321,34 @@ class _ColumnFiller:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
+        feedback = self._feedback(wire, accumulate)
+        if feedback:
+            parts |= {"feedback": self.place("reduce.feedback")}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when, order)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order, feedback)  # type: ignore[arg-type]
+
+    def _feedback(self, wire: DType, accumulate: DType) -> bool:
+        """Return whether what the wire has rounded away is added to the next gradient."""
+        asked, key = self.demands.get("reduce.feedback", ("false", ""))
+        if asked == "false" or (wire.format is None and not key.startswith(RULES)):
+            return False
+        must = do = ""
+        if wire.format is None:
+            must, do = (
+                f"must have a narrow wire, which {wire} is not",
+                "Set `reduce.wire` to one, such as int4.",
+            )
+        elif self.context.mode.scaled:
+            must = "must be in a mode without a loss scale, which changes what was lost from step to step"
+            do = "Use mode bf16."
+        elif accumulate is not DType.FP32:
+            must, do = (
+                "must have an fp32 `accumulate`, to which what was lost is added",
+                "Leave `accumulate` out.",
+            )
+        if must:
+            self._refuse("reduce.feedback", f"`reduce.feedback` {must}", do=do)
+        return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
@@ -384,20 +436,7 @@ class _ColumnFiller:
             self._refuse("state", f"`state` must not be {state} here: {verdict.reason}", got)
         return state
 
-    def export(self, storage: DType, compute: DType, update: Update | None) -> DType:
-        value, key = self.demands.get("export", ("", ""))
-        narrow, wide = DType(value).format if value else None, ""
-        if narrow is not None:
-            wide, is_choice = self.traits.exported_wide
-            if not wide or (is_choice and key.startswith(RULES)):
-                has_master = update is not None and update.master is not Master.SAME
-                source = "the fp32 master" if has_master else f"{storage} storage"
-                self.why["export"] = f"{key}: {narrow.describe()}, quantised from {source}"
-                return DType(value)
-            if key.startswith(RULES):
-                must = f"`export` must not be {value} here: no library reads {wide} in it"
-                self._refuse("export", must, do="Use a plain dtype.")
-            self.demands = {column: pair for column, pair in self.demands.items() if column != "export"}
+    def export(self, compute: DType) -> DType:
         checkpoint = self.traits.checkpoint
         default, reason = compute, "no source checkpoint: the compute dtype"
         if checkpoint is not None and checkpoint.format is not None:
@@ -408,6 +447,4 @@ class _ColumnFiller:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
         elif self.context.mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
-        if wide:
-            reason += f"; {key}: {value} is for linear layers, and this is {wide}"
-        return self._demanded("export", default, reason)
+        return self._demanded("export", default, reason + self.traits.exported_wide)

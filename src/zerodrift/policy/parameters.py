@@ -23,7 +23,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
-from zerodrift.policy import rules
+from zerodrift.policy import products, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
 from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
@@ -92,7 +92,7 @@ class ColumnsOf:
         stack = next((glob for glob in stacks if any(map(rules.glob(glob), parameter.names))), "")
         checkpoint = self._checkpoint_dtype(parameter)
         quantised = checkpoint is not None and checkpoint.format is not None
-        exported = DType(demands.get("export", ("fp32", ""))[0])
+        exported_wide = self._decide_narrow_export(parameter, demands)
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
@@ -102,8 +102,9 @@ class ColumnsOf:
             not_hidden(parameter) if self._context.muon else "",
             f"experts: '{stack}'" if stack else "",
             kept,
-            exported_wide(parameter, exported) if exported.format is not None else ("", False),
+            exported_wide,
             parameter.shape[-1] if quantised and parameter.shape else 0,
+            *(products.why_without(parameter, _roles(parameter)) if asks_for_products(demands) else ()),
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -111,7 +112,27 @@ class ColumnsOf:
             columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
+        shape = products.template(parameter.name)
+        if shape not in self._refused and not products.require_fit(parameter, columns, self.problems):
+            self._refused.add(shape)
         return columns
+
+    def _decide_narrow_export(self, parameter: ParameterSpec, demands: rules.Demands) -> str:
+        """Give a demand for a narrow `export` its reason, or take it away and return why."""
+        value, key = demands.get("export", ("fp32", ""))
+        form = DType(value).format
+        if form is None:
+            return ""
+        wide, is_choice = exported_wide(parameter, DType(value))
+        if not wide or (is_choice and key.startswith(rules.RULES)):
+            source = "the master" if parameter.trained else "storage"
+            demands["export"] = value, f"{key}: {form.describe()}, quantised from {source}"
+            return ""
+        if key.startswith(rules.RULES):
+            must = f"`export` must not be {value} here: no library reads {wide} in it"
+            self.problems.add(key, must, got=parameter.name, do="Use a plain dtype.")
+        del demands["export"]
+        return f"; {key}: {value} is for linear layers, and this is {wide}"
 
     def require_one_export(self, columns: Sequence[Columns]) -> None:
         """Refuse a second narrow `export`, and one that suits no parameter."""
@@ -188,6 +209,16 @@ def not_hidden(parameter: ParameterSpec) -> str:
     """Return why a parameter is no hidden matrix by any of its names, or `""` for a hidden matrix."""
     if len(parameter.shape) < 2:
         return "a vector, no matrix" if parameter.shape else "a single number"
+    return _roles(parameter)
+
+
+def asks_for_products(demands: rules.Demands) -> bool:
+    """Return True if a demand is about the products of linear layers."""
+    return any(column.startswith("compute.") for column in demands)
+
+
+def _roles(parameter: ParameterSpec) -> str:
+    """Return the first role of a parameter by any of its names, or `""` for none of the listed roles."""
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
         role = _role(name, owner.klass.rpartition(".")[2])
         if role:

@@ -21,6 +21,7 @@ from zerodrift.policy import (
     DEFAULT_ACCUMULATE,
     GIVEN_UP,
     REFUSED,
+    UNFIT,
     State,
     StateCell,
     SupportCell,
@@ -90,6 +91,8 @@ def support_text(
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
         grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
+        section("compute: fp8", "is refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in UNFIT], (32,), ("bold",), width),
     ]
     return render(parts, color, width)
 
@@ -197,6 +200,10 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
+    lines += ["", "## Products", ""]
+    lines += ["What `precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
+    lines += ["refused with, in every mode and at every stage.", ""]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in UNFIT]
     return "\n".join(lines) + "\n"
 
 
