@@ -21,6 +21,8 @@ from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
 from zerodrift.checkpoint import Checkpoints
+from zerodrift.inspect.drift.tensor_status import follow_tensors
+from zerodrift.inspect.drift.trainer import load_trainer
 from zerodrift.kernels.narrow import NF4
 from zerodrift.weights import ConvertOptions, convert
 
@@ -204,6 +206,20 @@ def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path
     if dtype.startswith("fp8"):
         experts = torch.stack([values for name, values in decoded.items() if ".down_proj" in name])
         assert torch.equal(loaded.model.layers[0].mlp.experts.down_proj, experts)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_drift_holds_a_narrow_export_to_half_a_step(root: Path, dtype: str) -> None:
+    side = load_trainer(written(0), model())
+    statuses, held, _, notes = follow_tensors(side, root / "2-3" / dtype, None)
+    kinds = {status.name: (status.verdict.kind, status.dtype) for status in statuses}
+    word = {"nf4": "nf4", "int8-row": "int8"}.get(dtype, "fp8_e4m3")
+    wide = [name for name, found in kinds.items() if found != ("quantised", f"{word} scaled")]
+    linear = {name for name in kinds if name.endswith(tuple(f"{end}.weight" for end in LINEAR))}
+    stacks = {name for name in kinds if ".experts." in name}
+    assert not notes and kinds.keys() == held.keys() == model().state_dict().keys()
+    assert {*wide} == kinds.keys() - linear - (set() if dtype == "nf4" else stacks)
+    assert {kinds[name][0] for name in wide} <= {"same", "rounded"}
 
 
 def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) -> None:
