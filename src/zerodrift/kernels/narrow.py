@@ -293,6 +293,16 @@ def numbers_of(element: Element, device: torch.device) -> Tensor:
     return numbers.to(device)
 
 
+def half_steps(element: Element) -> Tensor:
+    """Return half the distance of each code's number to its farther neighbour. Shape [codes], fp32."""
+    numbers = numbers_of(element, torch.device("cpu"))
+    known = numbers[numbers.isfinite()].unique()
+    numbers = numbers.nan_to_num(posinf=float(known[-1]), neginf=float(known[0]))
+    gaps = known.diff()
+    farther = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
+    return farther[torch.searchsorted(known, numbers)] / 2
+
+
 def _exponents(scales: Tensor) -> Tensor:
     """Return fp32 powers of two as e8m0: the biased exponent, 255 for a NaN. Zero is 0, whose codes are 0."""
     return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)

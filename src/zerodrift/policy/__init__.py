@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.policy.arguments import AutoValues
-    from zerodrift.policy.arguments import ANY, check_arguments
+    from zerodrift.policy.arguments import ANY, AutoValues, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
         Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
         CARRIED, DeterminismNeed, GIVEN_UP, KEY, REFUSED, SILENT, TIED, When, accumulators, assignment,
         micro_batches_of_rank, need_of, rank_levels, refuse_order, refuse_ranks, remedy,
     )  # fmt: skip
-    from zerodrift.policy.parameters import ColumnsOf
+    from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
