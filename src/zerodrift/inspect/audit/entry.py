@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from zerodrift.comm import started, usable_accelerator
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
@@ -139,8 +140,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
             wires = {}
             for row in rows:
                 if (update := row.columns.update) is not None:
-                    narrowest = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
-                    wires[row.name] = narrowest.torch
+                    both = update.reduce.wire, update.reduce.sum
+                    wires[row.name] = min(both, key=lambda dtype: dtype.nbytes(BLOCK))
             changes[cell] = estimates.wire_rounding(setup, wires)
         elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import NARROW, DType
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import PIN, Batch, Columns, Mode, Output, Policy, ResolvedRule
+from zerodrift.policy import PIN, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
 """A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
@@ -82,12 +82,33 @@ def without_update(policy: Policy) -> Policy:
     return replace(policy, optimizer=None, schedule=None, statistics=False)
 
 
+def has_narrow_formats(policy: Policy) -> bool:
+    """Return whether a policy names a narrow format: where it does, frozen and trained parameters differ in
+    more than their gradients."""
+    named = [value for _, value, _ in policy.demands]
+    named += [value for rule in policy.rules for _, value in rule.sets]
+    return any(_is_narrow_format(value) for value in named)
+
+
+def _is_narrow_format(value: str) -> bool:
+    return any(value == str(dtype) for dtype in NARROW)
+
+
+def autocast_policy(policy: Policy, mode: Mode) -> Policy:
+    """The same policy under autocast; narrow formats stay as they are."""
+    forward = ("storage", "gather", "compute", "master")
+    demands = tuple(
+        demand for demand in policy.demands if demand[0] not in forward or _is_narrow_format(demand[1])
+    )
+    return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
+
+
 def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
     return replace(policy, rules=(*policy.rules, *rules))
 
 
 _WIDENED: dict[Cell, tuple[str, ...]] = {
-    "storage": ("storage", "compute"),
+    "storage": ("storage", "gather", "compute"),
     "reduce": ("reduce.wire", "reduce.sum"),
 }
 """Keys that are widened together for a cell; those of others have the cell's name."""
@@ -141,6 +162,8 @@ def _siblings(plan: Plan, choice: Choice) -> list[str]:
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
     columns, update = row.columns, row.columns.update
     if cell == "storage":  # its rounding shows where it is computed with in fp32
+        if update is not None and columns.gather.format is not None:
+            return {"storage": str(columns.storage.dtype), "gather": str(columns.gather), "compute": _WIDE}
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
         return {"storage": str(narrow), "compute": _WIDE}
     if cell in ("compute", "export"):

@@ -1,0 +1,84 @@
+"""Narrow formats in an audit: what a plan has is what its replays run, and those that are chosen pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.audit.networks import LENGTH, VOCABULARY, Decoder
+from zerodrift.api import make_plan
+from zerodrift.inspect.audit import variants
+from zerodrift.inspect.audit.advice import PinSearch
+from zerodrift.inspect.audit.entry import audit
+from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.signals import drift
+from zerodrift.inspect.audit.variants import Choice
+from zerodrift.plan.table import Plan
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = (torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator) for _ in range(count))
+    return [{"input_ids": ids, "labels": ids} for ids in made]
+
+
+def decoder(frozen: bool = False) -> nn.Module:
+    """A decoder; the blocks' linear layers but one are frozen, as those under adapters are."""
+    torch.manual_seed(0)
+    model = Decoder()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith("blocks") or name.endswith("down.weight"))
+    return model
+
+
+def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan:
+    given = {"mode": "bf16", **precision}
+    config = {"precision": given, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    return make_plan(config, model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "frozen", "stage", "mode"),
+    [
+        ({"gather": "fp8"}, False, 3, "autocast-bf16"),
+        ({"gather": "int8"}, False, 2, "bf16"),
+        ({"frozen": "nf4"}, True, 0, "bf16"),
+    ],
+)
+def test_replays_of_a_narrow_plan_have_its_formats(
+    precision: dict[str, str], frozen: bool, stage: int, mode: str
+) -> None:
+    model = decoder(frozen)
+    plan = planned(model, precision, stage)
+    setup = AuditSetup(Subject.of(model, None), variants.without_update(plan.policy), plan.mesh, batches(1))
+    passes, ran = run_three_passes(setup)
+    ran = replace(ran, policy=setup.policy)
+    again = setup.signals(setup.policy)
+    assert torch.equal(again.values, passes.planned.values)
+    name = "blocks.0.up.weight"
+    row = ran.row(name)
+    assert row is not None
+    cell = Choice(name, "storage", (name,))
+    alone = drift(setup.signals(variants.isolated_policy(ran, [cell])), passes.reference)
+    wide = drift(setup.signals(variants.widened_policy(ran, [cell])), passes.reference)
+    estimate = next(each for each in passes.estimates if each.choice == cell) if row.trained else None
+    assert 0.05 < alone.rms / passes.total.rms < 0.9
+    assert wide.rms > 0.5 * passes.total.rms  # the other matrices keep their format
+    assert estimate is None or 0.4 < estimate.rms / alone.rms < 2.5
+    search = PinSearch(setup, ran, plan.policy, passes.reference, 1.0, "rest", lambda *_: None)
+    other = search.point(type(plan.policy.mode)(mode), [])
+    assert other is not None and other.drift.rms > 0.7 * passes.total.rms
+
+
+def test_a_narrow_wire_is_measured_on_one_rank() -> None:
+    model = decoder()
+    plan = planned(model, {"reduce": {"wire": "int4"}})
+    found = {line.name: line.reduce for line in audit(plan, model, batches(), confirm=0).gradients}
+    assert 0.03 < found["head.weight"] < 0.3 and not found["norm.weight"]
