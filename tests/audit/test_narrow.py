@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from tests.audit.networks import LENGTH, VOCABULARY, Decoder
 from zerodrift.api import make_plan
+from zerodrift.dtypes import SHORT
 from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import PinSearch
 from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.inspect.audit.signals import drift
+from zerodrift.inspect.audit.text import Audit, rules_text
 from zerodrift.inspect.audit.variants import Choice
+from zerodrift.plan.bill import cost
 from zerodrift.plan.table import Plan
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -82,3 +86,62 @@ def test_a_narrow_wire_is_measured_on_one_rank() -> None:
     plan = planned(model, {"reduce": {"wire": "int4"}})
     found = {line.name: line.reduce for line in audit(plan, model, batches(), confirm=0).gradients}
     assert 0.03 < found["head.weight"] < 0.3 and not found["norm.weight"]
+
+
+# --- the search ------------------------------------------------------------------------------------------
+
+CHANNEL, OUTLIER = 3, 40.0
+
+
+def with_outliers() -> nn.Module:
+    """A decoder with frozen layers. One input channel of `up` has large weights and, by the norm before it,
+    small activations: blocks with one scale lose the other channels, and nothing else is harder to round."""
+    model = decoder(frozen=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("up.weight"):
+                parameter[:, CHANNEL] *= OUTLIER
+            elif ".between." in name:
+                parameter[CHANNEL] /= OUTLIER
+    return model
+
+
+def chosen(found: Audit) -> dict[str, str]:
+    """Pattern -> chosen format."""
+    assert found.formats is not None
+    trials = found.formats.trials
+    return {trials[number].pattern: trials[number].format for number in found.formats.taken}
+
+
+OTHERS = {"blocks.*.attention.mixed.weight": "int8", "blocks.*.attention.out.weight": "int8"}
+
+
+@pytest.mark.parametrize(("limit", "more"), [("1.4x", {}), ("2.2x", {"blocks.*.up.weight": "fp8"})])
+def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
+    limit: str, more: dict[str, str]
+) -> None:
+    model = with_outliers()
+    plan = planned(model, {})
+    found = audit(plan, model, batches(), budget=None, confirm=0, narrow=f"bytes:{limit}")
+    advice = found.formats
+    assert advice is not None and chosen(found) == OTHERS | more
+    assert advice.start.drift == found.drift and advice.limit == float(limit[:-1]) * found.drift.rms
+    assert all(advice.trials[number].together is not None for number in advice.taken)
+    assert (
+        advice.chosen.drift.rms
+        <= advice.limit
+        < max(trial.alone.drift.rms for trial in advice.trials if trial.alone is not None)
+    )
+    # The rules, as they are printed, make the plan that was run.
+    text = rules_text(advice.rules)
+    assert text in found.text() and text == found.to_json()["formats"]["config"]
+    pasted = planned(model, yaml.safe_load(text)["precision"])
+    narrow = {row.name: row.columns.storage.dtype for row in pasted.rows if row.columns.storage.dtype.format}
+    assert narrow == {
+        pattern.replace("*", number): SHORT[word]
+        for pattern, word in chosen(found).items()
+        for number in "01"
+    }
+    again = audit(pasted, model, batches(), budget=None, confirm=0)
+    assert again.drift == advice.chosen.drift
+    assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest

@@ -27,7 +27,8 @@ from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
-from zerodrift.inspect.audit.results import ByteKind, CellReplay, GradientLine, UpdateCost
+from zerodrift.inspect.audit.narrow_search import FormatSearch, parse_goal
+from zerodrift.inspect.audit.results import ByteKind, CellReplay, FormatGoal, GradientLine, UpdateCost
 from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
 from zerodrift.inspect.audit.text import Audit
@@ -50,15 +51,18 @@ def audit(
     of: ByteKind = "rest",
     confirm: int = REPLAYED,
     told: Progress | None = None,
+    narrow: str | None = None,
 ) -> Audit:
     """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
 
     `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
     inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
     pins may cost, None for findings alone; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
-    cells of the shortlist are replayed.
+    cells of the shortlist are replayed. `narrow` is `bytes` or `speed`: narrow formats are chosen for it
+    while the drift stays within 1.5 times the plan's, or another limit, as in `bytes:2x` or `bytes:0.01`.
     """
-    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
+    goal = None if narrow is None else parse_goal(narrow)
+    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
 
 
 def audit_subject(
@@ -69,6 +73,7 @@ def audit_subject(
     of: ByteKind,
     confirm: int,
     told: Progress | None,
+    goal: FormatGoal | None,
 ) -> Audit:
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
@@ -106,6 +111,11 @@ def audit_subject(
             search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
             advice = search.recommend(results.planned, candidates(ran, worth))
         narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
+        formats = None
+        if goal is not None:
+            formats = FormatSearch(
+                setup, ran, whole, results.reference, results.total, goal, progress
+            ).recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
@@ -126,6 +136,7 @@ def audit_subject(
         findings=tuple(findings),
         recommendation=advice,
         narrower=tuple(narrower),
+        formats=formats,
         seconds=results.seconds,
     )
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from zerodrift.dtypes import BLOCK, DType
-from zerodrift.formats import Element
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
@@ -244,7 +243,7 @@ def _rounding_once(wire: DType) -> float:
     form = wire.format
     if form is None:
         return torch.finfo(wire.torch).eps / 2
-    if form.element in (Element.INT8, Element.INT4):  # half a step, in every element beside the largest
+    if form.element.value.startswith("int"):  # half a step, in every element beside the largest
         return math.sqrt(form.run) / (2 * form.element.largest)
     return 2.0**-wire.mantissa  # twice half an epsilon: microscaling formats saturate
 
