@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import PinSearch
 from zerodrift.inspect.audit.entry import audit
 from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
+from zerodrift.inspect.audit.page import audit_page
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.inspect.audit.signals import drift
 from zerodrift.inspect.audit.text import Audit, rules_text
@@ -134,7 +136,10 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     )
     # The rules, as they are printed, make the plan that was run.
     text = rules_text(advice.rules)
-    assert text in found.text() and text == found.to_json()["formats"]["config"]
+    printed, page = found.text(), audit_page(found)
+    assert text in printed and text == found.to_json()["formats"]["config"]
+    assert max(map(len, printed.splitlines())) <= 80 and f"rms {advice.chosen.drift.rms:.2g} and" in printed
+    assert "Narrow formats" in page and all(html.escape(pattern) in page for pattern in chosen(found))
     pasted = planned(model, yaml.safe_load(text)["precision"])
     narrow = {row.name: row.columns.storage.dtype for row in pasted.rows if row.columns.storage.dtype.format}
     assert narrow == {
@@ -145,3 +150,41 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     again = audit(pasted, model, batches(), budget=None, confirm=0)
     assert again.drift == advice.chosen.drift
     assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest
+
+
+@pytest.mark.parametrize(
+    ("precision", "goal", "reasons"),
+    [
+        (
+            {"rules": [{"match": "blocks.*.up.*", "pin": "fp32"}], "frozen": "nf4"},
+            "bytes",
+            {
+                "blocks.*.up.weight storage": "being decided by precision.rules[0]: 'blocks.*.up.*'",
+                "blocks.*.attention.out.weight storage": "because it is nf4-64 already",
+                "blocks.*.down.weight gather": "because nothing travels on one rank",
+            },
+        ),
+        ({}, "speed:5x", {"words.weight compute": "refused by the plan ("}),
+    ],
+)
+def test_what_is_not_run_has_its_reason(
+    precision: dict[str, Any], goal: str, reasons: dict[str, str]
+) -> None:
+    model = decoder(frozen=True)
+    found = audit(planned(model, precision), model, batches(1), budget=None, confirm=0, narrow=goal)
+    assert found.formats is not None
+    for trial in found.formats.trials:
+        assert (trial.alone is None) == bool(trial.left_out)
+        assert trial.left_out.startswith(reasons.get(f"{trial.pattern} {trial.column}", ""))
+    told = " ".join(found.text().split())
+    assert all(f"Not run, {reason}" in told for reason in reasons.values())
+
+
+def test_a_plan_without_drift_needs_a_limit_of_its_own() -> None:
+    model = decoder(frozen=True)
+    plan = planned(model, {"mode": "fp32"})
+    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes")
+    assert not chosen(found) and "`--narrow bytes:0.01`" in " ".join(found.text().split())
+    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes:0.01")
+    assert found.formats is not None and found.formats.limit == 0.01
+    assert set(chosen(found).values()) == {"nf4", "int8"} and found.formats.chosen.drift.rms <= 0.01

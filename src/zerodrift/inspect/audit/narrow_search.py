@@ -127,10 +127,9 @@ class FormatSearch:
         if self.goal.of == "speed":
             return ""
         if column == "gather" and after.wire >= before.wire:
-            ranks = self.setup.mesh.world
-            if ranks == 1:
-                return "because nothing travels on one rank, as it does under torchrun"
-            return f"because no gather travels at stage {self.whole.sharding.stage}"
+            alone = self.setup.mesh.world == 1
+            where = "nothing travels on one rank, as it does under torchrun"
+            return f"because {where if alone else 'it saves no bytes on the wire'}"
         return (
             "" if after.sum < before.sum else "because it takes more bytes at rest than it saves on the wire"
         )
