@@ -43,7 +43,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "wire fp8": {"reduce": {"wire": "fp8"}},
     "wire int8": {"reduce": {"wire": "int8"}},
     "wire int4": {"reduce": {"wire": "int4"}},
-    "gather fp8, wire int8": {"gather": "fp8", "reduce": {"wire": "int8"}},
+    "compute fp8": {"compute": "fp8"},
+    "all three": {"gather": "fp8", "reduce": {"wire": "int8"}, "compute": "fp8"},
 }
 BASE = "bf16"
 LAST = 50
@@ -180,7 +181,7 @@ def timed(
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument("--only", default=",".join(n for n in RECIPES if "," not in n), help="recipes")
+    parser.add_argument("--only", default=",".join(RECIPES), help="recipes")
     parser.add_argument("--models", default="dense,MoE")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    names = [*options.only.split(","), "gather fp8, wire int8"]
+    names = options.only.split(",")
     size = f"width {options.width}, {options.layers} layers, {options.batch} x {options.length} bytes a rank"
     result = Result.begin(f"narrow columns: {size}, 2 ranks x 1 thread, stage {options.stage}", options)
     columns = {"recipe": "<22", "final": ".4f", "held out": ".4f", "nats": ".2e"}

@@ -158,13 +158,13 @@ _FORMATS |= {
     dtype: _Format(0, 8, _MANTISSA[form.element.value], "uint8", "U8") for dtype, form in NARROW.items()
 }
 
-SHORT: Mapping[str, DType] = {
-    "fp8": DType.FP8_128,
-    "int8": DType.INT8_256,
-    "int4": DType.INT4_128,
-    "nf4": DType.NF4_64,
+SHORT: Mapping[str, tuple[DType, ...]] = {
+    "fp8": (DType.FP8_128, DType.FP8_ROW),
+    "int8": (DType.INT8_256,),
+    "int4": (DType.INT4_128,),
+    "nf4": (DType.NF4_64,),
 }
-"""Words of a config for the usual format of an element, where a column admits it."""
+"""Words of a config for the usual format of an element: the first that a column admits."""
 
 _SPELLINGS: dict[str, DType] = {
     **{dtype.value: dtype for dtype in DType},
@@ -187,6 +187,7 @@ ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "frozen": _RESTING,
     "gather": (*_TRAINING, *_FLAT),
     "compute": _TRAINING,
+    "compute.product": (*_TRAINING, DType.FP8_ROW),
     "grad": _TRAINING,
     "accumulate": _TRAINING,
     "reduce.wire": (*_TRAINING, *_FLAT, DType.E5M2_128, DType.INT4_128),
@@ -205,10 +206,9 @@ not depend on the stage."""
 
 def spellings(dtypes: Sequence[DType]) -> list[str]:
     """Return every accepted spelling of the dtypes, short names first."""
-    return sorted(
-        (text for text, dtype in (*_SPELLINGS.items(), *SHORT.items()) if dtype in dtypes),
-        key=lambda text: (text not in DType._value2member_map_, text),
-    )
+    words = [text for text, dtype in _SPELLINGS.items() if dtype in dtypes]
+    words += [text for text, formats in SHORT.items() if any(dtype in dtypes for dtype in formats)]
+    return sorted(words, key=lambda text: (text not in DType._value2member_map_, text))
 
 
 def parse(text: str) -> DType:
@@ -221,13 +221,13 @@ def parse(text: str) -> DType:
 
 def word(dtype: DType) -> str:
     """Return the shortest word for a dtype in a config."""
-    return next((short for short, of in SHORT.items() if of is dtype), dtype.value)
+    return next((short for short, formats in SHORT.items() if dtype in formats), dtype.value)
 
 
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
     """Parse one of these dtypes, where `fp8` and the like are the usual format of that element."""
-    short = SHORT.get(text.strip().lower())
-    return short if short is not None and short in dtypes else parse(text)
+    usual = (dtype for dtype in SHORT.get(text.strip().lower(), ()) if dtype in dtypes)
+    return next(usual, None) or parse(text)
 
 
 def from_safetensors(text: str) -> DType | None:
@@ -241,9 +241,15 @@ def from_torch(dtype: torch.dtype) -> DType | None:
 
 
 def widest(dtypes: tuple[DType, ...]) -> DType:
-    """Return the narrowest of the dtypes that holds all of them. bf16 and fp16 give fp32."""
-    for candidate in sorted(set(dtypes), key=lambda d: (d.nbytes(BLOCK), d.value)):
-        if all(candidate.holds(other) for other in dtypes):
+    """Return the narrowest of these dtypes that holds all of them. bf16 and fp16 give fp32.
+
+    A plain dtype counts as wider than any narrow format.
+    """
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    plain = tuple(dtype for dtype in dtypes if dtype.format is None)
+    for candidate in sorted(set(plain), key=lambda d: (d.size, d.value)):
+        if all(candidate.holds(other) for other in plain):
             return candidate
     return DType.FP32
 

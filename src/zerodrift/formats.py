@@ -1,6 +1,6 @@
 """Narrow formats as data: an element of 4 or 8 bits, the block that shares a scale, the rule of the scale.
 
-`kernels/narrow.py` computes with them; docs/formats.md defines each by a formula and examples. Nothing here
+`kernels/narrow.py` computes with them; docs/precision.md defines each by a formula and examples. Nothing here
 imports torch.
 
 Invariant: blocks begin where a parameter begins, or with each of its rows. So no slicing, stage or number of
@@ -57,12 +57,15 @@ one of the OCP's microscaling formats, `2^(floor(log2 amax) - floor(log2 largest
 below `amax / largest`."""
 
 
+Block = int | tuple[int, int] | Literal["row", "tensor"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
     """A definition of how values rest or travel in few bits."""
 
     element: Element
-    block: int | tuple[int, int] | Literal["row", "tensor"]
+    block: Block
     """Consecutive elements of the flattened parameter; or (rows, columns) of the last two dimensions, cut at
     the edges; or a row of the last dimension; or all of it."""
     scale: Literal["fp32", "e8m0"] = "fp32"

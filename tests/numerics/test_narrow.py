@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from tests.numerics.networks import GPT
-from tests.numerics.runs import config, make, masters, train
+from tests.numerics import test_experts, test_pipelines
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, finish, make, masters, require_alike, same, train
 from tests.numerics.test_stages import train_alike
-from tests.ranks.harness import on_ranks
-from zerodrift.comm import Collectives, Sum
+from tests.ranks.harness import on_ranks, run_ranks
+from zerodrift import ZerodriftError, cost, describe, make_plan
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.comm import Collectives, Sum, start_narrow_sum
 from zerodrift.dtypes import DType, parse_among
+from zerodrift.engine.step.trained_segment import trained_of
 from zerodrift.errors import ModelError
 from zerodrift.kernels import narrow
 from zerodrift.plan import collectives
@@ -84,12 +92,141 @@ def test_every_part_is_encoded_once_and_added_in_fp32(wire: str) -> None:
     parts = [torch.randn(world * numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     out = torch.full((numel,), 0.5)
     packed = narrow.encode_runs(dtype, parts[rank], world)
-    comm.start_narrow_reduce_scatter(out, packed, dtype, "shard", Sum(torch.float32, add=True)).wait()
+    how = Sum(torch.float32, add=True)
+    start_narrow_sum(comm, out, packed, dtype, "shard", how, "a test").wait()
     total = torch.zeros(numel)
     for number, part in enumerate(parts):
         arrived = narrow.round_trip(dtype, part[rank * numel : (rank + 1) * numel])
         total = arrived if number == 0 else total + arrived
     assert torch.equal(out, 0.5 + total)
+
+
+FED = {"reduce": {"feedback": True}}
+LOSSY = {"reduce": {"wire": "int4", "feedback": True}}
+FEEDBACK = {"precision": LOSSY}
+
+
+@on_ranks(2)
+def test_what_the_wire_rounds_away_is_added_to_the_next_gradient() -> None:
+    """Beside a loop that keeps what encoding has lost of each rank's gradients by itself."""
+    wire, lost = DType.INT4_128, {}
+    plain, kept = (make(config(2, "fp32", **rest), GPT(layers=1)) for rest in ({}, FEEDBACK))
+    rank, world = plain.mesh.rank("shard"), plain.mesh.size("shard")
+    for step in range(3):
+        with torch.no_grad():
+            alone = GPT(layers=1)
+            for name, master in masters(kept).items():
+                alone.get_parameter(name).copy_(master)
+        alone(batch(step, rank)).backward()
+        kept.backward(kept(batch(step, rank)))
+        for segment in kept.executor.segments:
+            row = kept.plan.rows[segment.spec.rows[0]]
+            if row.columns.update.reduce.wire is not wire:
+                continue
+            flat = torch.zeros(segment.spec.padded)
+            for row in segment.rows:
+                grad = alone.get_parameter(row.name).grad
+                flat[row.offset : row.offset + row.numel] = grad.reshape(-1)
+            flat += lost.get(segment.number, 0.0)
+            sent = narrow.round_trip(wire, flat)
+            lost[segment.number] = flat - sent
+            assert torch.equal(segment.wire.feedback, lost[segment.number])
+            parts = kept.comm.all_gather_object(sent, "shard")
+            total = parts[0] + parts[1]
+            count = len(total) // world
+            assert torch.equal(segment.reduced, total[rank * count : (rank + 1) * count])
+        kept.step()
+    assert lost and cost(kept.plan).rest.feedback == 4 * sum(flat.numel() for flat in lost.values())
+
+
+def saved_with_feedback(folder: str, stage: int, load: bool) -> Any:
+    engine = make(config(stage, "fp32", **FEEDBACK), GPT(layers=1))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    if load:
+        checkpoints.load()
+    else:
+        train(engine, 2)
+        checkpoints.save()
+    narrow_ones = [segment for segment in trained_of(engine.executor.segments) if segment.wire is not None]
+    held = {segment.number: segment.wire.feedback.clone() for segment in narrow_ones}
+    rank = engine.mesh.rank("data")
+    for step in range(2, 4):
+        engine.backward(engine(batch(step, rank)))
+        engine.step()
+    return held, finish(engine)
+
+
+def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = run_ranks(saved_with_feedback, 2, str(tmp_path), 2, False)
+    for stage in (0, 3):
+        again = run_ranks(saved_with_feedback, 2, str(tmp_path), stage, True)
+        for (_, here), (_, there) in zip(first, again, strict=True):
+            require_alike(here, there)
+    four = run_ranks(saved_with_feedback, 4, str(tmp_path), 2, True)
+    for number, values in four[0][0].items():
+        total = first[0][0][number] + first[1][0][number]
+        assert torch.equal(values[: len(total)], total[: len(values)])
+    assert all(not values.any() for held, _ in four[1:] for values in held.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "rest", "told"),
+    [
+        (2, {"mode": "fp16", **LOSSY}, {}, "loss scale"),
+        (2, {**LOSSY, "accumulate": "bf16"}, {}, "have an fp32 `accumulate`"),
+        (2, LOSSY, {"sharding": {"replicate": 2}}, "replicas"),
+        (2, {"reduce": {"wire": "int8", "order": "tree"}}, {}, "order"),
+        (2, {"reduce": {"wire": "int8", "sum": "bf16"}}, {}, "`reduce.sum` must be fp32"),
+        (
+            2,
+            {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]},
+            {},
+            "must have a narrow wire",
+        ),
+        (3, {"gather": "fp8", "storage": "bf16"}, {}, "`storage` must be fp32"),
+        (2, {"gather": "fp8", "master": "split"}, {}, "`master` must be fp32"),
+        (2, {"gather": "int4"}, {}, "must be fp32, bf16, fp16, fp8"),
+        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "`gather` must not be narrow on backend fsdp2"),
+        (2, {"reduce": "int8"}, {"backend": "fsdp2"}, "`reduce.wire` must not be narrow on backend fsdp2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    stage: int, precision: dict[str, Any], rest: dict[str, Any], told: str
+) -> None:
+    written = {**config(stage, "bf16", precision=precision), **rest}
+    with pytest.raises(ZerodriftError, match=re.escape(told)):
+        make_plan(written, describe(GPT()), world_size=4)
+
+
+def in_pipelines(alone: bool) -> list[Any]:
+    """A tied and an untied one; what is tied is held by both ends."""
+    if alone:
+        return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
+    ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))
+    return [test_pipelines.trained(*way, gather="int8") for way in ways]
+
+
+@pytest.mark.long
+def test_pipelines_have_the_bits_of_one_process() -> None:
+    (alone,) = run_ranks(in_pipelines, 1, True)
+    for one, three, *tied in run_ranks(in_pipelines, 2, False, timeout=150.0):
+        require_alike(alone[0], one)
+        require_alike(alone[1], three)
+        require_alike(*tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep2 x 2", "ep2, 2 replicas"])
+@on_ranks(4, timeout=150)
+def test_experts_over_ranks_are_the_same_bits_at_every_stage(mesh: str) -> None:
+    rules = [{"match": "*.bias", "gather": "fp32"}]  # whose blocks several ranks would share
+    precision = {"gather": "mxfp8", "reduce": {"wire": "fp8", "when": "every"}, "rules": rules}
+    found = []
+    for stage in (0, 1, 3):
+        engine = test_experts.engine_of(test_experts.config(stage, mesh, precision=precision))
+        found.append(train(engine, 2, test_experts.MICRO, data=test_experts.batch))
+        engine.destroy()
+    assert same(found) == []
 
 
 def _comm() -> Collectives:

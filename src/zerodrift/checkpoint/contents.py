@@ -19,7 +19,14 @@ from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import CurrentRun
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
-from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
+from zerodrift.checkpoint.tensors import (
+    CheckpointReader,
+    Destination,
+    Item,
+    feedback_key,
+    moment_key,
+    weight_key,
+)
 from zerodrift.dtypes import DType
 from zerodrift.engine import MOMENTS, Digest, Shards, Span
 from zerodrift.errors import CheckpointError
@@ -62,6 +69,12 @@ def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
                 yield Item(weight_key(part.name), part.numel, part.start, part.values)
     for key, part in shards.moments():
         yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
+    rank = engine.mesh.rank("data")
+    for piece in shards.pieces():
+        if piece.feedback is not None:
+            for row in piece.rows:
+                values = piece.feedback[row.offset : row.offset + row.numel]
+                yield Item(feedback_key(rank, row.name), row.numel, 0, values)
 
 
 def _records(packed: PackedRun, span: Span) -> Item:
@@ -118,6 +131,8 @@ def head(
         digests=((FORM, _form(engine)), *digest.by_kind().items()),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
+    if any(piece.feedback is not None for piece in Shards(engine).pieces()):
+        shared["feedback"] = engine.mesh.size("data")
     elsewhere: dict[str, tuple[str, ...]] = {}
     for stage in stages:
         elsewhere |= stage.moments
@@ -218,6 +233,29 @@ def fill(
             del values
 
 
+def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
+    """Fill what narrow wires have rounded away, saved by so many data ranks; 0 if it was not saved.
+
+    Every rank gets its own. On another number of ranks the first one gets the sum of all: it is added to the
+    same sum of gradients.
+    """
+    rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
+    saved = [rank] if ranks == world else range(0 if rank else ranks)
+    for piece in Shards(engine).pieces():
+        piece.set_feedback(None)
+        update = piece.rows[0].columns.update
+        if update is None or not update.reduce.feedback or not ranks:
+            continue
+        size = max(row.offset + row.numel for row in piece.rows)
+        whole = torch.zeros(size, device=engine.mesh.device)
+        for number in saved:
+            for row in piece.rows:
+                values = torch.empty(row.numel)
+                reader.read([Destination(feedback_key(number, row.name), 0, values)])
+                whole[row.offset : row.offset + row.numel] += values.to(whole.device)
+        piece.set_feedback(whole)
+
+
 def _fill_packed(packed: PackedRun, reader: CheckpointReader, span: Span, entry: SavedParameter) -> None:
     """Fill blocks with the bits that were saved, or encode values that were saved in another form."""
     for first in range(0, span.numel, WINDOW):
@@ -250,7 +288,8 @@ def _form(engine: Engine) -> str:
     for row in engine.plan.rows:
         update = row.columns.update
         kept = "" if update is None else f"{update.master} {update.state}"
-        text.append(f"{row.name} {row.columns.storage.dtype} {kept}")
+        travels = f" {row.columns.gather}" if row.columns.rounds_on_the_way else ""
+        text.append(f"{row.name} {row.columns.storage.dtype} {kept}{travels}")
     return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
 
 

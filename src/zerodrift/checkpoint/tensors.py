@@ -53,6 +53,7 @@ OTHER = "Load another checkpoint."
 
 weight_key = "weights.{}".format
 moment_key = "moments.{}.{}".format
+feedback_key = "feedback.{}.{}".format
 
 
 # --- writing ----------------------------------------------------------------------------------------------

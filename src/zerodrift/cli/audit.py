@@ -42,7 +42,7 @@ def audit(
 
     \b
     Examples:
-      zerodrift audit job.yaml
+      zerodrift audit examples/jobs/lab.yaml
       zerodrift audit config.yaml --model path/to/model --data ids.npy \\
         --html audit.html
       zerodrift audit config.yaml --model package.module:function \\

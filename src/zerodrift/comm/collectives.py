@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm.fold import Sum, fold, fold_narrow
+from zerodrift.comm.fold import Sum, fold
 from zerodrift.comm.mesh import Axis, AxisName, Mesh
 from zerodrift.comm.native import CommunicationStream, NativeCalls
 from zerodrift.comm.pairs import Pairs
@@ -124,15 +124,13 @@ class Collectives:
         shard: torch.Tensor,
         axis: AxisName,
         of: str = "",
-        holds: tuple[DType, int] | None = None,
+        note: Recorded | None = None,
     ) -> Handle:
         """Start an all-gather. `shard` may be its own place in `out`; slices travel in the dtype of `out`.
-
-        `holds` is recorded where `out` holds packed runs of a narrow format: that, and all their elements.
-        """
+        `note` is recorded instead, of bytes that hold something else."""
         line = self.mesh.axis(axis)
         _check_slices(out, shard, line)
-        self._note("all_gather", out, axis, None, holds)
+        self._note("all_gather", out, axis, None, note)
         if line.group is None or not out.numel():
             _copy(line.slice(out, line.rank), shard)
             return Handle()
@@ -202,57 +200,6 @@ class Collectives:
         if how.order == "native" and self._calls != "native":
             how = replace(how, order="rank")
         return Handle(self._native.sum(turn, line, out, full, how))
-
-    def start_narrow_reduce_scatter(
-        self, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str = ""
-    ) -> Handle:
-        """Start a reduce-scatter of values that travel in a narrow format, as a packed run for each rank.
-
-        Every part is decoded to fp32 where it arrives, and added in the order of ranks.
-        """
-        line = self.mesh.axis(axis)
-        self._note("reduce_scatter", packed, axis, how.dtype, (wire, out.numel() * line.size))
-        parts = packed.view(line.size, -1)
-        if line.group is None or not packed.numel():
-            fold_narrow(out, parts, wire, how)
-            return Handle()
-        turn, arrived = self._turn("reduce_scatter", line, of), torch.empty_like(parts)
-        if self._reductions is not None:
-            with self._reductions.current():
-                self._exchange(turn, line, arrived, parts)()
-                fold_narrow(out, arrived, wire, how)
-            return Handle(self._reductions.wait_for_work(out, packed, arrived))
-        finish = self._exchange(turn, line, arrived, parts)
-
-        def end() -> None:
-            finish()
-            fold_narrow(out, arrived, wire, how)
-
-        return self._handle(turn, end)
-
-    def _exchange(
-        self, turn: StartedCollective, line: Axis, arrived: torch.Tensor, parts: torch.Tensor
-    ) -> Callable[[], None]:
-        """Send row r of `parts` to rank r; the row that comes from it becomes row r of `arrived`."""
-        ones = [1] * line.size
-        if self._calls == "native":
-            return self._native.swap(turn, line, arrived, parts, ones, ones)
-        with self._at(turn):
-            return self._pairs.swap(turn, line, arrived.split(1), parts.split(1))
-
-    def narrow_all_reduce(
-        self, out: torch.Tensor, packed: torch.Tensor, wire: DType, axis: AxisName, how: Sum, of: str = ""
-    ) -> None:
-        """Write the sum of every rank's packed values, decoded to fp32, into every rank's `out`."""
-        line = self.mesh.axis(axis)
-        self._note("all_reduce", packed, axis, how.dtype, (wire, out.numel()))
-        parts = packed.new_empty(line.size, packed.numel())
-        logs, self._logs = self._logs, []
-        try:
-            self.all_gather(parts.view(-1), packed, axis, of)
-        finally:
-            self._logs = logs
-        fold_narrow(out, parts, wire, how)
 
     def all_reduce(
         self, out: torch.Tensor, values: torch.Tensor, axis: AxisName, how: Sum, of: str = ""
@@ -326,17 +273,24 @@ class Collectives:
         return arrived
 
     def start_all_to_all(
-        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
+        self,
+        rows: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        axis: AxisName,
+        of: str = "",
+        note: Recorded | None = None,
     ) -> tuple[torch.Tensor, Handle]:
-        """Start an all-to-all. The rows have arrived when the handle has been waited for."""
+        """Start an all-to-all. The rows have arrived when the handle has been waited for. `note` is recorded
+        instead, of rows that are parts of something else."""
         line = self.mesh.axis(axis)
         if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] != sum(send):
             raise AssertionError(f"rows {tuple(rows.shape)} for {list(send)}")
-        self._note("all_to_all", rows, axis, None)
+        self._note("all_to_all", rows, axis, None, note)
         if line.group is None:
             return rows.clone(), Handle()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
-        turn = self._turn("all_to_all", line, "")
+        turn = self._turn("all_to_all", line, of)
         if self._calls == "native":
             return arrived, Handle(self._native.swap(turn, line, arrived, rows, receive, send))
         outgoing, incoming = rows.split(list(send)), arrived.split(list(receive))
@@ -452,15 +406,14 @@ class Collectives:
         tensor: torch.Tensor,
         axis: AxisName,
         sum_dtype: torch.dtype | None,
-        holds: tuple[DType, int] | None = None,
+        note: Recorded | None = None,
     ) -> None:
         if not self._logs:
             return
-        total = None if sum_dtype is None else from_torch(sum_dtype)
-        dtype, numel = holds or (from_torch(tensor.dtype), tensor.numel())
+        dtype, total = from_torch(tensor.dtype), None if sum_dtype is None else from_torch(sum_dtype)
         if dtype is None:
             raise AssertionError(f"{tensor.dtype} has no name in `dtypes`")
-        entry = Recorded(op, dtype, numel, axis, total)
+        entry = note or Recorded(op, dtype, tensor.numel(), axis, total)
         for log in self._logs:
             log.append(entry)
 

@@ -30,8 +30,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from zerodrift.dtypes import DType
-from zerodrift.kernels import device, narrow, native
+from zerodrift.kernels import device, native
 
 FEW = 2
 """Most parts that torch adds in one call."""
@@ -116,24 +115,6 @@ def fold(
         out.add_(total)
     else:
         out.copy_(total)
-
-
-@torch.no_grad()
-def fold_narrow(out: torch.Tensor, parts: torch.Tensor, wire: DType, how: Sum) -> None:
-    """Write the sum of packed parts to `out`, each decoded to fp32, in the order of ranks.
-
-    Shape of the parts: [ranks, bytes], uint8.
-    """
-    if how.dtype is not torch.float32 or how.order != "rank":
-        raise AssertionError(f"parts in {wire} are added in fp32 and in the order of ranks, not as {how}")
-    total = out if out.dtype is torch.float32 and not how.add else torch.empty_like(out, dtype=torch.float32)
-    spare = torch.empty_like(total)
-    for number, part in enumerate(parts):
-        narrow.decode(wire, part, spare if number else total)
-        if number:
-            total.add_(spare)
-    if total is not out:
-        _ = out.add_(total) if how.add else out.copy_(total)
 
 
 def _add_up(total: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, *, tree: bool) -> bool:

@@ -34,7 +34,7 @@ from zerodrift.engine.habits.storage_writes import (
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.step import compute
+from zerodrift.engine.step import compute, products
 from zerodrift.engine.step.accumulation import GradientBuffers
 from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
 from zerodrift.engine.step.norm import (
@@ -102,6 +102,7 @@ class NativeExecutor:
         ]
         if policy.mode is not Mode.FP32:
             pin(self.segments)
+        products.attach(self.segments)
         self._trained = trained_of(self.segments)
         self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
@@ -286,6 +287,7 @@ class NativeExecutor:
             unit.detach()
         self.guard.leave()
         unpin(self.segments)
+        products.detach(self.segments)
         self.gradients.callbacks = None
 
 

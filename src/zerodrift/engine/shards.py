@@ -104,6 +104,13 @@ class SegmentShard(Protocol):
 
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        """Return what a narrow wire has rounded away of this rank's gradient of all rows, or None."""
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        """Replace it, up to the end of the last row."""
+
 
 class FlatShard:
     """A `SegmentShard` of a native segment."""
@@ -112,6 +119,7 @@ class FlatShard:
         self.segment = segment
         self.rows = tuple(segment.rows)
         self._updater = updater if isinstance(segment, TrainedSegment) else None
+        self._wire = segment.wire if isinstance(segment, TrainedSegment) else None
         self.updated = self._updater is not None
         self._storage = segment.owned
         self.packed = segment.packed
@@ -127,18 +135,31 @@ class FlatShard:
         filled = share_of(segment, segment.rank)
         self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
 
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        return None if self._wire is None else self._wire.feedback
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        if self._wire is None:
+            return
+        self._wire.feedback = None
+        if values is not None:
+            whole = values.new_zeros(self.segment.spec.padded)
+            whole[: values.numel()] = values
+            self._wire.feedback = whole
+
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
 
     def weights(self) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.values()
         if self._updater is None:
-            return self.stored()
+            return self._storage.detach()
         take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.values()
         if self.segment.narrow is not None:
             return self.segment.as_shown(self.weights())
         return self._storage.detach()

@@ -18,15 +18,19 @@ Invariant: the fast forms leave the bits of `reference_encode` and `reference_de
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerodrift.dtypes import DType
 from zerodrift.formats import Element, Format
+from zerodrift.kernels import device, native
 
 LEAST, MOST = 2.0**-96, 2.0**126
 
@@ -50,23 +54,39 @@ def form_of(dtype: DType) -> Format:
     return dtype.format
 
 
+@torch.no_grad()
 def encode(dtype: DType, values: Tensor, packed: Tensor) -> None:
     """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8."""
-    form = form_of(dtype)
-    codes, scales = reference_encode(form, values.view(-1, _flat_block(form)))
-    cut = values.numel() * form.element.bits // 8
-    packed[:cut] = pack(form.element, codes.view(-1))
-    packed[cut:] = scales.view(torch.uint8)
+    run = _Run(dtype, values, packed)
+    if run.has_fast_form:
+        run.execute(_Way.ENCODE)
+    else:
+        codes, scales = reference_encode(run.form, values.reshape(-1, run.block))
+        run.codes.copy_(pack(run.form.element, codes.view(-1)))
+        run.scales.copy_(scales)
 
 
-def decode(dtype: DType, packed: Tensor, out: Tensor) -> None:
-    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks]."""
-    form = form_of(dtype)
-    cut = out.numel() * form.element.bits // 8
-    codes = unpack(form.element, packed[:cut]).view(-1, _flat_block(form))
-    scales = packed[cut:]
-    scales = scales.view(torch.float32) if form.scale == "fp32" else scales
-    out.copy_(reference_decode(form, codes, scales).view(-1))
+@torch.no_grad()
+def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None:
+    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks].
+
+    With `add`, the decoded values, in the dtype of `out`, are added to what is there.
+    """
+    if add and out.dtype is not torch.float32:
+        decoded = torch.empty_like(out)
+        decode(dtype, packed, decoded)
+        out += decoded
+        return
+    run = _Run(dtype, out, packed)
+    if run.has_fast_form:
+        run.execute(_Way.DECODE_AND_ADD if add else _Way.DECODE)
+        return
+    codes = unpack(run.form.element, run.codes).view(-1, run.block)
+    decoded = reference_decode(run.form, codes, run.scales).view(-1)
+    if add:
+        out += decoded
+    else:
+        out.copy_(decoded)
 
 
 def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
@@ -98,6 +118,72 @@ def _flat_block(form: Format) -> int:
     return form.block
 
 
+# --- the fast forms ---------------------------------------------------------------------------------------
+
+
+class _Way(enum.IntEnum):
+    """The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number it."""
+
+    ENCODE = 0
+    DECODE = 1
+    DECODE_AND_ADD = 2
+
+
+_ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
+_RULES = ("exact", "floor", "ceil")
+_COMPILED_BLOCKS = (32, 64, 128, 256)
+
+
+class _Run:
+    """Flat values of whole blocks beside their packed bytes."""
+
+    def __init__(self, dtype: DType, values: Tensor, packed: Tensor) -> None:
+        self.form = form_of(dtype)
+        self.block = _flat_block(self.form)
+        numel = values.numel()
+        if numel % self.block or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+            raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
+        self.values = values
+        self.codes, scales = packed.tensor_split([numel * self.form.element.bits // 8])
+        self.scales = scales.view(torch.float32) if self.form.scale == "fp32" else scales
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Whether compiled code or a program takes these tensors."""
+        tensors = (self.values, self.codes)
+        if self.values.dtype not in native.TYPES or not all(tensor.is_contiguous() for tensor in tensors):
+            return False
+        if self.values.device.type == "cpu":
+            return self.block in _COMPILED_BLOCKS and native.library() is not None
+        return self.values.numel() > 0 and device.works(self.values.device)
+
+    def execute(self, way: _Way) -> None:
+        """Run the fast form."""
+        words, values, threads = choices(self.form), self.values, torch.get_num_threads()
+        built = native.library() if values.device.type == "cpu" else None
+        if built is None:
+            numbers = numbers_of(self.form.element, values.device)
+            device.narrow(self.codes, self.scales, values, numbers, way=int(way), **words)
+            return
+        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "exponents")))
+        values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
+        kind = native.TYPES[values.dtype]
+        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, threads)
+
+
+def choices(form: Format) -> dict[str, Any]:
+    """Return a flat format as the compiled code and the program number it."""
+    return {
+        "element": _ELEMENTS.index(form.element),
+        "bits": form.element.bits,
+        "largest": form.element.largest,
+        "exponent": math.floor(math.log2(form.element.largest)),
+        "block": form.block,
+        "rule": _RULES.index(form.rule),
+        "exponents": int(form.scale == "e8m0"),
+    }
+
+
 # --- the definition ---------------------------------------------------------------------------------------
 
 
@@ -117,8 +203,8 @@ def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
     """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
-    values = _numbers(form.element, codes.device)[codes.int()]
-    return values * (scales if scales.dtype is torch.float32 else _powers(scales))[:, None]
+    values = numbers_of(form.element, codes.device)[codes.int()]
+    return values * (scales if scales.dtype is torch.float32 else powers_of(scales))[:, None]
 
 
 def scales_of(form: Format, amax: Tensor) -> Tensor:
@@ -156,7 +242,7 @@ def codes_of(element: Element, quotients: Tensor) -> Tensor:
 
 
 @functools.cache
-def _numbers(element: Element, device: torch.device) -> Tensor:
+def numbers_of(element: Element, device: torch.device) -> Tensor:
     """Return the number of every code, fp32."""
     codes = torch.arange(2**element.bits, dtype=torch.uint8)
     if element is Element.E4M3:
@@ -178,7 +264,7 @@ def _exponents(scales: Tensor) -> Tensor:
     return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
-def _powers(exponents: Tensor) -> Tensor:
+def powers_of(exponents: Tensor) -> Tensor:
     """Return e8m0 as fp32: 255 is NaN, and 0 the least power of two, 2^-127."""
     powers = torch.where(exponents == 0, 0x400000, exponents.int() << 23).view(torch.float32)
     return torch.where(exponents == 255, torch.nan, powers)

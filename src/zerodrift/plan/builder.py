@@ -29,6 +29,7 @@ from zerodrift.policy import (
     ColumnsOf,
     Master,
     Policy,
+    queues,
     refuse_order,
     refuse_ranks,
     require_matches,
@@ -229,6 +230,10 @@ def _notes(
             f"{count} tied across the pipeline: first and last stage hold a copy, whose gradients are added "
             f"once per step"
         )
+    at_once = [row for row, _ in trained if row.columns.products is not None]
+    if at_once and queues(policy.pipeline):
+        count = several(len(at_once), "parameter")
+        yield f"gradients of {count} with fp8 products are formed in the backward: the queue defers others"
     yield from _large_units(policy, rows, units, shard)
     yield from _padding(segments, shard)
     divided = [row for row in rows if row.parts > 1]

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from zerodrift.policy.arguments import ANY, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
-        Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
-        Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
+        Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
+        Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
     from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
+    from zerodrift.policy.narrow import SLICED, TRAVEL
+    from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
-    from zerodrift.policy.rules import PIN, glob, matches, require_matches, require_one_compute
+    from zerodrift.policy.rules import PIN, PRODUCTS, glob, matches, require_matches, require_one_compute
     from zerodrift.policy.support import (
         DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, state_verdict, states, table,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    LinearProducts,
     Master,
     Mode,
     MuonUpdate,
@@ -29,8 +30,18 @@ from zerodrift.policy.decisions import (
     State,
     Update,
 )
+from zerodrift.policy.narrow import (
+    ACCUMULATE,
+    FROZEN,
+    MASTER,
+    NO_WIRE,
+    SCALED,
+    STORAGE,
+    SUM,
+    NarrowRefusal,
+)
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
-from zerodrift.policy.rules import RULES, Demands
+from zerodrift.policy.rules import PRODUCTS, RULES, Demands
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
 
 VECTOR = "a vector: too few bytes to save"
@@ -64,6 +75,11 @@ class ParameterTraits:
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
     columns: int = 0
     """The last dimension, where the checkpoint is quantised."""
+    no_product: str = ""
+    """Why the parameter is not multiplied with an activation; `""` for a matrix."""
+    usual_product: str = ""
+    """Why the parameter's products keep the compute dtype unless a rule says otherwise; `""` if they need
+    not."""
 
 
 def complete(
@@ -82,9 +98,10 @@ def complete(
         gather = fill.gather(storage, compute)
         update = fill.update(storage, compute) if traits.trained else None
         export = fill.export(compute)
+        products = fill.products(compute)
         why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
         placed = Placed(storage, fill.storage_axis)
-        columns = Columns(placed, gather, compute, update, export, output, pinned, why)
+        columns = Columns(placed, gather, compute, update, export, output, pinned, why, products=products)
         context.backend.refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
@@ -124,6 +141,9 @@ class _ColumnFiller:
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
+    def _exclude(self, refusal: NarrowRefusal, got: object) -> None:
+        self._refuse(refusal.column, refusal.must, got, refusal.do)
+
     def _narrow_gather(self) -> DType | None:
         """Return the narrow format that the config asks for and that suits this parameter."""
         value, key = self.demands.get("gather", ("", ""))
@@ -134,8 +154,7 @@ class _ColumnFiller:
             return dtype
         reason = VECTOR if self.traits.trained else "frozen: it never changes"
         if not self.traits.trained and key.startswith(RULES):
-            must = "`gather` must not be narrow for a frozen parameter, which would be rounded each time"
-            self._refuse("gather", must, dtype, "Use `storage` for it.")
+            self._exclude(FROZEN, dtype)
         self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
         self._kept_wide = f"{reason}, so not {dtype}"
         return None
@@ -151,9 +170,7 @@ class _ColumnFiller:
             reason = f"`gather` is {narrow}: it is encoded from fp32 values"
             storage = self._demanded("storage", DType.FP32, reason)
             if storage is not DType.FP32:
-                must = f"`storage` must be fp32 where `gather` is {narrow} and storage is sharded"
-                do = "Leave `storage` out: what is gathered is encoded from it, and it is its own master."
-                self._refuse("storage", must, storage, do)
+                self._exclude(STORAGE, storage)
             return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
@@ -197,6 +214,26 @@ class _ColumnFiller:
             must = "`compute` must not be fp16 in a mode without a loss scale: small gradients vanish"
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
+
+    def products(self, compute: DType) -> LinearProducts | None:
+        """Return the products that the config asks for; None where all operands are in the compute dtype."""
+        asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
+        cells = {part: DType(value) for part, (value, _) in asked.items()}
+        for part, dtype in cells.items():
+            if dtype.format is None and dtype is not compute:
+                must = f"`compute.{part}` must be fp8 or the compute dtype, {compute}"
+                self._refuse(f"compute.{part}", must, dtype, "The other operands are in that dtype.")
+        keys = list(dict.fromkeys(asked[part][1] for part in PRODUCTS if cells[part].format is not None))
+        if not keys:
+            return None
+        by_rule = any(key.startswith("precision.rules") for key in keys)
+        left = self.traits.no_product or ("" if by_rule else self.traits.usual_product)
+        if left:
+            self.why["products"] = f"{left}: `{keys[0]}` is not for it"
+            return None
+        pad, pad_why = self.demands.get("compute.pad", ("false", ""))
+        self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
+        return LinearProducts(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if storage.format is not None:
@@ -272,8 +309,7 @@ class _ColumnFiller:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if wire.format is not None and total is not DType.FP32:
-            must = f"`reduce.sum` must be fp32 where the wire is {wire}: every part is decoded to fp32"
-            self._refuse("reduce.sum", must, total, "Leave `reduce.sum` out.")
+            self._exclude(SUM, total)
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
@@ -293,8 +329,24 @@ class _ColumnFiller:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
+        feedback = self._feedback(wire, accumulate)
+        if feedback:
+            parts |= {"feedback": self.place("reduce.feedback")}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when, order)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order, feedback)  # type: ignore[arg-type]
+
+    def _feedback(self, wire: DType, accumulate: DType) -> bool:
+        """Return whether what the wire has rounded away is added to the next gradient."""
+        asked, key = self.demands.get("reduce.feedback", ("false", ""))
+        if asked == "false" or (wire.format is None and not key.startswith(RULES)):
+            return False
+        if wire.format is None:
+            self._exclude(NO_WIRE, wire)
+        elif self.context.mode.scaled:
+            self._exclude(SCALED, self.context.mode)
+        elif accumulate is not DType.FP32:
+            self._exclude(ACCUMULATE, accumulate)
+        return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
@@ -315,8 +367,7 @@ class _ColumnFiller:
             why = f"storage shows what travels in {narrow}: a copy in fp32 is the source"
             master = Master(self._text("master", Master.FP32.value, why))
             if master is not Master.FP32:
-                must = f"`master` must be fp32 where `gather` is {narrow} and storage is whole"
-                self._refuse("master", must, master, "Leave `master` out, or use stage 3.")
+                self._exclude(MASTER, master)
             return master
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"

@@ -23,7 +23,7 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import Problems
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
-from zerodrift.policy import rules
+from zerodrift.policy import products, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
 from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
@@ -102,6 +102,7 @@ class ColumnsOf:
             f"experts: '{stack}'" if stack else "",
             kept,
             parameter.shape[-1] if quantised and parameter.shape else 0,
+            *(products.why_without(parameter, _roles(parameter)) if asks_for_products(demands) else ()),
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -109,6 +110,9 @@ class ColumnsOf:
             columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
+        shape = products.template(parameter.name)
+        if shape not in self._refused and not products.require_fit(parameter, columns, self.problems):
+            self._refused.add(shape)
         return columns
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:
@@ -173,6 +177,16 @@ def not_hidden(parameter: ParameterSpec) -> str:
     """Return why a parameter is no hidden matrix by any of its names, or `""` for a hidden matrix."""
     if len(parameter.shape) < 2:
         return "a vector, no matrix" if parameter.shape else "a single number"
+    return _roles(parameter)
+
+
+def asks_for_products(demands: rules.Demands) -> bool:
+    """Return True if a demand is about the products of linear layers."""
+    return any(column.startswith("compute.") for column in demands)
+
+
+def _roles(parameter: ParameterSpec) -> str:
+    """Return the first role of a parameter by any of its names, or `""` for none of the listed roles."""
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
         role = _role(name, owner.klass.rpartition(".")[2])
         if role:

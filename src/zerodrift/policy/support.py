@@ -1,7 +1,8 @@
 """The supported combinations, and the reasons against the others.
 
 `resolve` checks one config and `zerodrift support` prints every cell, both with the same functions.
-`columns.py` has the rules about single columns, such as bf16 storage for a split master.
+`columns.py` has the rules about single columns, such as bf16 storage for a split master, and `order.py` and
+`products.py` what an order of sums and fp8 products are refused with.
 
 Invariant: every cell is `yes`, `narrow` (yes, once `precision.allow_narrow` is true) or `no` with a reason.
 """

@@ -19,7 +19,7 @@ import torch
 
 from zerodrift.dtypes import NARROW, DType
 from zerodrift.errors import Problems
-from zerodrift.formats import Element, Format
+from zerodrift.formats import Block, Element, Format
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import StoredTensor
 from zerodrift.weights.boxes import Box, simplified
@@ -186,7 +186,7 @@ def _scaled(
     return QuantisedTensor(tensor, scale, form, tensor.shape), companions
 
 
-def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> int | tuple[int, int] | str | None:
+def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> Block | None:
     """Return the block of a scale by its shape."""
     numel = math.prod(scale.shape)
     if numel == 1:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle
+from zerodrift.comm import Collectives, Handle, start_narrow_gather
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
 from zerodrift.kernels import PackedRun, host_memory, narrow
 from zerodrift.optim import Updater
@@ -264,8 +264,19 @@ class FlatSegment:
         if runs == 1:
             return own, Handle()
         packed = own.new_empty(runs * own.numel())
-        holds = self.narrow, self.spec.padded
-        return packed, self.comm.start_all_gather(packed, own, self.axis, self._label, holds=holds)
+        what = self.spec.padded, self.narrow, self.axis, self._label
+        return packed, start_narrow_gather(self.comm, packed, own, *what)
+
+    def show_master(self, master: torch.Tensor) -> Handle:
+        """Fill storage that is whole with what the masters of all ranks are in the narrow format."""
+        runs = self.spec.padded // master.numel()
+        packed, handle = self.start_packed_gather(master, runs)
+
+        def finish() -> None:
+            handle.wait()
+            narrow.decode_runs(self.spec.columns.gather, packed, self.storage, runs)
+
+        return Handle(finish)
 
     def finish_gather(self) -> None:
         if self._gathering is None:

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle, Sum
+from zerodrift.comm import Collectives, Handle, Sum, narrow_all_reduce, start_narrow_sum
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
 from zerodrift.engine.step.accumulation import GradientBuffers, TreeSum
+from zerodrift.engine.step.narrow_wire import NarrowWire
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.kernels import narrow
 from zerodrift.optim import Owned, Updater, round_away
@@ -58,6 +59,8 @@ class TrainedSegment(FlatSegment):
     ) -> None:
         super().__init__(number, spec, rows, parameters, comm, unit)
         self.update = update
+        reduce = update.reduce
+        self.wire = NarrowWire(reduce.wire, reduce.feedback) if reduce.wire.format is not None else None
         self.has_separate_master = not self.gathers and update.master is not Master.SAME
         self._sums_whole = not update.accumulate.axis
         self._landing_pool = pools.sums if self._sums_whole else pools.spare
@@ -310,27 +313,17 @@ class TrainedSegment(FlatSegment):
             return Handle()
         self._is_travelling = True
         flat, reduce = self.landing, self.update.reduce
-        if reduce.wire.format is not None:
-            return self._start_narrow_reduce(flat, before)
-        if before != 1.0 or reduce.wire.torch is not flat.dtype:
+        if self.wire is not None:
+            flat = self.wire.encode(flat, before, self.ranks)
+        elif before != 1.0 or reduce.wire.torch is not flat.dtype:
             with torch.no_grad():
                 flat = (flat if before == 1.0 else flat.div_(before)).to(reduce.wire.torch)
         reduced = self._place_of_sum(flat, self.landing) if self.reduced is None else self.reduced
         how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         self.reduced = reduced
+        if self.wire is not None:
+            return start_narrow_sum(self.comm, reduced, flat, reduce.wire, self.axis, how, self._label)
         return self.comm.start_reduce_scatter(reduced, flat, self.axis, how, self._label)
-
-    def _start_narrow_reduce(self, landing: torch.Tensor, before: float) -> Handle:
-        """Encode a slice for each rank, once, and begin to add what the others encode for this one."""
-        reduce, flat = self.update.reduce, landing
-        with torch.no_grad():
-            packed = narrow.encode_runs(reduce.wire, flat if before == 1.0 else flat.div_(before), self.ranks)
-        how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
-        if self.reduced is None:
-            self.reduced = self._place_of_sum(packed, landing)
-        return self.comm.start_narrow_reduce_scatter(
-            self.reduced, packed, reduce.wire, self.axis, how, self._label
-        )
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
         """Return a buffer for the reduced slice; at stage 0 its place in the buffer that is gathered
@@ -367,9 +360,9 @@ class TrainedSegment(FlatSegment):
         with torch.no_grad():
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)
-            if reduce.wire.format is not None:
+            if self.wire is not None:
                 packed = narrow.encode_runs(reduce.wire, flat, 1)
-                self.comm.narrow_all_reduce(flat, packed, reduce.wire, "replicate", how, self._label)
+                narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self._label)
                 return
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
         self.comm.all_reduce(flat, wire, "replicate", how, self._label)
@@ -445,17 +438,6 @@ class TrainedSegment(FlatSegment):
     def shows_narrow_values(self) -> bool:
         """Whether storage rests whole and holds what the masters are in the narrow format."""
         return self.narrow is not None and not self.spec.columns.storage.axis
-
-    def show_master(self, master: torch.Tensor) -> Handle:
-        """Fill storage that is whole with what the masters of all ranks are in the narrow format."""
-        dtype, runs = self.spec.columns.gather, self.ranks if self.update.axis else 1
-        packed, handle = self.start_packed_gather(master, runs)
-
-        def finish() -> None:
-            handle.wait()
-            narrow.decode_runs(dtype, packed, self.storage, runs)
-
-        return Handle(finish)
 
 
 def trained_of(segments: Iterable[FlatSegment]) -> list[TrainedSegment]:

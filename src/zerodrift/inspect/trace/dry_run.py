@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zerodrift.engine import compute, pins, tensors_in, tie
+from zerodrift.engine import compute, pins, products, tensors_in, tie
 from zerodrift.errors import ModelError, said
 from zerodrift.inspect.trace.fake_run import DEVICE, FakeRecorder, FunctionCalls, RefusedError
 from zerodrift.inspect.trace.operations import name_of
@@ -115,6 +115,8 @@ class _DryRun:
             self._parameters[self._recorder.memory(parameter)] = row.name
             if row.columns.pinned and holds and parameter.is_floating_point():
                 parameter.__class__ = pins.class_for(row.name, row.columns.output, FakeTensor)
+            elif row.columns.products is not None:
+                parameter.__class__ = products.class_for(row.name, row.columns.products, FakeTensor)
 
     def _watch_kept(self) -> Iterator[Any]:
         """Hook on pinned modules whose output keeps the pin's dtype, as the plan says."""
