@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.audit.networks import LENGTH, VOCABULARY, Decoder
 from zerodrift.api import make_plan
-from zerodrift.dtypes import SHORT
+from zerodrift.dtypes import ADMITTED, parse_among
 from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import PinSearch
 from zerodrift.inspect.audit.entry import audit
@@ -51,15 +51,17 @@ def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan
 
 
 @pytest.mark.parametrize(
-    ("precision", "frozen", "stage", "mode"),
+    ("precision", "frozen", "stage", "mode", "cell"),
     [
-        ({"gather": "fp8"}, False, 3, "autocast-bf16"),
-        ({"gather": "int8"}, False, 2, "bf16"),
-        ({"frozen": "nf4"}, True, 0, "bf16"),
+        ({"gather": "fp8"}, False, 3, "autocast-bf16", "storage"),
+        ({"gather": "int8"}, False, 2, "bf16", "storage"),
+        ({"frozen": "nf4"}, True, 0, "bf16", "storage"),
+        ({"compute": "fp8"}, False, 0, "autocast-bf16", "compute"),
+        ({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute"),
     ],
 )
 def test_replays_of_a_narrow_plan_have_its_formats(
-    precision: dict[str, str], frozen: bool, stage: int, mode: str
+    precision: dict[str, str], frozen: bool, stage: int, mode: str, cell: variants.Cell
 ) -> None:
     model = decoder(frozen)
     plan = planned(model, precision, stage)
@@ -71,16 +73,28 @@ def test_replays_of_a_narrow_plan_have_its_formats(
     name = "blocks.0.up.weight"
     row = ran.row(name)
     assert row is not None
-    cell = Choice(name, "storage", (name,))
-    alone = drift(setup.signals(variants.isolated_policy(ran, [cell])), passes.reference)
-    wide = drift(setup.signals(variants.widened_policy(ran, [cell])), passes.reference)
-    estimate = next(each for each in passes.estimates if each.choice == cell) if row.trained else None
+    choice = Choice(name, cell, (name,))
+    alone = drift(setup.signals(variants.isolated_policy(ran, [choice])), passes.reference)
+    wide = drift(setup.signals(variants.widened_policy(ran, [choice])), passes.reference)
+    estimate = next((each for each in passes.estimates if each.choice == choice and row.trained), None)
     assert 0.05 < alone.rms / passes.total.rms < 0.9
     assert wide.rms > 0.5 * passes.total.rms  # the other matrices keep their format
-    assert estimate is None or 0.4 < estimate.rms / alone.rms < 2.5
+    assert estimate is None or cell == "compute" or 0.4 < estimate.rms / alone.rms < 2.5
     search = PinSearch(setup, ran, plan.policy, passes.reference, 1.0, "rest", lambda *_: None)
     other = search.point(type(plan.policy.mode)(mode), [])
     assert other is not None and other.drift.rms > 0.7 * passes.total.rms
+
+
+def test_fp8_products_are_replayed() -> None:
+    model = decoder()
+    rules = [{"match": "head.weight", "compute": "bf16"}]
+    plan = planned(model, {"compute": "fp8", "rules": rules})
+    found = audit(plan, model, batches(1), confirm=1, budget=None)
+    replay = next(each for each in found.replayed if len(each.choice.names) > 1)
+    assert set(replay.choice.names) == {row.name for row in plan.rows if row.columns.products is not None}
+    assert replay.choice.cell == "compute" and 0.5 < replay.alone.rms / found.drift.rms < 1.5
+    assert replay.widened.rms < 0.7 * found.drift.rms
+    assert any(f"{replay.alone.rms:.2g} of a log-prob" in each.what for each in found.findings)
 
 
 def test_a_narrow_wire_is_measured_on_one_rank() -> None:
@@ -143,7 +157,7 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     pasted = planned(model, yaml.safe_load(text)["precision"])
     narrow = {row.name: row.columns.storage.dtype for row in pasted.rows if row.columns.storage.dtype.format}
     assert narrow == {
-        pattern.replace("*", number): SHORT[word]
+        pattern.replace("*", number): parse_among(word, ADMITTED["frozen"])
         for pattern, word in chosen(found).items()
         for number in "01"
     }

@@ -28,7 +28,7 @@ def audit(
     budget: options.Budget = "1%",
     of: options.BudgetOf = "rest",
     confirm: options.Confirm = 8,
-    narrow: options.NarrowGoal = None,
+    narrow: options.Narrow = None,
     set_: options.Set = None,
     html: options.HtmlAudit = None,
     json: options.Json = False,
@@ -46,8 +46,7 @@ def audit(
       zerodrift audit config.yaml --model path/to/model --data ids.npy \\
         --html audit.html
       zerodrift audit config.yaml --model package.module:function \\
-        --budget 0.5% --of wire
-      zerodrift audit job.yaml --narrow bytes
+        --budget 0.5% --of wire --narrow bytes
     """
     with streams.errors(debug):
         if of not in ("rest", "peak", "wire"):

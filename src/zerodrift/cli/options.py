@@ -147,12 +147,12 @@ Batches = Annotated[int, _option("--batches", "N", "Micro-batches on each rank."
 Budget = Annotated[str, _option("--budget", "SHARE", "More bytes that pins may cost: 1% or 0.01.")]
 BudgetOf = Annotated[str, _option("--of", "BYTES", "Which bytes: at rest, at peak or on the wire.")]
 Confirm = Annotated[int, _option("--confirm", "K", "Cells of the shortlist that are replayed.", min=0)]
-NarrowGoal = Annotated[
+Narrow = Annotated[
     str | None,
     _option(
         "--narrow",
-        "BYTES|SPEED",
-        "Choose narrow formats, up to 1.5 times the plan's drift; bytes:2x and bytes:0.01 set another limit.",
+        "GOAL",
+        "Choose narrow formats for bytes or speed, up to 1.5 times the plan's drift, or as in bytes:2x.",
     ),
 ]
 HtmlAudit = Annotated[Path | None, _option("--html", "FILE", "Also write the audit as a single HTML page.")]

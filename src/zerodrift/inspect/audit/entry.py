@@ -166,8 +166,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
 
 
 def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Choice]:
-    """The cells that are worth most, every router's, because no estimate counts flips, and those that a rule
-    made narrower than the mode, however little they are worth."""
+    """The cells that are worth most, every router's, because no estimate counts flips, those that a rule made
+    narrower than the mode, however little they are worth, and fp8 products, which are not estimated."""
     if not confirm:
         return []
     chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
@@ -177,9 +177,13 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
         routes = any(module == path or module.startswith(f"{path}.gate") for path in routers)
         if routes and estimate.choice not in chosen and len(chosen) < 2 * confirm:
             chosen.append(estimate.choice)
-    for (_, why), names in narrowed_groups(plan).items():
+    for (cells, why), names in narrowed_groups(plan).items():
         worth = [each.choice for each in results.estimates if set(each.choice.names) & set(names)]
-        if worth and why.startswith("precision.rules") and not set(worth) & set(chosen):
+        has_products = "`products`" in cells
+        if has_products:
+            worth = [choice for choice in worth if choice.cell == "compute"]
+        asked = has_products or why.startswith("precision.rules")
+        if worth and asked and (has_products or not set(worth) & set(chosen)):
             chosen.append(
                 replace(worth[0], pattern=names[0], names=tuple(names)) if len(names) > 1 else worth[0]
             )

@@ -159,8 +159,10 @@ def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
         columns, why = row.columns, row.columns.reasons()
         dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
         narrow = {
-            cell: dtype for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
+            cell: str(dtype) for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
         }
+        if columns.products is not None:
+            narrow["products"] = columns.products.describe(columns.trained)
         if narrow:
             cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
             asked = [why[cell] for cell in narrow if why[cell].startswith("precision.")]

@@ -218,8 +218,11 @@ def _resolved(rules: Sequence[Mapping[str, str]]) -> tuple[ResolvedRule, ...]:
 def _reason_against(rows: Sequence[Row], column: FormatColumn) -> str:
     """Return why a group is not tried: a rule has decided, or the column is narrow; `""` if it is tried."""
     columns = rows[0].columns
-    decided = columns.reasons()[column]
+    reasons = columns.reasons()
+    decided = reasons.get("products", reasons[column]) if column == "compute" else reasons[column]
     if columns.pinned or decided.startswith("precision.rules"):
         return f"being decided by {decided}"
+    if column == "compute" and columns.products is not None:
+        return "because its products are narrow already"
     dtype = {"gather": columns.gather, "storage": columns.storage.dtype, "compute": columns.compute}[column]
     return f"because it is {dtype} already" if dtype.format is not None else ""

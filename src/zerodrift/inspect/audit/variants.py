@@ -15,7 +15,7 @@ from typing import Literal
 
 from zerodrift.dtypes import NARROW, DType
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import PIN, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
+from zerodrift.policy import PIN, PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
 """A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
@@ -39,7 +39,7 @@ def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
     update, storage = columns.update, _is_narrow(columns.storage.dtype)
     found: dict[Cell, bool] = {"storage": storage or _is_narrow(columns.gather)}
-    found["compute"] = _is_narrow(columns.compute)
+    found["compute"] = _is_narrow(columns.compute) or columns.products is not None
     if update is not None:
         found["accumulate"] = _is_narrow(update.accumulate.dtype)
         found["reduce"] = _is_narrow(update.reduce.wire) or _is_narrow(update.reduce.sum)
@@ -166,13 +166,22 @@ def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
             return {"storage": str(columns.storage.dtype), "gather": str(columns.gather), "compute": _WIDE}
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
         return {"storage": str(narrow), "compute": _WIDE}
-    if cell in ("compute", "export"):
-        return {cell: str(getattr(columns, cell))}
+    if cell == "compute":
+        return {cell: str(columns.compute), **_planned_products(columns)}
+    if cell == "export":
+        return {cell: str(columns.export)}
     if update is None:
         return {}
     if cell == "reduce":
         return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
     return {cell: str(update.accumulate.dtype if cell == "accumulate" else getattr(update, cell))}
+
+
+def _planned_products(columns: Columns) -> dict[str, str]:
+    if columns.products is None:
+        return {}
+    cells = {f"compute.{part}": str(getattr(columns.products, part)) for part in PRODUCTS}
+    return {**cells, "compute.pad": str(columns.products.pad).lower()}
 
 
 def make_rule(
