@@ -37,8 +37,8 @@ SURFACE_TEXT = {
         "--tag, --to, --trust, SOURCE, TARGET"
     ),
     "audit": (
-        "--batches, --budget, --confirm, --data, --debug, --help, --html, --json, --model, --of, "
-        "--set, --weights, JOB_OR_CONFIG"
+        "--batches, --budget, --confirm, --data, --debug, --help, --html, --json, --model, --narrow, "
+        "--of, --set, --weights, JOB_OR_CONFIG"
     ),
     "check": (
         "-- COMMAND..., --debug, --expect, --help, --html, --json, --keep-going, --save, --steps, --timeout"

@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "startup"},
     },
     "inspect.audit": {
-        *{"inspect.trace", "inspect.check", "engine", "comm", "weights", "checkpoint"},
+        *{"inspect.trace", "inspect.check", "engine", "comm", "kernels", "weights", "checkpoint"},
         *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh", "optimizers"},
     },
     "inspect.drift": {

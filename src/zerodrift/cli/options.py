@@ -147,6 +147,14 @@ Batches = Annotated[int, _option("--batches", "N", "Micro-batches on each rank."
 Budget = Annotated[str, _option("--budget", "SHARE", "More bytes that pins may cost: 1% or 0.01.")]
 BudgetOf = Annotated[str, _option("--of", "BYTES", "Which bytes: at rest, at peak or on the wire.")]
 Confirm = Annotated[int, _option("--confirm", "K", "Cells of the shortlist that are replayed.", min=0)]
+Narrow = Annotated[
+    str | None,
+    _option(
+        "--narrow",
+        "GOAL",
+        "Choose narrow formats for bytes or speed, up to 1.5 times the plan's drift, or as in bytes:2x.",
+    ),
+]
 HtmlAudit = Annotated[Path | None, _option("--html", "FILE", "Also write the audit as a single HTML page.")]
 
 # --- drift --------------------------------------------------------------------------------------------
