@@ -346,9 +346,11 @@ def parse(text: str) -> DType:
     return dtype
 
 
-def word(dtype: DType) -> str:
-    """Return the shortest word for a dtype in a config."""
-    return next((short for short, formats in SHORT.items() if dtype in formats), dtype.value)
+def word(dtype: DType, among: Sequence[DType]) -> str:
+    """Return the shortest word for one of the dtypes of a column that is no other's in part."""
+    short = next((short for short, formats in SHORT.items() if dtype in formats), "")
+    alike = [other for other in among if short and other.value.startswith(f"{short}-")]
+    return short if alike == [dtype] else dtype.value
 
 
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
