@@ -150,7 +150,18 @@ API_INTRO = """\
 
 # What can Python code call?
 
-The public names of `import zerodrift`. Nothing else in the package is public."""
+The public names of `import zerodrift`. Nothing else in the package is public.
+
+```python
+import torch
+import zerodrift as zd
+
+config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+engine = zd.initialize(torch.nn.Linear(16, 1), config=config, device="cpu", quiet=True)
+engine.backward(engine(torch.randn(8, 16)).float().square().mean())
+print(engine.step().grad_norm)
+engine.destroy()
+```"""
 
 CONFIG_INTRO = """\
 Each block of a config is a class. Editors complete its fields, type checkers check them, and a wrong field is

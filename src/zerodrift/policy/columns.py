@@ -19,13 +19,13 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    LinearProducts,
     Master,
     Mode,
     MuonUpdate,
     Output,
     Placed,
     Placement,
-    Products,
     Reduction,
     State,
     Update,
@@ -73,13 +73,14 @@ class ParameterTraits:
     """Why the parameter is divided over the expert axis; `""` if it is not."""
     not_linear: str = ""
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    exported_wide: str = ""
+    """Why a narrow `export` leaves the parameter as it is; `""` without one."""
     columns: int = 0
     """The last dimension, where the checkpoint is quantised."""
     no_product: str = ""
     """Why the parameter is not multiplied with an activation; `""` for a matrix."""
     usual_product: str = ""
-    """Why the parameter's products keep the compute dtype unless a rule says otherwise; `""` if they need
-    not."""
+    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
 
 
 def complete(
@@ -215,7 +216,7 @@ class _ColumnFiller:
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
-    def products(self, compute: DType) -> Products | None:
+    def products(self, compute: DType) -> LinearProducts | None:
         """Return the products that the config asks for; None where all operands are in the compute dtype."""
         asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
         cells = {part: DType(value) for part, (value, _) in asked.items()}
@@ -233,7 +234,7 @@ class _ColumnFiller:
             return None
         pad, pad_why = self.demands.get("compute.pad", ("false", ""))
         self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
-        return Products(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
+        return LinearProducts(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if storage.format is not None:
@@ -444,4 +445,4 @@ class _ColumnFiller:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
         elif self.context.mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
-        return self._demanded("export", default, reason)
+        return self._demanded("export", default, reason + self.traits.exported_wide)
