@@ -140,8 +140,9 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return the product that a call of torch is. Raise an error if it is not that of a linear layer."""
     call = None
     if named == "linear":
-        places = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        call = _LinearCall(places.get("input"), places.get("weight"), places.get("bias"), False)
+        places: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight, bias = (places.get(key) for key in ("input", "weight", "bias"))
+        call = _LinearCall(x, weight, bias, False) if x is not None and weight is not None else None
     elif not kwargs and named in ("matmul", "__matmul__", "mm") and len(args) == 2:
         call = _LinearCall(*args, None, True)
     elif not kwargs and named == "addmm" and len(args) == 3:
