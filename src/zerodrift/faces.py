@@ -22,8 +22,10 @@ def face(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        found = None if home == room else getattr(importlib.import_module(home), name, None)
-        return importlib.import_module(f"{home}.{name}") if found is None else found
+        module = importlib.import_module(home)
+        if home == room or not hasattr(module, name):  # a file, which its folder has not imported yet
+            return importlib.import_module(f"{home}.{name}")
+        return getattr(module, name)
 
     return load, lambda: sorted(homes), sorted(homes)
 

@@ -147,7 +147,7 @@ def _holdings(table: Iterable[SavedParameter]) -> tuple[Row, ...]:
             row = rows.setdefault((kind, dtype.value), row)
             row["tensors"] += 1
             row["elements"] += math.prod(entry.shape)
-            row["bytes"] += math.prod(entry.shape) * dtype.size
+            row["bytes"] += dtype.nbytes(math.prod(entry.shape))
     return tuple(rows.values())
 
 

@@ -33,7 +33,9 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 """The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
 DTypeKey = DType | DTypeName
 GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
-WireKey = GatherKey | Literal["int4"]
+WireKey = GatherKey | Literal["int4", "e5m2-128"]
+ExportKey = DTypeKey | Literal["fp8-128x128", "fp8-row", "int8-row", "nf4"]
+FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"]
 
 
 def _integer(value: Any) -> Any:
@@ -46,7 +48,8 @@ def _never(value: Any) -> Any:
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Storage = Annotated[DTypeKey, ColumnDType("storage")]
+Storage = Annotated[DTypeKey | FrozenKey, ColumnDType("storage")]
+Frozen = Annotated[FrozenKey, ColumnDType("frozen")]
 Gather = Annotated[GatherKey, ColumnDType("gather")]
 Compute = Annotated[DTypeKey, ColumnDType("compute")]
 Product = Annotated[DTypeKey | Literal["fp8"], ColumnDType("compute.product")]
@@ -54,7 +57,7 @@ Grad = Annotated[DTypeKey, ColumnDType("grad")]
 Accumulate = Annotated[DTypeKey, ColumnDType("accumulate")]
 Wire = Annotated[WireKey, ColumnDType("reduce.wire")]
 Sum = Annotated[DTypeKey, ColumnDType("reduce.sum")]
-Export = Annotated[DTypeKey, ColumnDType("export")]
+Export = Annotated[ExportKey, ColumnDType("export")]
 Buffers = Annotated[DTypeKey, ColumnDType("buffers")]
 Pin = Annotated[Literal[DType.FP32, "fp32"], ColumnDType("storage", DType.FP32)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -87,6 +90,9 @@ class Reduce(Block):
     """Add gradients in the order of ranks (`rank`); by one `tree` over the micro-batches of a step, which
     gives the same bits on any number of ranks; or as the carrier does (`native`: NCCL's reduce-scatter),
     which scales furthest and promises no order. The same for all parameters. Default `rank`."""
+    feedback: Flag | None = None
+    """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
+    each element on every rank. Default false."""
 
 
 class MatrixProducts(Block):
@@ -107,7 +113,7 @@ class ColumnKeys(Block):
     """The columns of a parameter: of every parameter in `precision`, of the matching ones in a rule."""
 
     storage: Storage | None = None
-    """The parameter at rest between steps."""
+    """The parameter at rest between steps. A narrow format is for frozen parameters."""
     gather: Gather | None = None
     """The parameter on the wire."""
     compute: Compute | Literal["fp8", "fp8-hp-grad-weight"] | MatrixProducts | None = None
@@ -126,7 +132,8 @@ class ColumnKeys(Block):
     state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments, and how they are rounded."""
     export: Export | None = None
-    """The parameter in a saved model file."""
+    """The parameter in a saved model file. A narrow format is for linear layers; embeddings, heads, norms and
+    routers keep theirs."""
 
 
 class Rule(ColumnKeys):
@@ -169,6 +176,9 @@ class Precision(ColumnKeys):
     """Floating buffers: `keep` them as they are, or cast them. Same as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
+    frozen: Frozen | None = None
+    """The `storage` of frozen linear layers, in a narrow format: the base of adapters. Embeddings, heads,
+    norms, routers and biases keep theirs, unless a rule says otherwise."""
     statistics: Flag | None = None
     """Record how every update is rounded, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
@@ -279,7 +289,7 @@ class DataTypes(Block):
 
     grad_accum_dtype: Accumulate | None = None
     """Same as `gradient_accumulation_dtype`."""
-    param_dtype: Storage | None = None
+    param_dtype: Buffers | None = None
     """Must agree with the mode: this is a check, not a setting."""
     buffer_dtype: Buffers | None = None
     """Cast floating buffers to this dtype. By default they are kept as they are."""
@@ -305,6 +315,12 @@ class ZeroOptimization(Block):
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
+    zero_quantized_weights: Flag | None = None
+    """ZeRO++: gather trained weights in int8."""
+    zero_quantized_nontrainable_weights: Flag | None = None
+    """ZeRO++: keep and gather frozen linear layers in int8."""
+    zero_quantized_gradients: Flag | None = None
+    """ZeRO++: send gradients in int4."""
     load_from_fp32_weights: Literal[True] | None = None
     """Take masters from the model's own fp32 values. This is always done; false is refused."""
 

@@ -223,7 +223,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     else:
         updater.set_master(segment.number, flat)
     segment.drop()
-    segment.sync_storage().wait()
+    segment.sync_storage(updater).wait()
     mark_storage_changed(segment)
 
 

@@ -113,6 +113,12 @@ class NativeExecutor:
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
             self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
+        for segment in self._trained:
+            if segment.shows_narrow_values:
+                shown = masters.get(segment.number)  # there is one without an optimizer only
+                handle = segment.sync_storage(self.updater) if shown is None else segment.show_master(shown)
+                handle.wait()
+                record_versions(segment)
         mark_as_ours(self._handles)
         self._progress: TrainingProgress
 
@@ -266,7 +272,7 @@ class NativeExecutor:
         self.guard.require_closed("load")
         self.drop()
         for segment in self.segments:
-            segment.sync_storage().wait()
+            segment.sync_storage(self.updater).wait()
             mark_storage_changed(segment)
             refresh_views(segment)
 

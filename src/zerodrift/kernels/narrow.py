@@ -1,9 +1,10 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
 A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
-`amax` by the format's rule; a code is the element's nearest number to `value / scale`, ties to even (NF4:
-ties to the lower), and a quotient beyond the largest number becomes that number. Decoding is `number * scale`
-in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
+`amax` by the format's rule. A code is the element's nearest number to `value / scale`, ties to even (NF4:
+ties to the lower), or one of the two numbers around it by random bits. A quotient beyond the largest number
+becomes that number. Decoding is `number * scale` in fp32, rounded once more if the result has 16 bits. All
+arithmetic is in fp32.
 
 A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
 2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
@@ -18,15 +19,18 @@ Invariant: the fast forms leave the bits of `reference_encode` and `reference_de
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import DType
-from zerodrift.formats import Element, Format
+from zerodrift.dtypes import DType, Element, Format
+from zerodrift.kernels import device, native
 
 LEAST, MOST = 2.0**-96, 2.0**126
 
@@ -50,32 +54,68 @@ def form_of(dtype: DType) -> Format:
     return dtype.format
 
 
-def encode(dtype: DType, values: Tensor, packed: Tensor) -> None:
-    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8."""
-    form = form_of(dtype)
-    codes, scales = reference_encode(form, values.view(-1, _flat_block(form)))
-    cut = values.numel() * form.element.bits // 8
-    packed[:cut] = pack(form.element, codes.view(-1))
-    packed[cut:] = scales.view(torch.uint8)
+@torch.no_grad()
+def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Tensor | None = None) -> None:
+    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8.
+
+    With `draws`, a random int64 word per value, each value is rounded up or down by the lower 16 bits of its
+    word, so that the mean is kept. NF4 is only rounded to nearest.
+    """
+    run = _Run(dtype, values, packed)
+    if run.has_fast_form and (draws is None or values.device.type == "cpu"):
+        run.execute(_Way.ENCODE, draws)
+    else:
+        blocks = values.reshape(-1, run.block)
+        words = None if draws is None else draws.view(blocks.shape)
+        codes, scales = reference_encode(run.form, blocks, words)
+        run.codes.copy_(pack(run.form.element, codes.view(-1)))
+        run.scales.copy_(scales)
 
 
-def decode(dtype: DType, packed: Tensor, out: Tensor) -> None:
-    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks]."""
-    form = form_of(dtype)
-    cut = out.numel() * form.element.bits // 8
-    codes = unpack(form.element, packed[:cut]).view(-1, _flat_block(form))
-    scales = packed[cut:]
-    scales = scales.view(torch.float32) if form.scale == "fp32" else scales
-    out.copy_(reference_decode(form, codes, scales).view(-1))
+@torch.no_grad()
+def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None:
+    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks].
+
+    With `add`, the decoded values, in the dtype of `out`, are added to what is there.
+    """
+    if add and out.dtype is not torch.float32:
+        decoded = torch.empty_like(out)
+        decode(dtype, packed, decoded)
+        out += decoded
+        return
+    run = _Run(dtype, out, packed)
+    if run.has_fast_form:
+        run.execute(_Way.DECODE_AND_ADD if add else _Way.DECODE)
+        return
+    codes = unpack(run.form.element, run.codes).view(-1, run.block)
+    decoded = reference_decode(run.form, codes, run.scales).view(-1)
+    if add:
+        out += decoded
+    else:
+        out.copy_(decoded)
 
 
-def round_trip(dtype: DType, values: Tensor) -> Tensor:
-    """Return what flat values of whole blocks are after encoding and decoding, in their own dtype."""
-    packed = torch.empty(dtype.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    encode(dtype, values, packed)
-    out = torch.empty_like(values)
-    decode(dtype, packed, out)
-    return out
+def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
+    """Return values after encoding and decoding, in another or their own dtype. Any shape; the first element
+    begins a block."""
+    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _flat_block(form_of(dtype))))
+    out = torch.empty_like(whole, dtype=to)
+    decode_runs(dtype, encode_runs(dtype, whole, 1), out, 1)
+    return out[: values.numel()].view(values.shape)
+
+
+def encode_runs(dtype: DType, values: Tensor, runs: int) -> Tensor:
+    """Return flat values as so many packed runs of equal length, one after the other."""
+    packed = values.new_empty(runs * dtype.nbytes(values.numel() // runs), dtype=torch.uint8)
+    for part, run in zip(values.chunk(runs), packed.chunk(runs), strict=True):
+        encode(dtype, part, run)
+    return packed
+
+
+def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
+    """Decode packed runs into flat `out`, in its dtype."""
+    for part, run in zip(out.chunk(runs), packed.chunk(runs), strict=True):
+        decode(dtype, run, part)
 
 
 def _flat_block(form: Format) -> int:
@@ -84,11 +124,83 @@ def _flat_block(form: Format) -> int:
     return form.block
 
 
+# --- the fast forms ---------------------------------------------------------------------------------------
+
+
+class _Way(enum.IntEnum):
+    """The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number it."""
+
+    ENCODE = 0
+    DECODE = 1
+    DECODE_AND_ADD = 2
+
+
+_ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
+_RULES = ("exact", "floor", "ceil")
+_COMPILED_BLOCKS = (32, 64, 128, 256)
+
+
+class _Run:
+    """Flat values of whole blocks beside their packed bytes."""
+
+    def __init__(self, dtype: DType, values: Tensor, packed: Tensor) -> None:
+        self.form = form_of(dtype)
+        self.block = _flat_block(self.form)
+        numel = values.numel()
+        if numel % self.block or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+            raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
+        self.values = values
+        self.codes, scales = packed.tensor_split([numel * self.form.element.bits // 8])
+        self.scales = scales.view(torch.float32) if self.form.scale == "fp32" else scales
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Whether compiled code or a program takes these tensors."""
+        tensors = (self.values, self.codes)
+        if self.values.dtype not in native.TYPES or not all(tensor.is_contiguous() for tensor in tensors):
+            return False
+        if self.values.device.type == "cpu":
+            return self.block in _COMPILED_BLOCKS and native.library() is not None
+        return self.values.numel() > 0 and device.works(self.values.device)
+
+    def execute(self, way: _Way, draws: Tensor | None = None) -> None:
+        """Run the fast form."""
+        if draws is not None and (draws.shape, draws.dtype) != (self.values.shape, torch.int64):
+            raise AssertionError(f"draws must be int64 of shape {self.values.shape}; got {draws.shape}")
+        if draws is not None and self.form.element is Element.NF4:
+            raise AssertionError("NF4 is only rounded to nearest")
+        words, values, threads = choices(self.form), self.values, torch.get_num_threads()
+        built = native.library() if values.device.type == "cpu" else None
+        if built is None:
+            numbers = numbers_of(self.form.element, values.device)
+            device.narrow(self.codes, self.scales, values, numbers, way=int(way), **words)
+            return
+        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "exponents")))
+        values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
+        kind = native.TYPES[values.dtype]
+        draws = None if draws is None else draws.contiguous()
+        words_at = None if draws is None else draws.data_ptr()
+        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, words_at, threads)
+
+
+def choices(form: Format) -> dict[str, Any]:
+    """Return a flat format as the compiled code and the program number it."""
+    return {
+        "element": _ELEMENTS.index(form.element),
+        "bits": form.element.bits,
+        "largest": form.element.largest,
+        "exponent": math.floor(math.log2(form.element.largest)),
+        "block": form.block,
+        "rule": _RULES.index(form.rule),
+        "exponents": int(form.scale == "e8m0"),
+    }
+
+
 # --- the definition ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def reference_encode(form: Format, blocks: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32 or the exponents of
     e8m0 as uint8, shape [blocks]."""
     blocks = blocks.float()
@@ -96,15 +208,15 @@ def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
     scales = scales_of(form, amax)
     divisor = torch.where(scales > 0, scales, 1.0)
     quotients = torch.where((scales > 0)[:, None], blocks / divisor[:, None], 0.0)  # zeros for NaN as well
-    codes = codes_of(form.element, quotients)
+    codes = codes_of(form.element, quotients, draws)
     return codes, scales if form.scale == "fp32" else _exponents(scales)
 
 
 @torch.no_grad()
 def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
     """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
-    values = _numbers(form.element, codes.device)[codes.int()]
-    return values * (scales if scales.dtype is torch.float32 else _powers(scales))[:, None]
+    values = numbers_of(form.element, codes.device)[codes.int()]
+    return values * (scales if scales.dtype is torch.float32 else powers_of(scales))[:, None]
 
 
 def scales_of(form: Format, amax: Tensor) -> Tensor:
@@ -122,8 +234,10 @@ def scales_of(form: Format, amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), scales, torch.nan)
 
 
-def codes_of(element: Element, quotients: Tensor) -> Tensor:
+def codes_of(element: Element, quotients: Tensor, draws: Tensor | None = None) -> Tensor:
     """Return the codes of fp32 quotients; none is NaN. uint8."""
+    if draws is not None:
+        return _drawn_codes(element, quotients, draws)
     if element in (Element.E4M3, Element.E5M2):
         dtype = torch.float8_e4m3fn if element is Element.E4M3 else torch.float8_e5m2
         return quotients.clamp(-element.largest, element.largest).to(dtype).view(torch.uint8)
@@ -141,8 +255,27 @@ def codes_of(element: Element, quotients: Tensor) -> Tensor:
     return codes | (torch.signbit(quotients).to(torch.uint8) << 3)
 
 
+def _drawn_codes(element: Element, quotients: Tensor, draws: Tensor) -> Tensor:
+    """Return the codes of quotients, each rounded up if its share of the step above the number below it and a
+    random fraction of 16 bits add up to one. uint8."""
+    if element is Element.NF4:
+        raise AssertionError("NF4 is only rounded to nearest")
+    part = quotients.clamp(-element.largest, element.largest)
+    random = (draws & 0xFFFF).float() * 2.0**-16
+    if element in (Element.INT8, Element.INT4):
+        below = part.floor()
+        whole = below + (part - below + random >= 1)
+        return whole.to(torch.int8).view(torch.uint8) & (0xFF >> (8 - element.bits))
+    numbers = numbers_of(element, part.device)
+    numbers = numbers[numbers.signbit().logical_not() & (numbers <= element.largest)]
+    below = torch.bucketize(part.abs(), numbers, right=True) - 1
+    steps = torch.cat([numbers.diff(), numbers.new_ones(1)])  # nothing is above the largest
+    codes = below + ((part.abs() - numbers[below]) / steps[below] + random >= 1)
+    return codes.to(torch.uint8) | (torch.signbit(part).to(torch.uint8) << (element.bits - 1))
+
+
 @functools.cache
-def _numbers(element: Element, device: torch.device) -> Tensor:
+def numbers_of(element: Element, device: torch.device) -> Tensor:
     """Return the number of every code, fp32."""
     codes = torch.arange(2**element.bits, dtype=torch.uint8)
     if element is Element.E4M3:
@@ -159,12 +292,22 @@ def _numbers(element: Element, device: torch.device) -> Tensor:
     return numbers.to(device)
 
 
+def half_steps(element: Element) -> Tensor:
+    """Return half the distance of each code's number to its farther neighbour. Shape [codes], fp32."""
+    numbers = numbers_of(element, torch.device("cpu"))
+    known = numbers[numbers.isfinite()].unique()
+    numbers = numbers.nan_to_num(posinf=float(known[-1]), neginf=float(known[0]))
+    gaps = known.diff()
+    farther = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
+    return farther[torch.searchsorted(known, numbers)] / 2
+
+
 def _exponents(scales: Tensor) -> Tensor:
     """Return fp32 powers of two as e8m0: the biased exponent, 255 for a NaN. Zero is 0, whose codes are 0."""
     return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
-def _powers(exponents: Tensor) -> Tensor:
+def powers_of(exponents: Tensor) -> Tensor:
     """Return e8m0 as fp32: 255 is NaN, and 0 the least power of two, 2^-127."""
     powers = torch.where(exponents == 0, 0x400000, exponents.int() << 23).view(torch.float32)
     return torch.where(exponents == 255, torch.nan, powers)

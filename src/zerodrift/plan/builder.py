@@ -8,6 +8,7 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     columns_of = ColumnsOf(policy, model)
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
     columns_of.problems.raise_as(ConfigError)
     if not policy.mode.autocast:
         require_one_compute(model, columns, policy.rules, columns_of.problems)
@@ -102,6 +104,13 @@ def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -
         return
     problems = Problems()
     stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    for stack, of in zip(model.parameters, columns, strict=True):
+        form = of.storage.dtype.format or of.gather.format
+        block = form.block if form is not None and isinstance(form.block, int) else 1
+        if of.parallel and math.prod(stack.shape) // ranks % block:
+            must = f"must have blocks of {block} that the experts of a rank fill"
+            got = f"{math.prod(stack.shape) // ranks:,} elements on each of {ranks} ranks"
+            problems.add(stack.name, must, got=got, do="Give it a plain dtype with a rule.")
     first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
     for parameter in stacks:
         name, shape = parameter.name, list(parameter.shape)

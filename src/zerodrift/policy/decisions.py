@@ -119,6 +119,8 @@ class Reduction:
     when: Literal["last", "every"]
     order: Order = field(default="rank", metadata={"omitted": True})
     """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
+    feedback: bool = field(default=False, metadata={"omitted": True})
+    """Whether what rounding to the wire has lost is added to the next gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,18 @@ class Columns:
     @property
     def trained(self) -> bool:
         return self.update is not None
+
+    @property
+    def rounds_on_the_way(self) -> bool:
+        """Whether the model computes with other values than the masters rounded to a plain dtype."""
+        return self.trained and self.gather.format is not None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a gather encodes what rests sharded in fp32."""
+        return (
+            self.gather.format is not None and self.storage.axis != "" and self.storage.dtype.format is None
+        )
 
     @property
     def layout(self) -> tuple[Any, ...]:

@@ -10,15 +10,18 @@ Invariant: pure. No process group, no device and no environment variable is read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
-from zerodrift.policy.numbers import AutoNumbers, AutoValues
+from zerodrift.policy.narrow import TWICE
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -108,6 +111,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
         problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
+    _check_feedback(config, mesh, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -167,6 +171,7 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
         ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
         ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
         ("reduce.wire", config.communication_data_type, "communication_data_type"),
+        *_zero_plus_plus(config),
     ]
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
@@ -185,6 +190,30 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
             must = f"must agree with `{by}`, which says {said} for `{column}`"
             problems.add(key, must, got=value, do="Keep one of the two keys.")
     return demands
+
+
+def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield what the keys of ZeRO++ set."""
+    zero = config.zero_optimization
+    for key, column, dtype in (
+        ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
+        ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
+    ):
+        if getattr(zero, key):
+            yield column, dtype, f"zero_optimization.{key}"
+
+
+def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None:
+    """Refuse feedback where gradients are rounded a second time, between replicas."""
+    demands = {"precision": rules.column_values(config.precision)}
+    demands |= {
+        f"{rules.RULES}[{n}]": rules.column_values(rule) for n, rule in enumerate(config.precision.rules)
+    }
+    for key, pairs in demands.items():
+        asked = ("reduce.feedback", "true") in pairs
+        if asked and (mesh.replicate > 1 or mesh.expert > 1):
+            problems.add(f"{key}.reduce.feedback", TWICE.must, got="true", do=TWICE.do)
 
 
 def _is_narrow_product(column: str, value: str) -> bool:

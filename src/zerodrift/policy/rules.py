@@ -33,6 +33,9 @@ PIN: tuple[tuple[str, str], ...] = (
 )
 """The columns of `pin: fp32`: the parameter is never rounded."""
 
+RULES = "precision.rules"
+"""The beginning of every reason that is a rule."""
+
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
 
@@ -61,11 +64,13 @@ def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str
     if isinstance(reduce, DType):
         values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
-        for part in ("wire", "sum", "when", "order"):
+        for part in ("wire", "sum", "when", "order", "feedback"):
             if (value := getattr(reduce, part)) is not None:
-                values.append((f"reduce.{part}", str(value)))
+                values.append((f"reduce.{part}", str(value).lower() if part == "feedback" else str(value)))
     if isinstance(block, schema.Rule):
         values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
+    elif isinstance(block, schema.Precision) and block.frozen is not None:
+        values.append(("frozen", str(block.frozen)))
     return tuple(values)
 
 
@@ -87,7 +92,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
         kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
         shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
         pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-        why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+        why, values = f"{RULES}[{number}]: {shown}", tuple(sets.items())
         rule = ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
         resolved.append(rule)
     return tuple(resolved)

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from zerodrift.config import BackendName
-from zerodrift.dtypes import DType, lost
+from zerodrift.dtypes import ADMITTED, DType, lost
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Mode, State
 
@@ -34,6 +34,17 @@ class SupportCell:
     """`default`, `fp32`, `bf16` or `fp16`."""
     pipeline: bool
     stage: int
+    backend: BackendName
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCell:
+    """A narrow format at rest."""
+
+    storage: str
+    trained: bool
     backend: BackendName
     status: Status
     reason: str
@@ -86,6 +97,26 @@ def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Ve
             "less than half an ulp, and it can never shrink: use `bf16-stochastic` or `8bit`, or lower beta2",
         )
     return Verdict("yes")
+
+
+def storage_verdict(trained: bool, backend: BackendName) -> Verdict:
+    """Return whether a parameter may rest in a narrow format."""
+    if trained:
+        return Verdict("no", _TRAINED)
+    refused = BACKENDS[backend].refuse_narrow_storage
+    return Verdict("no", refused) if refused else Verdict("yes")
+
+
+_TRAINED = "it is trained, and the small steps of an update would vanish between the few values of the format"
+
+
+def narrow_storages() -> tuple[StorageCell, ...]:
+    """List every narrow format at rest, of frozen and of trained parameters, on every backend."""
+    cells = []
+    for dtype, trained, backend in product(ADMITTED["frozen"], (False, True), BACKENDS):
+        found = storage_verdict(trained, backend)
+        cells.append(StorageCell(str(dtype), trained, backend, found.status, found.reason))
+    return tuple(cells)
 
 
 def states() -> tuple[StateCell, ...]:

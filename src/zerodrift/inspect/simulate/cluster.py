@@ -201,7 +201,7 @@ class CollectiveTime:
 
 
 def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
-    layout, size = axis_layout(plan.mesh, call.axis), call.numel * call.dtype.size
+    layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
     if layout.ranks == 1:
         return CollectiveTime(0.0, 0)
     if call.op == "all_gather":
@@ -235,7 +235,7 @@ def _reduce_scatter(
     mine = size // ranks
     if order == "native" and cluster.carrier == "native" and total is call.dtype:
         return CollectiveTime(_ring(size, layout, cluster), 3 * mine)
-    added = size + 2 * mine * total.size // call.dtype.size
+    added = size + 2 * (call.numel // ranks) * total.size
     return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
 
 
