@@ -403,3 +403,36 @@ def test_values_that_are_not_finite_skip_the_step() -> None:
     engine.module.layers[0].mlp.up.register_forward_hook(lambda module, args, output: output * math.inf)
     engine.backward(engine(batch(0, 0)))
     assert engine.step().skipped
+
+
+def adapted() -> nn.Module:
+    """GPT-2, whose linear layers are `Conv1D`, with adapters beside a frozen base."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    names = {"bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **names)).eval()
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    made: nn.Module = peft.get_peft_model(model, lora)
+    return made
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_adapters_learn_beside_a_frozen_base_in_fp8() -> None:
+    losses = []
+    for stage, compute in ((0, "fp8"), (3, "fp8"), (3, "bf16")):
+        engine = make(config(stage, "bf16", precision={"compute": compute}), adapted())
+        losses.append([])
+        for step in range(4):
+            tokens = batch(step, engine.mesh.rank())
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        if compute == "fp8":
+            named = {row.name: row.columns.options()["products"] for row in engine.plan.rows}
+            assert {named[name] for name in named if "c_attn.base_layer.weight" in name} == {"fp8"}
+            assert {named[name] for name in named if "lora" in name} == {"bf16"}
+        engine.destroy()
+    assert losses[0] == losses[1] != losses[2] and losses[1] == pytest.approx(losses[2], rel=0.02)

@@ -105,8 +105,8 @@ def require_fit(parameter: ParameterSpec, columns: Columns, problems: Problems) 
         refusal, got = PIN, "pinned"
     elif not is_linear(parameter):
         refusal = MATRIX
-        classes = dict.fromkeys(owner.klass.rpartition(".")[2] for owner in parameter.owners)
-        got = f"{got} of {' and '.join(classes)}"
+        classes = dict.fromkeys(owner.klass.rpartition(".")[2] for owner in parameter.owners if owner.klass)
+        got = f"{got} of {' and '.join(classes) or 'a class that is not known'}"
     elif not products.pad and any(size % MULTIPLE for size in parameter.shape[-2:]):
         refusal = SIZE
     if refusal is None:

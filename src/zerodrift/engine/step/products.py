@@ -140,20 +140,22 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return the product that a call of torch is. Raise an error if it is not that of a linear layer."""
     call = None
     if named == "linear":
-        places = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        call = _LinearCall(places["input"], places["weight"], places.get("bias"), False)
+        places: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight, bias = (places.get(key) for key in ("input", "weight", "bias"))
+        call = _LinearCall(x, weight, bias, False) if x is not None and weight is not None else None
     elif not kwargs and named in ("matmul", "__matmul__", "mm") and len(args) == 2:
         call = _LinearCall(*args, None, True)
     elif not kwargs and named == "addmm" and len(args) == 3:
         call = _LinearCall(args[1], args[2], args[0], True)
     elif named in ("grouped_mm", "_grouped_mm"):
         given = {key: value for key, value in kwargs.items() if value is not None}
-        x, weight, *offs = (value for value in args if value is not None)
-        ends = offs[0] if offs else given.pop("offs", None)
-        call = _LinearCall(x, weight, None, True, ends) if not given else None
+        sides = [value for value in (*args, given.pop("offs", None)) if value is not None]
+        if len(sides) == 3 and not given:
+            call = _LinearCall(sides[0], sides[1], None, True, sides[2])
     if (
         call is not None
         and isinstance(call.weight, (NarrowWeight, _WeightView))
+        and isinstance(call.x, Tensor)
         and not isinstance(call.x, _OWN)
         and call.weight.dim() == (2 if call.ends is None else 3)
         and (call.x.dim() > 0 if call.ends is None else call.x.dim() == 2)
