@@ -1,6 +1,6 @@
 """Narrow formats as data: an element of 4 or 8 bits, the block that shares a scale, the rule of the scale.
 
-`kernels/narrow.py` computes with them; docs/formats.md defines each by a formula and examples. Nothing here
+`kernels/narrow.py` computes with them; docs/precision.md defines each by a formula and examples. Nothing here
 imports torch.
 
 Invariant: blocks begin where a parameter begins, or with each of its rows. So no slicing, stage or number of

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -215,6 +217,58 @@ def test_strided_values_are_taken() -> None:
         assert torch.equal(found, packed) and torch.equal(out[::2], decoded)
 
 
+DRAWN = [dtype for dtype in FLAT if dtype is not DType.NF4_64]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DRAWN, ids=str)
+def test_compiled_draws_equal_the_definition(dtype: DType) -> None:
+    form = NARROW[dtype]
+    for number, values in enumerate(batches(dtype, torch.float32)):
+        draws = torch.randint(1 << 32, values.shape, generator=generator(number))
+        draws[::3] |= 0xFFFF
+        draws[1::3] &= ~0xFFFF
+        shape = (-1, block_of(dtype))
+        codes, scales = narrow.reference_encode(form, values.view(shape), draws.view(shape))
+        packed = torch.cat([narrow.pack(form.element, codes.flatten()), scales.view(torch.uint8)])
+        found = torch.full_like(packed, 0xA5)
+        narrow.encode(dtype, values, found, draws)
+        assert_same(found, packed, (dtype, number))
+
+
+@pytest.mark.parametrize("dtype", DRAWN, ids=str)
+def test_drawn_codes_keep_the_mean(dtype: DType) -> None:
+    """Up or down to a neighbour, and right on average; what is a number of the format already stays."""
+    form, count = NARROW[dtype], 1 << 14
+    wanted = torch.cat([torch.linspace(-1.0, 1.0, 31), torch.tensor([1e-3, -1e-4, 3e-6])])
+    wanted *= form.element.largest
+    block = torch.zeros(block_of(dtype))
+    block[: len(wanted)] = wanted[: len(block)]
+    values = block.repeat(count)
+    draws = torch.randint(1 << 40, values.shape, generator=generator(10))
+    packed = torch.empty(dtype.nbytes(len(values)), dtype=torch.uint8)
+    narrow.encode(dtype, values, packed, draws)
+    found = torch.empty_like(values)
+    narrow.decode(dtype, packed, found)
+    found = found.view(count, -1).double()
+    gaps = found.amax(0) - found.amin(0)
+    # Five deviations of the mean of the draws; a share below 2^-16 of a step is never drawn.
+    tolerance = gaps * 5 * 0.5 / count**0.5 + form.element.largest * 2.0**-18
+    assert ((found.mean(0) - block).abs() <= tolerance).all()
+    numbers = narrow.numbers_of(form.element, torch.device("cpu"))
+    is_number = (block[:, None] == numbers).any(1)
+    assert (gaps[is_number] == 0).all() and (gaps > 0).any()
+    assert all(len(column.unique()) <= 2 for column in found.unbind(1))
+
+
+def test_nf4_is_only_rounded_to_nearest() -> None:
+    values, packed = torch.ones(64), torch.empty(36, dtype=torch.uint8)
+    for library in (native.library(), None):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(AssertionError, match="to nearest"):
+            patched.setattr(native, "library", lambda library=library: library)
+            narrow.encode(DType.NF4_64, values, packed, torch.zeros(64, dtype=torch.int64))
+
+
 # --- the definition ---------------------------------------------------------------------------------------
 
 
@@ -274,3 +328,33 @@ def test_a_power_of_two_scale_survives_bf16(dtype: DType) -> None:
     values = torch.randn(1 << 16, generator=generator(9))
     packed, decoded = reference(dtype, values)
     assert torch.equal(reference(dtype, decoded.bfloat16().float())[0], packed)
+
+
+# --- beside other libraries -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    return importlib.import_module("formats")
+
+
+@pytest.mark.parametrize("peer", ["ml_dtypes", "torchao", "bitsandbytes"])
+def test_what_differs_from_a_peer_does_so_by_a_known_rule(peer: str, beside: ModuleType) -> None:
+    pytest.importorskip(peer)
+    found = list(beside.COMPARISONS[peer](beside.sample(1 << 18)))
+    assert len(found) >= 2
+    for each in found:
+        assert each.unexplained == 0, each
+        same = (each.codes[0] == each.codes[1]).float().mean()
+        assert same > (0.6 if each.dtype == "fp8-128x128" else 0.9), each
+
+
+def test_a_code_or_scale_that_no_rule_explains_is_counted(beside: ModuleType) -> None:
+    codes, scales = torch.zeros(3, 8, dtype=torch.uint8), torch.ones(3)
+    other, scaled = codes.clone(), scales.clone()
+    other[0, 1], other[2, 3], scaled[1] = 1, 1, 2.0
+    rule = torch.zeros(3, 8, dtype=torch.bool)
+    rule[2] = True
+    found = beside.Comparison("fp8-128", "planted", (codes, other), (scales, scaled), {"a rule": rule})
+    assert found.why == {"a rule": 1} and found.unexplained == 2

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import zerodrift
 from tests.numerics.networks import GPT
 from tests.numerics.runs import Run, config, make, masters, require_alike, train
 from tests.ranks.harness import on_ranks, run_ranks
@@ -19,6 +21,7 @@ from zerodrift.engine.digest import Digest
 from zerodrift.engine.engine import Engine
 from zerodrift.kernels import narrow
 from zerodrift.model.spec import ModelSpec
+from zerodrift.plan import cost
 
 FORMATS = {next((word for word in SHORT if SHORT[word] is d), str(d)): d for d in ADMITTED["frozen"]}
 
@@ -113,3 +116,92 @@ def test_experts_of_a_rank_must_fill_blocks() -> None:
     with pytest.raises(ConfigError, match="must have blocks of 64 that the experts of a rank fill"):
         plan(written, model)
     assert plan(written, replace(model, parameters=(replace(stack, shape=(4, 8, 16)), model.parameters[1])))
+
+
+class Wide(torch.nn.Module):
+    """A frozen base of 32 million elements, and a vector that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 4096, bias=False) for _ in range(4))
+        self.bias = torch.nn.Parameter(torch.ones(4096))
+        self.layers.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (sum(layer(x) for layer in self.layers) + self.bias).square().mean()
+
+
+def resident(line: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{line}:")[2].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process in /proc")
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, timeout=200)
+def test_a_base_is_loaded_into_its_format_with_little_beside_it(stage: int, tmp_path: Path) -> None:
+    names = [f"layers.{number}.weight" for number in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    if torch.distributed.get_rank() == 0:
+        tensors = {name: torch.randn(4096, 2048, generator=generator).bfloat16() for name in names}
+        save_file({**tensors, "bias": torch.ones(4096)}, tmp_path / "model.safetensors")
+        del tensors
+    torch.distributed.barrier()
+    with zerodrift.empty():
+        model = Wide()
+    base = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    engine = make(config(stage, "bf16", precision={"frozen": "nf4"}), model, weights=tmp_path)
+    peak, share = resident("VmHWM") - base, cost(engine.plan).rest.storage
+    assert share < 4 * 4096 * 2048 * 0.6 / (1 if stage == 0 else 2)
+    assert peak < share + 60e6, f"{peak / 1e6:.0f} MB for {share / 1e6:.0f} MB at rest"
+    first = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    with engine.gathered(names[:1]) as values:
+        assert torch.equal(values[names[0]], narrow.round_trip(DType.NF4_64, first).bfloat16())
+
+
+def quantised_by(name: str, folder: Path) -> DType:
+    """Write a base of Wide's shapes in the form of a library; its narrow format."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(256, 256, generator=generator) for _ in range(2)]
+    tensors: dict[str, torch.Tensor] = {"bias": torch.ones(256)}
+    for number, weight in enumerate(weights):
+        key = f"layers.{number}.weight"
+        if name == "deepseek":
+            tensors[key] = weight.to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.rand(2, 2, generator=generator)
+        else:
+            tensors[key] = (40 * weight).round().to(torch.int8)
+            tensors[f"{key}_scale"] = torch.rand(256, 1, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    return DType.FP8_128 if name == "deepseek" else DType.INT8_256
+
+
+@pytest.mark.parametrize("name", ["deepseek", "compressed-tensors"])
+@on_ranks(2, timeout=100)
+def test_a_quantised_base_keeps_its_values_in_its_own_format_alone(name: str, tmp_path: Path) -> None:
+    dtype = quantised_by(name, tmp_path) if torch.distributed.get_rank() == 0 else None
+    torch.distributed.barrier()
+    masters_of = []
+    for stage, frozen in ((3, None), (3, "fp8" if name == "deepseek" else "int8"), (1, "nf4")):
+        with zerodrift.empty():
+            model = Wide()
+            model.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(2))
+            model.bias = torch.nn.Parameter(torch.ones(256))
+            model.layers.requires_grad_(False)
+        written = config(stage, "bf16", precision={"frozen": frozen, "storage": "fp32"})
+        engine = make(written, model, weights=tmp_path)
+        masters_of.append(masters(engine))
+        row = engine.plan.row("layers.0.weight")
+        assert row is not None
+        why = row.columns.reasons()["storage"]
+        if frozen == "nf4":
+            assert "decoded in fp32" in why
+        elif frozen is not None:
+            assert "with the codes and scales of the checkpoint" in why
+            assert dtype is None or row.columns.storage.dtype is dtype
+        engine.destroy()
+    plain, kept, encoded = masters_of
+    require_alike(kept, plain)
+    for key, value in plain.items():
+        assert key == "bias" or torch.equal(encoded[key], narrow.round_trip(DType.NF4_64, value))

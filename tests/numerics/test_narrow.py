@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.numerics import test_experts, test_pipelines
 from tests.numerics.networks import GPT, batch
-from tests.numerics.runs import config, finish, make, masters, require_alike, train
+from tests.numerics.runs import config, finish, make, masters, require_alike, same, train
 from tests.numerics.test_stages import train_alike
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import ZerodriftError, cost, describe, make_plan
@@ -171,16 +172,22 @@ def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("stage", "precision", "rest", "told"),
     [
-        (2, {"mode": "fp16", **LOSSY}, {}, "without a loss scale"),
-        (2, {**LOSSY, "accumulate": "bf16"}, {}, "fp32 `accumulate`"),
+        (2, {"mode": "fp16", **LOSSY}, {}, "loss scale"),
+        (2, {**LOSSY, "accumulate": "bf16"}, {}, "have an fp32 `accumulate`"),
         (2, LOSSY, {"sharding": {"replicate": 2}}, "replicas"),
         (2, {"reduce": {"wire": "int8", "order": "tree"}}, {}, "order"),
         (2, {"reduce": {"wire": "int8", "sum": "bf16"}}, {}, "`reduce.sum` must be fp32"),
-        (2, {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]}, {}, "a narrow wire"),
+        (
+            2,
+            {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]},
+            {},
+            "must have a narrow wire",
+        ),
         (3, {"gather": "fp8", "storage": "bf16"}, {}, "`storage` must be fp32"),
         (2, {"gather": "fp8", "master": "split"}, {}, "`master` must be fp32"),
         (2, {"gather": "int4"}, {}, "must be fp32, bf16, fp16, fp8"),
-        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "on backend fsdp2"),
+        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "`gather` must not be narrow on backend fsdp2"),
+        (2, {"reduce": "int8"}, {"backend": "fsdp2"}, "`reduce.wire` must not be narrow on backend fsdp2"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -189,6 +196,37 @@ def test_what_is_not_supported_is_refused_by_name(
     written = {**config(stage, "bf16", precision=precision), **rest}
     with pytest.raises(ZerodriftError, match=re.escape(told)):
         make_plan(written, describe(GPT()), world_size=4)
+
+
+def in_pipelines(alone: bool) -> list[Any]:
+    """A tied and an untied one; what is tied is held by both ends."""
+    if alone:
+        return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
+    ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))
+    return [test_pipelines.trained(*way, gather="int8") for way in ways]
+
+
+@pytest.mark.long
+def test_pipelines_have_the_bits_of_one_process() -> None:
+    (alone,) = run_ranks(in_pipelines, 1, True)
+    for one, three, *tied in run_ranks(in_pipelines, 2, False, timeout=150.0):
+        require_alike(alone[0], one)
+        require_alike(alone[1], three)
+        require_alike(*tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep2 x 2", "ep2, 2 replicas"])
+@on_ranks(4, timeout=150)
+def test_experts_over_ranks_are_the_same_bits_at_every_stage(mesh: str) -> None:
+    rules = [{"match": "*.bias", "gather": "fp32"}]  # whose blocks several ranks would share
+    precision = {"gather": "mxfp8", "reduce": {"wire": "fp8", "when": "every"}, "rules": rules}
+    found = []
+    for stage in (0, 1, 3):
+        engine = test_experts.engine_of(test_experts.config(stage, mesh, precision=precision))
+        found.append(train(engine, 2, test_experts.MICRO, data=test_experts.batch))
+        engine.destroy()
+    assert same(found) == []
 
 
 def _comm() -> Collectives:

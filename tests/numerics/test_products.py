@@ -32,7 +32,7 @@ from zerodrift.kernels.products import (
     reference_product,
     rounded_once,
 )
-from zerodrift.policy import Products
+from zerodrift.policy import LinearProducts
 
 LAYOUT = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch.float16: (11, -14, 15)}
 """dtype -> (bits of a significand, least and largest exponent of a normal value)."""
@@ -201,7 +201,7 @@ def test_gradients_are_products_of_their_own(
     weight = matrix(6, 10, 1, own)  # [out, in]
     stored = weight.clone() if layout in ("linear", "transposed") else weight.t().contiguous()
     parameter = nn.Parameter(stored)
-    parameter.__class__ = engine_products.class_for("layer.weight", Products(*cells))
+    parameter.__class__ = engine_products.class_for("layer.weight", LinearProducts(*cells))
     bias = matrix(1, 6, 2, own)[0].requires_grad_(layout in ("linear", "addmm"))
     x = matrix(12, 10, 3, own).view(3, 4, 10).requires_grad_()
     calls: dict[str, Callable[[], Tensor]] = {
@@ -227,7 +227,67 @@ def test_gradients_are_products_of_their_own(
         assert torch.equal(bias.grad, grad.sum(0).to(own))
 
 
+@pytest.mark.parametrize("cells", [(FP8, FP8, FP8), (FP8, FP8, BF16)], ids=str)
+def test_experts_of_a_stack_are_layers_of_their_own(cells: tuple[DType, DType, DType]) -> None:
+    """Rows of each expert have products of their own; one has none, and the last rows are nobody's."""
+    stack = matrix(3 * 6, 10, 1, torch.bfloat16).view(3, 6, 10)
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    x, grad = matrix(11, 10, 2, torch.bfloat16), matrix(11, 6, 3, torch.bfloat16)
+    expected: list[Tensor] = [torch.zeros(11, 6, dtype=x.dtype), torch.zeros_like(x), torch.zeros_like(stack)]
+    for number, rows in enumerate((slice(0, 4), slice(4, 4), slice(4, 9))):
+        expected[0][rows] = by_hand(x[rows], stack[number], x.dtype)
+        expected[1][rows] = formula(cells[1], grad[rows], stack[number].t(), x.dtype)
+        expected[2][number] = formula(cells[2], grad[rows].t(), x[rows].t(), x.dtype)
+    for is_grouped in (True, False):
+        parameter = nn.Parameter(stack.clone())
+        parameter.__class__ = engine_products.class_for("experts.up", LinearProducts(*cells))
+        given = x.clone().requires_grad_()
+        if is_grouped:
+            output = F.grouped_mm(given, parameter.transpose(-2, -1), offs=ends)
+        else:
+            parts = [F.linear(given[:4], parameter[0]), F.linear(given[4:9], parameter[torch.tensor(2)])]
+            output = torch.cat([*parts, x.new_zeros(2, 6)])
+        output.backward(grad)
+        for found, wanted in zip((output, given.grad, parameter.grad), expected, strict=True):
+            assert found is not None and torch.equal(found, wanted)
+
+
 # --- runs -------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Experts in two parameters, whose products are grouped."""
+
+    def __init__(self, width: int, experts: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 2 * width, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=len(self.up)).cumsum(0).to(torch.int32)
+        inner = F.gelu(F.grouped_mm(x[order], self.up.transpose(-2, -1), offs=ends))
+        made = F.grouped_mm(inner, self.down.transpose(-2, -1), offs=ends)
+        return torch.zeros_like(x).index_copy(0, order, made)
+
+
+class Mixture(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 4), Stack(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        return (self.experts(flat, chosen) * weights[:, None].to(x.dtype)).view_as(x)
+
+
+def stacked() -> GPT:
+    model = GPT(layers=1)
+    torch.manual_seed(1)
+    model.layers[0].mlp = Mixture(32)
+    return model
+
 
 CELLS = [
     Cell(stage, when, "bf16", "moe" if when == "every" else "recomputed", precision={"compute": "fp8"})
@@ -239,6 +299,8 @@ OTHERS = [
     Cell(2, "last", "fp16", total=8, precision={"compute": "fp8-hp-grad-weight"}),
     Cell(3, "every", precision={"compute": {"forward": "fp8", "grad_weight": "fp8"}}),
     Cell(3, "every"),
+    Cell(3, "every", "bf16", stacked, precision={"compute": "fp8"}),
+    Cell(0, "last", "bf16", stacked, precision={"compute": "fp8"}),
 ]
 
 
@@ -247,7 +309,7 @@ def test_stages_and_numbers_of_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments and norms on 1, 2 and 4 ranks, and at every stage."""
     found = require_same([*CELLS, *OTHERS], WORLDS)
     assert all(found[place] == found[place % 2] for place in range(len(CELLS)))
-    assert len({left for left, _ in found}) == 2 + len(OTHERS)
+    assert found[-1] == found[-2] and len({left for left, _ in found}) == 2 + len(OTHERS) - 1
 
 
 @pytest.mark.cells(2)

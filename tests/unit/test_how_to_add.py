@@ -52,8 +52,8 @@ assert cells == {"e5m2-128", "bf16"}, cells  # norms are vectors
 traffic = {line.dtype: line.bytes for line in cost(plan).traffic if line.purpose == "forward"}
 assert set(traffic) == {"e5m2-128", "bf16"}, traffic
 assert "| `gather` | fp32, bf16, fp16, fp8, mxfp8, int8 or e5m2-128 |" in render_config()
-other = {"precision": {"compute": "e5m2-128"}}
-refused(lambda: load(other), "`precision.compute`: must be fp32, bf16 or fp16")
+other = {"precision": {"grad": "e5m2-128"}}
+refused(lambda: load(other), "`precision.grad`: must be fp32, bf16 or fp16")
 """
 
 SIGN_OF_A_TRACE: Edits = {

@@ -74,6 +74,7 @@ def test_which_products_a_weight_has(case: str) -> None:
     assert products(precision, name) == expected
 
 
+STACK = parameter("model.layers.0.mlp.experts.up", (3, 96, 48), "models.Experts")
 ADAPTER = parameter("model.layers.0.q_proj.lora_A.default.weight", (8, 48))
 BASE = parameter("model.layers.0.q_proj.base_layer.weight", (48, 48), trained=False)
 LORA = model(ADAPTER, BASE)
@@ -82,6 +83,10 @@ LORA = model(ADAPTER, BASE)
 def test_a_frozen_base_has_two_products_and_its_adapters_keep_theirs() -> None:
     assert products({"compute": "fp8-hp-grad-weight"}, BASE.name, LORA) == "fp8: precision.compute"
     assert products(ALL, ADAPTER.name, LORA).startswith("bf16: an adapter")
+
+
+def test_a_stack_of_experts_has_products_whatever_their_number() -> None:
+    assert products(ALL, STACK.name, model(STACK)) == "fp8: precision.compute"
 
 
 def test_a_plan_without_fp8_is_the_plan_of_before() -> None:
@@ -104,7 +109,8 @@ def test_typed_blocks_are_the_keys_of_a_dict() -> None:
 
 ODD = parameter("model.layers.0.mlp.narrow.weight", (48, 40))
 ODD_CONV1D = parameter("h.0.mlp.c_fc.weight", (48, 40), CONV1D)
-STACK = parameter("model.layers.0.mlp.experts.up", (4, 96, 48), "models.Experts")
+MANY = parameter("model.layers.0.mlp.many", (4, 96, 48), "models.Many")
+ODD_STACK = parameter("model.layers.0.mlp.experts.up", (4, 96, 40), "models.Experts")
 OWN = parameter("model.layers.0.mlp.own.weight", (48, 48), "models.Own")
 BOTH = parameter("model.layers.0.both.weight", (48, 48), EMBEDDING)
 REFUSED: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
@@ -121,23 +127,29 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, dict[str, Any]]] = {
         r"c_fc.weight.*multiples of 16",
         {"compute": "fp8", "rules": [{"match": "*.c_fc.weight", "compute": {"pad": True}}]},
     ),
-    "a stack": (
+    "a stack of anything": (
         {"compute": "fp8"},
-        STACK,
-        r"experts.up`.*as experts in one parameter.*shape \[4, 96, 48\] of Experts.*"
-        r'\{match: "model.layers.\*.mlp.experts.up", compute: bf16\}',
-        {"compute": "fp8", "rules": [{"match": "model.layers.*.mlp.experts.up", "compute": "bf16"}]},
+        MANY,
+        r"mlp.many`.*neither a linear layer nor a stack of experts.*shape \[4, 96, 48\] of Many.*"
+        r'\{match: "model.layers.\*.mlp.many", compute: bf16\}',
+        {"compute": "fp8", "rules": [{"match": "model.layers.*.mlp.many", "compute": "bf16"}]},
+    ),
+    "sizes of a stack": (
+        {"compute": "fp8"},
+        ODD_STACK,
+        r"experts.up`.*multiples of 16.*shape \[4, 96, 40\]",
+        {"compute": "fp8", "rules": [{"match": "*.experts.up", "compute": {"pad": True}}]},
     ),
     "another class": (
         {"compute": "fp8"},
         OWN,
-        r"own.weight`.*another module than a linear layer: its products are known for Linear and Conv1D only",
+        r"own.weight`.*neither a linear layer nor a stack of experts: its products are known for Linear and",
         {"compute": "fp8", "rules": [{"class": "models.Own", "compute": "bf16"}]},
     ),
     "an embedding by a rule": (
         {"rules": [{"match": "*both*", "compute": "fp8"}]},
         BOTH,
-        r"precision.rules\[0\]: '\*both\*'.*another module than a linear layer",
+        r"precision.rules\[0\]: '\*both\*'.*neither a linear layer nor a stack of experts",
         {"compute": "fp8", "rules": [{"match": "*both*", "compute": "bf16"}]},
     ),
     "a pin": (

@@ -152,7 +152,7 @@ def _list(width: int) -> str:
     for path in _files():
         lines.append(path.relative_to(EXAMPLES).as_posix())
         lines += textwrap.wrap(_summary(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
-    end = "Copy them with `zerodrift examples --copy`, into the folder `examples`."
+    end = "`zerodrift examples --copy` copies them to `examples`."
     return "\n".join([*lines, "", end, f"Pages about them: {legible(str(DOCS))}", ""])
 
 

@@ -147,8 +147,7 @@ ignored log_trace_cache_warnings: the order of gathers is planned, not traced
 ignored enable_sanity_checks: the plan's invariants are always checked
 ignored save_muon_momentum_buffer_in_memory: nothing is offloaded to NVMe
 used zero_quantized_weights: `gather: int8`, encoded from fp32 values at every stage
-refused zero_quantized_nontrainable_weights: frozen weights are not quantized
-    instead: Frozen parameters rest in their `storage` dtype.
+used zero_quantized_nontrainable_weights: `frozen: int8`, for linear layers, at every stage
 used zero_quantized_gradients: `reduce: {wire: int4}`, encoded once and summed in fp32
 refused zeropp_loco_param: what rounding loses on the wire is not added to the next gradient
     off: {}

@@ -317,6 +317,8 @@ class ZeroOptimization(Block):
     """Master and state in host memory."""
     zero_quantized_weights: Flag | None = None
     """ZeRO++: gather trained weights in int8."""
+    zero_quantized_nontrainable_weights: Flag | None = None
+    """ZeRO++: keep and gather frozen linear layers in int8."""
     zero_quantized_gradients: Flag | None = None
     """ZeRO++: send gradients in int4."""
     load_from_fp32_weights: Literal[True] | None = None

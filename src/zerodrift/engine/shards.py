@@ -152,14 +152,14 @@ class FlatShard:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
 
     def weights(self) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.values()
         if self._updater is None:
-            return self.stored()
+            return self._storage.detach()
         take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.values()
         if self.segment.narrow is not None:
             return self.segment.as_shown(self.weights())
         return self._storage.detach()

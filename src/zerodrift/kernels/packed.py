@@ -14,7 +14,7 @@ from torch import Tensor
 from zerodrift.dtypes import DType
 from zerodrift.kernels import narrow
 
-WINDOW = 1 << 20
+WINDOW = 1 << 18
 """Elements that are encoded or decoded at a time."""
 
 

@@ -19,16 +19,26 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    LinearProducts,
     Master,
     Mode,
     MuonUpdate,
     Output,
     Placed,
     Placement,
-    Products,
     Reduction,
     State,
     Update,
+)
+from zerodrift.policy.narrow import (
+    ACCUMULATE,
+    FROZEN,
+    MASTER,
+    NO_WIRE,
+    SCALED,
+    STORAGE,
+    SUM,
+    NarrowRefusal,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
 from zerodrift.policy.rules import PRODUCTS, RULES, Demands
@@ -132,6 +142,9 @@ class _ColumnFiller:
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
+    def _exclude(self, refusal: NarrowRefusal, got: object) -> None:
+        self._refuse(refusal.column, refusal.must, got, refusal.do)
+
     def _narrow_gather(self) -> DType | None:
         """Return the narrow format that the config asks for and that suits this parameter."""
         value, key = self.demands.get("gather", ("", ""))
@@ -142,8 +155,7 @@ class _ColumnFiller:
             return dtype
         reason = VECTOR if self.traits.trained else "frozen: it never changes"
         if not self.traits.trained and key.startswith(RULES):
-            must = "`gather` must not be narrow for a frozen parameter, which would be rounded each time"
-            self._refuse("gather", must, dtype, "Use `storage` for it.")
+            self._exclude(FROZEN, dtype)
         self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
         self._kept_wide = f"{reason}, so not {dtype}"
         return None
@@ -159,9 +171,7 @@ class _ColumnFiller:
             reason = f"`gather` is {narrow}: it is encoded from fp32 values"
             storage = self._demanded("storage", DType.FP32, reason)
             if storage is not DType.FP32:
-                must = f"`storage` must be fp32 where `gather` is {narrow} and storage is sharded"
-                do = "Leave `storage` out: what is gathered is encoded from it, and it is its own master."
-                self._refuse("storage", must, storage, do)
+                self._exclude(STORAGE, storage)
             return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
@@ -206,7 +216,7 @@ class _ColumnFiller:
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
-    def products(self, compute: DType) -> Products | None:
+    def products(self, compute: DType) -> LinearProducts | None:
         """Return the products that the config asks for; None where all operands are in the compute dtype."""
         asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
         cells = {part: DType(value) for part, (value, _) in asked.items()}
@@ -224,7 +234,7 @@ class _ColumnFiller:
             return None
         pad, pad_why = self.demands.get("compute.pad", ("false", ""))
         self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
-        return Products(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
+        return LinearProducts(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
 
     def gather(self, storage: DType, compute: DType) -> DType:
         if storage.format is not None:
@@ -300,8 +310,7 @@ class _ColumnFiller:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
         if wire.format is not None and total is not DType.FP32:
-            must = f"`reduce.sum` must be fp32 where the wire is {wire}: every part is decoded to fp32"
-            self._refuse("reduce.sum", must, total, "Leave `reduce.sum` out.")
+            self._exclude(SUM, total)
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
@@ -332,22 +341,12 @@ class _ColumnFiller:
         asked, key = self.demands.get("reduce.feedback", ("false", ""))
         if asked == "false" or (wire.format is None and not key.startswith(RULES)):
             return False
-        must = do = ""
         if wire.format is None:
-            must, do = (
-                f"must have a narrow wire, which {wire} is not",
-                "Set `reduce.wire` to one, such as int4.",
-            )
+            self._exclude(NO_WIRE, wire)
         elif self.context.mode.scaled:
-            must = "must be in a mode without a loss scale, which changes what was lost from step to step"
-            do = "Use mode bf16."
+            self._exclude(SCALED, self.context.mode)
         elif accumulate is not DType.FP32:
-            must, do = (
-                "must have an fp32 `accumulate`, to which what was lost is added",
-                "Leave `accumulate` out.",
-            )
-        if must:
-            self._refuse("reduce.feedback", f"`reduce.feedback` {must}", do=do)
+            self._exclude(ACCUMULATE, accumulate)
         return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
@@ -369,8 +368,7 @@ class _ColumnFiller:
             why = f"storage shows what travels in {narrow}: a copy in fp32 is the source"
             master = Master(self._text("master", Master.FP32.value, why))
             if master is not Master.FP32:
-                must = f"`master` must be fp32 where `gather` is {narrow} and storage is whole"
-                self._refuse("master", must, master, "Leave `master` out, or use stage 3.")
+                self._exclude(MASTER, master)
             return master
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"

@@ -124,7 +124,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class LinearProducts:
     """The dtypes of the operands in the three products of a linear layer: fp8, or the compute dtype."""
 
     forward: DType
@@ -178,7 +178,7 @@ class Columns:
     why: tuple[tuple[str, str], ...]
     """(name, reason) for every column of the parameter, in the order of COLUMNS and OPTIONS."""
     parallel: Parallel = field(default="", metadata={"omitted": True})
-    products: Products | None = field(default=None, metadata={"omitted": True})
+    products: LinearProducts | None = field(default=None, metadata={"omitted": True})
     """The products of a linear layer's weight; None where all operands are in the compute dtype."""
 
     @property

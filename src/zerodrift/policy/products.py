@@ -46,13 +46,8 @@ BACKEND = ProductRefusal(
 PIN = ProductRefusal(
     "a pinned parameter", "a pin rounds nowhere, and fp8 operands are rounded", "Leave one of the two out"
 )
-STACK = ProductRefusal(
-    "experts in one parameter",
-    "the products of a stack are grouped, and only those of single matrices are defined",
-    "Leave them in the compute dtype by a rule",
-)
 MATRIX = ProductRefusal(
-    "a matrix of another module than a linear layer",
+    "a matrix of a module that is neither a linear layer nor a stack of experts",
     f"its products are known for {' and '.join(name.rpartition('.')[2] for name in LINEARS)} only",
     "Leave it in the compute dtype by a rule",
 )
@@ -68,7 +63,7 @@ DEVICE = ProductRefusal(
     "Train on one of these",
 )
 
-UNFIT = (BACKEND, PIN, STACK, MATRIX, SIZE, DEVICE)
+UNFIT = (BACKEND, PIN, MATRIX, SIZE, DEVICE)
 """All that `compute: fp8` is refused with."""
 
 
@@ -87,7 +82,12 @@ def why_without(parameter: ParameterSpec, role: str) -> tuple[str, str]:
 
 
 def is_linear(parameter: ParameterSpec) -> bool:
-    """Return True if a parameter is the weight of linear layers only, or of classes that are not known."""
+    """Return True for weights of linear layers only, and for experts in a stack `[experts, ., .]`.
+
+    A class that is not known counts as a linear layer.
+    """
+    if len(parameter.shape) == 3:
+        return all("experts" in name.split(".") for name in parameter.names)
     return len(parameter.shape) == 2 and all(
         not owner.klass or (owner.klass in LINEARS and name.endswith("weight"))
         for name, owner in zip(parameter.names, parameter.owners, strict=True)
@@ -104,15 +104,15 @@ def require_fit(parameter: ParameterSpec, columns: Columns, problems: Problems) 
     if columns.pinned:
         refusal, got = PIN, "pinned"
     elif not is_linear(parameter):
-        refusal = MATRIX if len(parameter.shape) == 2 else STACK
+        refusal = MATRIX
         classes = dict.fromkeys(owner.klass.rpartition(".")[2] for owner in parameter.owners)
         got = f"{got} of {' and '.join(classes)}"
-    elif not products.pad and any(size % MULTIPLE for size in parameter.shape):
+    elif not products.pad and any(size % MULTIPLE for size in parameter.shape[-2:]):
         refusal = SIZE
     if refusal is None:
         return True
     do = refusal.do
-    if refusal in (STACK, MATRIX):
+    if refusal is MATRIX:
         do = f'{do}: `{{match: "{template(parameter.name)}", compute: {columns.compute}}}`'
     where = columns.reasons()["products"]
     must = f"must not be multiplied in fp8 (`{where}`), as {refusal.what}: {refusal.reason}"

@@ -18,9 +18,10 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
-from zerodrift.policy.numbers import AutoNumbers, AutoValues
+from zerodrift.policy.narrow import TWICE
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -196,6 +197,7 @@ def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
     zero = config.zero_optimization
     for key, column, dtype in (
         ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
         ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
     ):
         if getattr(zero, key):
@@ -211,9 +213,7 @@ def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None
     for key, pairs in demands.items():
         asked = ("reduce.feedback", "true") in pairs
         if asked and (mesh.replicate > 1 or mesh.expert > 1):
-            must = "must be left out with replicas or expert parallelism, whose sums are rounded once more"
-            do = "Leave `sharding.replicate` and `experts` out, or the feedback."
-            problems.add(f"{key}.reduce.feedback", must, got="true", do=do)
+            problems.add(f"{key}.reduce.feedback", TWICE.must, got="true", do=TWICE.do)
 
 
 def _is_narrow_product(column: str, value: str) -> bool:

@@ -21,6 +21,8 @@ from zerodrift.policy import (
     DEFAULT_ACCUMULATE,
     GIVEN_UP,
     REFUSED,
+    SLICED,
+    TRAVEL,
     UNFIT,
     State,
     StateCell,
@@ -87,6 +89,9 @@ def support_text(
         grid(list(_states(states)), (15,), ("bold",), width),
         section("storage", "parameters at rest in a narrow format"),
         grid(list(_storages()), (15,), ("bold",), width),
+        section("gather, reduce", "narrow formats are refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in TRAVEL], (32,), ("bold",), width),
+        Text(f"{SLICED[0].upper()}{SLICED[1:]}."),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
@@ -200,6 +205,10 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
+    lines += ["", "## Narrow formats on the way", ""]
+    lines += ["What a narrow `gather` and a narrow wire of `reduce` are refused with, in every mode;"]
+    lines += [f"{SLICED}.", ""]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}" for refusal in TRAVEL]
     lines += ["", "## Products", ""]
     lines += ["What `precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
     lines += ["refused with, in every mode and at every stage.", ""]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
     from zerodrift.weights.deepspeed.files import find_tag
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
-    from zerodrift.weights.load import InitialValues, LoadedWeights, load_weights
+    from zerodrift.weights.load import InitialValues, LoadedWeights, SafetensorsWeights, load_weights
     from zerodrift.weights.matching import ExpectedTensor, Match, expected_tensors, match
     from zerodrift.weights.reader import SafetensorsReader
     from zerodrift.weights.sources import TrainingState

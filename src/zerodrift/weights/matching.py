@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,23 +99,26 @@ def match(
     strict: Strict,
 ) -> Match:
     """Find every value that the checkpoint has for the model, or raise one ModelError with all that is
-    wrong."""
-    names = [name for entry in want for name in entry.names]
+    wrong. A model with adapters of `peft` is matched by the names of its base; adapters stay as they are."""
+    in_files = _names_in_files(model)
+    base = model.get_base_model() if in_files is not _unchanged else model  # type: ignore[operator]
+    names = [in_files(name) for entry in want for name in entry.names]
     problems, reader = Problems(), SafetensorsReader()
     try:
         tensors, quantised = find_quantised(tensors, names, reader, problems)
     finally:
         reader.close()
     problems.raise_as(ModelError, f"weights of {path}")
-    converted = convert(model, names, tensors)
+    converted = convert(base, names, tensors)
     by_number = {n: quantised[t.name] for n, t in enumerate(tensors) if t.name in quantised}
     result = Match(str(path), tensors, conversions=converted.used, quantised=by_number)
     refused = {name for name, _ in converted.refused}
     for name, why in converted.refused:
         problems.add(name, "must be readable from the files", got=why)
     for entry in want:
-        layouts = [(name, converted.layouts[name]) for name in entry.names if name in converted.layouts]
-        if not layouts and not refused & set(entry.names):
+        own = [in_files(name) for name in entry.names]
+        layouts = [(name, converted.layouts[name]) for name in own if name in converted.layouts]
+        if not layouts and not refused & set(own):
             result.missing.append(entry.name)
         places: list[tuple[Box, ...]] = []
         for name, layout in layouts:
@@ -136,6 +139,19 @@ def match(
         _explain(Path(path), problems)
     problems.raise_as(ModelError, f"weights of {path}")
     return result
+
+
+def _unchanged(name: str) -> str:
+    return name
+
+
+def _names_in_files(model: nn.Module) -> Callable[[str], str]:
+    """Return the function from a name in the model to the name in the files of its base."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return _unchanged
+    adapters = "|".join(map(re.escape, model.peft_config))  # type: ignore[arg-type]
+    inside = re.compile(rf"\.(base_layer|original_module|modules_to_save\.({adapters}))\.")
+    return lambda name: inside.sub(".", name.removeprefix("base_model.model."))
 
 
 def _check_dtypes(
@@ -182,6 +198,8 @@ def _check_names(
     # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
     may_lack = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     may_hold = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if hasattr(model, "peft_config"):
+        may_lack.append(rf"\.{re.escape(str(getattr(model.base_model, 'prefix', 'lora_')))}")
     buffers = [name for name, _ in model.named_buffers()]
     may_hold += [p for end, p in OUTSIDE_STATE.items() if any(name.endswith(end) for name in buffers)]
     if lacking := refused(result.missing, may_lack):

@@ -30,7 +30,7 @@ from zerodrift.engine.nested import tensors_in
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.errors import ModelError
 from zerodrift.kernels import products as kernels
-from zerodrift.policy import Products
+from zerodrift.policy import LinearProducts
 
 
 def attach(segments: Iterable[FlatSegment]) -> None:
@@ -67,8 +67,11 @@ _VIEWS = frozenset((
 ))  # fmt: skip
 """Calls and attributes whose results are still the weight: a product with one of them is the layer's."""
 
+_PICKS = frozenset(("__getitem__", "select", "unbind"))
+"""Calls that return single matrices of a stack."""
 
-def class_for(name: str, products: Products, kind: type[Tensor] = Tensor) -> type[NarrowWeight]:
+
+def class_for(name: str, products: LinearProducts, kind: type[Tensor] = Tensor) -> type[NarrowWeight]:
     """Return the class of a weight with these products; `kind` is what operations return around it."""
     others = () if kind is Tensor else (kind,)
     form = kernels.product if kind is Tensor else kernels.scaled_product
@@ -79,13 +82,14 @@ def class_for(name: str, products: Products, kind: type[Tensor] = Tensor) -> typ
         named, given = name_of(func), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             alone = all(isinstance(tensor, _OWN) for tensor in _floating((args, given)))
-            if named in PRODUCTS and not alone:
+            if (named in PRODUCTS or isinstance(func, _CUSTOM)) and not alone:
                 return _multiply(_parse(name, named, args, given), products, name, form)
             result = func(*args, **given)
             if not alone or named in OTHERS:
                 return result
-            same = named in _VIEWS and isinstance(args[0], (NarrowWeight, _WeightView))
-            return of_class(result, kind, view if same else derived)
+            same = named in _VIEWS or (named in _PICKS and args[0].dim() == 3 and _are_matrices(result))
+            is_weight = same and isinstance(args[0], (NarrowWeight, _WeightView))
+            return of_class(result, kind, view if is_weight else derived)
 
     # A compiler may leave out a rounding to fp8 and back.
     apart = torch.compiler.disable(torch_function, reason=f"products of `{name}` have fp8 operands")
@@ -103,6 +107,14 @@ def has_narrow_products(tensor: object) -> bool:
     return isinstance(tensor, _OWN)
 
 
+_CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""Operators that are called by themselves, such as those that a library registers."""
+
+
+def _are_matrices(result: Any) -> bool:
+    return all(tensor.dim() == 2 for tensor in tensors_in(result))
+
+
 def _floating(inputs: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point() and tensor.dim()]
 
@@ -112,12 +124,16 @@ _Form = Callable[[kernels.Operand, kernels.Operand, torch.dtype, Tensor | None],
 
 @dataclass(frozen=True, slots=True)
 class _LinearCall:
-    """A product of an activation and a weight, [..., in] and [out, in], or [in, out] if transposed."""
+    """A product of an activation and a weight, [..., in] and [out, in], or [in, out] if transposed.
+
+    Experts are a stack of these: consecutive rows of the activation belong to each, up to `ends`.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     transposed: bool
+    ends: Tensor | None = None
 
 
 def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _LinearCall:
@@ -130,12 +146,17 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         call = _LinearCall(*args, None, True)
     elif not kwargs and named == "addmm" and len(args) == 3:
         call = _LinearCall(args[1], args[2], args[0], True)
+    elif named in ("grouped_mm", "_grouped_mm"):
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        x, weight, *offs = (value for value in args if value is not None)
+        ends = offs[0] if offs else given.pop("offs", None)
+        call = _LinearCall(x, weight, None, True, ends) if not given else None
     if (
         call is not None
         and isinstance(call.weight, (NarrowWeight, _WeightView))
         and not isinstance(call.x, _OWN)
-        and call.weight.dim() == 2
-        and call.x.dim() > 0
+        and call.weight.dim() == (2 if call.ends is None else 3)
+        and (call.x.dim() > 0 if call.ends is None else call.x.dim() == 2)
         and (call.bias is None or call.bias.dim() == 1)
     ):
         return call
@@ -144,22 +165,24 @@ def _parse(name: str, named: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     raise ModelError(name, must, got=f"`{named}`", do=do)
 
 
-def _multiply(call: _LinearCall, products: Products, name: str, form: _Form) -> Tensor:
+def _multiply(call: _LinearCall, products: LinearProducts, name: str, form: _Form) -> Tensor:
     device, dtype = call.x.device.type, call.weight.dtype
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and call.ends is None:  # torch casts no grouped product
         dtype = torch.get_autocast_dtype(device)
     elif call.x.dtype is not dtype:
         must = f"must be multiplied with activations of its dtype, {dtype}"
         raise ModelError(name, must, got=call.x.dtype, do="Cast the activation before the layer.")
-    result: Tensor = _LinearProducts.apply(
-        call.x, call.weight, call.bias, _Recipe(products, dtype, call.transposed, form)
-    )
+    recipe = _Recipe(products, dtype, call.transposed, form)
+    if call.ends is not None:
+        grouped: Tensor = _GroupedFunction.apply(call.x, call.weight, call.ends, recipe)
+        return grouped
+    result: Tensor = _LinearFunction.apply(call.x, call.weight, call.bias, recipe)
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    products: Products
+    products: LinearProducts
     dtype: torch.dtype
     """Dtype of the output, and of products without fp8 operands."""
     transposed: bool
@@ -169,6 +192,11 @@ class _Recipe:
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight with a row per output. Shape [out, in]."""
         return weight.t() if self.transposed else weight
+
+    def groups(self, x: Tensor, ends: Tensor) -> list[slice]:
+        """Return the rows of each expert. A dry run, which knows no numbers, gives all to the first."""
+        stops = ends.tolist() if self.form is kernels.product else [len(x)] * len(ends)
+        return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
     def product(
         self, part: DType, left: Tensor, right: Tensor, result: torch.dtype, bias: Tensor | None = None
@@ -180,7 +208,7 @@ class _Recipe:
         return F.linear(left.to(self.dtype), right.to(self.dtype), added).to(result)
 
 
-class _LinearProducts(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """The three products of a linear layer."""
 
     @staticmethod
@@ -213,3 +241,35 @@ class _LinearProducts(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 of_bias = rows.sum(0).to(ctx.bias_dtype)
         return of_x, of_weight, of_bias, None
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """The three products of each expert of a stack [experts, in, out]; rows of no expert become zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Tensor, ends: Tensor, recipe: _Recipe) -> Tensor:
+        of_x, of_stack, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_stack else None, stack if of_x else None)
+        ctx.recipe, ctx.groups, ctx.shape = recipe, recipe.groups(x, ends), x.shape
+        part = recipe.products.forward
+        output = x.new_zeros(len(x), stack.shape[2])
+        for rows, weight in zip(ctx.groups, stack, strict=True):
+            output[rows] = recipe.product(part, x[rows], weight.t(), recipe.dtype)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        recipe: _Recipe = ctx.recipe
+        x, stack = ctx.saved_tensors
+        of_x = of_stack = None
+        with torch._C.DisableTorchFunctionSubclass():
+            if ctx.needs_input_grad[0]:
+                of_x = grad.new_zeros(ctx.shape)
+                for rows, weight in zip(ctx.groups, stack, strict=True):
+                    of_x[rows] = recipe.product(recipe.products.grad_input, grad[rows], weight, recipe.dtype)
+            if ctx.needs_input_grad[1]:
+                part = recipe.products.grad_weight
+                sides = [(x[rows].t(), grad[rows].t()) for rows in ctx.groups]
+                of_stack = torch.stack([recipe.product(part, *pair, recipe.dtype) for pair in sides])
+        return of_x, of_stack, None, None
