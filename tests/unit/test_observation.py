@@ -475,16 +475,14 @@ def lookalike(library: str, name: str, **attributes: Any) -> Any:
     return type(name, (), {"__module__": f"{library}.tensor", **attributes})()
 
 
+FOUR_BITS = {"quant_type": "nf4", "blocksize": 64}
+
+
 @pytest.mark.parametrize(
     ("library", "name", "attributes", "told"),
     [
-        (
-            "bitsandbytes",
-            "Params4bit",
-            {"quant_type": "nf4", "blocksize": 64, "bnb_quantized": True},
-            "nf4-64",
-        ),
-        ("bitsandbytes", "Params4bit", {"quant_type": "nf4", "blocksize": 64, "bnb_quantized": False}, ""),
+        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": True}, "nf4-64"),
+        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": False}, ""),
         ("bitsandbytes", "Int8Params", {"dtype": torch.int8}, "int8-row"),
         ("bitsandbytes", "Int8Params", {"dtype": torch.float16}, ""),
         ("torchao", "Float8Tensor", {"block_size": [1, 64]}, "fp8-row"),
