@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, flags
 from update import count
 
-from zerodrift.dtypes import NARROW, DType
-from zerodrift.formats import Element, Format
+from zerodrift.dtypes import NARROW, DType, Element, Format
 from zerodrift.kernels import narrow
 
 PEERS = ("ml_dtypes", "torchao", "bitsandbytes")

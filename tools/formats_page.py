@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerodrift.dtypes import NARROW, SHORT, DType
-from zerodrift.formats import Element, Format
+from zerodrift.dtypes import NARROW, SHORT, DType, Element, Format
 from zerodrift.kernels import narrow
 
 BLOCK = re.compile(r"(<!-- formats: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

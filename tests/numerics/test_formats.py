@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import NARROW, DType
-from zerodrift.formats import Element, Format, ScaleRule
+from zerodrift.dtypes import NARROW, DType, Element, Format, ScaleRule
 from zerodrift.kernels import build, narrow, native
 from zerodrift.kernels.probe import contraction
 

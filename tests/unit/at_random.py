@@ -71,6 +71,7 @@ _GOOD = """
 {pipeline: {stages: 2, schedule: zbv}, gradient_accumulation_steps: 8}
 {pipeline: {stages: 4, schedule: interleaved, chunks: 1, split: cost}}
 {experts: {ranks: 2}, bf16: {enabled: true}, zero_optimization: {stage: 3}}
+{precision: {mode: bf16, compute: fp8, rules: [{match: "*", compute: {grad_weight: bf16, pad: true}}]}}
 {sharding: {replicate: 2, keep_gathered: step}, zero_optimization: {stage: 3}}
 {sharding: {units: [layers.*, layers.*.mlp]}, zero_optimization: {stage: 3}}
 {backend: fsdp2, bf16: {enabled: true}, zero_optimization: {stage: 2}}

@@ -410,5 +410,9 @@ def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
             exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
     with pytest.raises(ConfigError, match=r"must be one narrow format.*got int8-row and fp8-row"):
         exports("fp8-row", {"match": "up.weight", "export": "int8-row"})
+    with pytest.raises(
+        ConfigError, match=r"`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"
+    ):
+        exports("fp8")  # which of two
     with pytest.raises(ConfigError, match="must suit a linear layer of the model; got nf4"):
         exports("nf4", {"match": "*", "export": "bf16"})

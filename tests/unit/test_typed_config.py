@@ -251,7 +251,7 @@ def test_an_engine_without_a_config_says_what_to_pass() -> None:
 
 
 def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
-    words = {column: {dtypes.word(dtype) for dtype in row} for column, row in dtypes.ADMITTED.items()}
+    words = {column: {dtypes.word(dtype, row) for dtype in row} for column, row in dtypes.ADMITTED.items()}
     keys: dict[str, Any] = {"storage": Storage, "frozen": Frozen, "gather": GatherKey, "reduce.wire": WireKey}
     keys |= {"compute.product": Product, "export": ExportKey}
     for column, admitted in words.items():

@@ -38,9 +38,8 @@ from zerodrift.checkpoint.manifest import (
     read_plan,
 )
 from zerodrift.checkpoint.paths import open_own, short
-from zerodrift.dtypes import BLOCK, DType
+from zerodrift.dtypes import BLOCK, DType, Format
 from zerodrift.errors import CheckpointError, said
-from zerodrift.formats import Format
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.plan import Plan, Row, rank_of
 

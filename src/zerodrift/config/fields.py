@@ -189,7 +189,8 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
         if option is bool:
             return ["true", "false"]
         if option is DType:
-            return [table.word(dtype) for dtype in _admitted(extras)]
+            admitted = _admitted(extras)
+            return [table.word(dtype, admitted) for dtype in admitted]
         if option in (int, float):
             return _number(option, extras)
         if option is str:

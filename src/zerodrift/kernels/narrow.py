@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerodrift.dtypes import DType
-from zerodrift.formats import Element, Format
+from zerodrift.dtypes import DType, Element, Format
 from zerodrift.kernels import device, native
 
 LEAST, MOST = 2.0**-96, 2.0**126

@@ -135,7 +135,8 @@ def exported_dtype(text: str | None) -> DType | None:
     admitted = ADMITTED["export"]
     dtype = None if text is None else parse_among(text, admitted)
     if dtype is not None and dtype not in admitted:
-        raise ConfigError("dtype", f"must be {listed(map(word, admitted), 'or')}", got=repr(text))
+        words = [word(known, admitted) for known in admitted]
+        raise ConfigError("dtype", f"must be {listed(words, 'or')}", got=repr(text))
     return dtype
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import DType, Element, Format
 from zerodrift.errors import ConfigError, Problems
-from zerodrift.formats import Element, Format
 from zerodrift.kernels import narrow
 from zerodrift.policy import cut_tiles
 from zerodrift.weights.boxes import Shape, within

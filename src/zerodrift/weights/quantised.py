@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zerodrift.dtypes import NARROW, DType
+from zerodrift.dtypes import NARROW, Block, DType, Element, Format
 from zerodrift.errors import Problems
-from zerodrift.formats import Block, Element, Format
 from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import StoredTensor
 from zerodrift.weights.boxes import Box, simplified
