@@ -288,7 +288,7 @@ SHORT: Mapping[str, tuple[DType, ...]] = {
     "int4": (DType.INT4_128,),
     "nf4": (DType.NF4_64,),
 }
-"""Words of a config for the usual format of an element: the first that a column admits."""
+"""Words of a config for an element, where a column admits one format of it: one of these."""
 
 _SPELLINGS: dict[str, DType] = {
     **{dtype.value: dtype for dtype in DType},
@@ -334,7 +334,7 @@ not depend on the stage."""
 def spellings(dtypes: Sequence[DType]) -> list[str]:
     """Return every accepted spelling of the dtypes, short names first."""
     words = [text for text, dtype in _SPELLINGS.items() if dtype in dtypes]
-    words += [text for text, formats in SHORT.items() if any(dtype in dtypes for dtype in formats)]
+    words += [text for dtype in dtypes if (text := word(dtype, dtypes)) in SHORT]
     return sorted(words, key=lambda text: (text not in DType._value2member_map_, text))
 
 
@@ -354,9 +354,10 @@ def word(dtype: DType, among: Sequence[DType]) -> str:
 
 
 def parse_among(text: str, dtypes: Sequence[DType]) -> DType:
-    """Parse one of these dtypes, where `fp8` and the like are the usual format of that element."""
-    usual = (dtype for dtype in SHORT.get(text.strip().lower(), ()) if dtype in dtypes)
-    return next(usual, None) or parse(text)
+    """Parse one of these dtypes, where `fp8` and the like are the one format of that element among them."""
+    plain = text.strip().lower()
+    usual = next((dtype for dtype in dtypes if plain in SHORT and word(dtype, dtypes) == plain), None)
+    return usual or parse(text)
 
 
 def from_safetensors(text: str) -> DType | None:

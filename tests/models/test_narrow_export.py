@@ -20,7 +20,7 @@ import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
 from tests.ranks.harness import run_ranks
-from zerodrift.checkpoint import Checkpoints
+from zerodrift.checkpoint import Checkpoints, inspect, inspection_text
 from zerodrift.inspect.drift.tensor_status import follow_tensors
 from zerodrift.inspect.drift.trainer import load_trainer
 from zerodrift.kernels.narrow import NF4
@@ -172,6 +172,7 @@ def test_what_was_exported_is_read_and_exported_again_with_the_same_bytes(
     assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+DTYPES = {dtype: "nf4-64" if dtype == "nf4" else dtype for dtype in FORMATS}
 READERS = {"fp8-128x128": "accelerate", "nf4": "bitsandbytes"}
 
 
@@ -209,7 +210,7 @@ def test_from_pretrained_has_the_decoded_values(root: Path, dtype: str, tmp_path
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_drift_holds_a_narrow_export_to_half_a_step(root: Path, dtype: str) -> None:
+def test_drift_and_inspect_know_a_narrow_export(root: Path, dtype: str) -> None:
     side = load_trainer(written(0), model())
     statuses, held, _, notes = follow_tensors(side, root / "2-3" / dtype, None)
     kinds = {status.name: (status.verdict.kind, status.dtype) for status in statuses}
@@ -219,7 +220,8 @@ def test_drift_holds_a_narrow_export_to_half_a_step(root: Path, dtype: str) -> N
     stacks = {name for name in kinds if ".experts." in name}
     assert not notes and kinds.keys() == held.keys() == model().state_dict().keys()
     assert {*wide} == kinds.keys() - linear - (set() if dtype == "nf4" else stacks)
-    assert {kinds[name][0] for name in wide} <= {"same", "rounded"}
+    text = inspection_text(inspect(root / "2-3" / dtype), color=False)
+    assert f"quantised  {DTYPES[dtype]}, by " in text
 
 
 def test_a_stack_that_stays_one_in_the_files_is_refused_by_name(tmp_path: Path) -> None:

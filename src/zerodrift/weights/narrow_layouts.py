@@ -146,9 +146,6 @@ class MatrixCollector:
             for name in dict.fromkeys(part.parameter for part in matrix.tensor.parts):
                 self._of.setdefault(name, []).append(matrix)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._of
-
     def add(self, name: str, start: int, values: torch.Tensor) -> None:
         for matrix in self._of.get(name, ()):
             key, numel = matrix.tensor.name, matrix.tensor.numel
