@@ -182,6 +182,9 @@ _RESTING = (
     *(DType.MXFP8, DType.INT4_128, DType.MXFP4),
 )
 
+EXPORTED = (DType.FP8_128X128, DType.FP8_ROW, DType.INT8_ROW, DType.NF4_64)
+"""Narrow formats that other libraries read from files."""
+
 ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "storage": (*_TRAINING, *_RESTING),
     "frozen": _RESTING,
@@ -192,7 +195,7 @@ ADMITTED: Mapping[str, tuple[DType, ...]] = {
     "accumulate": _TRAINING,
     "reduce.wire": (*_TRAINING, *_FLAT, DType.E5M2_128, DType.INT4_128),
     "reduce.sum": _TRAINING,
-    "export": _TRAINING,
+    "export": (*_TRAINING, *EXPORTED),
     "buffers": _TRAINING,
 }
 """Column -> its dtypes in a config. `master` and `state` have other values; `frozen` is the `storage` of

@@ -46,6 +46,7 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
     begin()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.accelerator.set_device_index(rank)
+    torch.get_device_module(NAME).set_rng_state(torch.get_rng_state())
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
     place, find = torch.device(NAME, rank), mesh._device
     try:

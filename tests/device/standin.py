@@ -16,14 +16,16 @@ import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
+import zerodrift
 from tests.device.build import extension
-from tests.device.races import Access, RaceChecker
+from tests.device.races import Access, RaceChecker, stack
 
 NAME = "standin"
 DEVICES = 4
@@ -197,7 +199,8 @@ def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
     written = _written(op, args, kwargs)
-    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
+    call = _FOR_INTEGERS.get(str(op.overloadpacket), op)
+    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else call
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -235,27 +238,27 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> Callable[[], Any]:
-    """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU.
-
-    Without a generator they are those of the CPU's, so that a run has the numbers of one on the CPU.
-    """
+    """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU: from
+    the one that is given, or from the device's own, whose numbers are those of a CPU's with the same seed."""
     leaves = pytree.tree_leaves((args, kwargs))
-    chosen = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-    generator = chosen[0] if chosen else torch.default_generator
-    state = generator.get_state()
+    given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    own = given or device.native.host_generator(device.native.default_generator(-1))
+    used = given or torch.default_generator
+    state = own.get_state()
+
+    def draw(function: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+        before = used.get_state()
+        used.set_state(state)
+        try:
+            return function(), used.get_state()
+        finally:
+            used.set_state(before)
+
     blank_args, blank_kwargs = pytree.tree_map_only(torch.Tensor, torch.ones_like, (args, kwargs))
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        call(*blank_args, **blank_kwargs)  # moves the generator on
-
-    def draw() -> Any:
-        after = generator.get_state()
-        generator.set_state(state)
-        try:
-            return compute()
-        finally:
-            generator.set_state(after)
-
-    return draw
+        _, after = draw(lambda: call(*blank_args, **blank_kwargs))
+    own.set_state(after)
+    return lambda: draw(compute)[0]
 
 
 def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
@@ -278,6 +281,14 @@ def _described(value: Any) -> Any:
 
 
 _KNOWN: dict[Any, Any] = {}
+
+_ENGINE = str(Path(zerodrift.__file__).parent)
+"""The generator of a CPU is an error there; tests that name no device may have made one."""
+
+_FOR_INTEGERS = {
+    "aten.histc": lambda values, *rest: torch.histc(values.double(), *rest).to(values.dtype),
+}
+"""Operations that a GPU has for integers too, and a CPU only for floats."""
 
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
@@ -316,7 +327,15 @@ def _on_host(leaf: Any) -> Any:
         return torch.device("cpu")
     if isinstance(leaf, torch.Generator) and leaf.device.type == NAME:
         return device.native.host_generator(leaf)
+    if isinstance(leaf, torch.Generator) and _is_asked_by_engine():  # torch's words
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{leaf.device.type}'")
     return leaf
+
+
+def _is_asked_by_engine() -> bool:
+    """Return whether an operation is called in the engine, whatever modes of its own it goes through."""
+    callers = (code for code, _ in stack() if not code.co_name.startswith("__torch_"))
+    return next((code.co_filename.startswith(_ENGINE) for code in callers), False)
 
 
 def _as_launched(leaf: Any) -> Any:
@@ -441,6 +460,14 @@ def _launcher(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_operation(op, *args, **kwargs)
 
 
+def convolve(*args: Any) -> Any:
+    return run_operation(torch.ops.aten.convolution.default, *args)
+
+
+def convolve_back(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+    return run_operation(torch.ops.aten.convolution_backward.default, grad, x, weight, [grad.shape[1]], *args)
+
+
 # --- the module `torch.standin` ------------------------------------------------------------------------
 
 
@@ -465,6 +492,7 @@ def _module(native: Any) -> types.ModuleType:
         memory_allocated=torch.accelerator.memory_allocated,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # activation checkpointing keeps random states of such devices only
         _is_in_bad_fork=lambda: False,
         device_count=lambda: DEVICES,
         current_device=index_of,
@@ -502,6 +530,8 @@ def install() -> Device:
             some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
         some.impl("_copy_from", copy, "PrivateUse1")
         some.impl("_local_scalar_dense", scalar, "PrivateUse1")
+        some.impl("convolution_overrideable", convolve, "PrivateUse1")
+        some.impl("convolution_backward_overrideable", convolve_back, "PrivateUse1")
         _LIBRARIES.extend([everything, some])
     return device
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,7 @@ from tests.device.build import needs_device
 from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
 from tests.device.standin import ORDERS, Order
-from tests.e2e.jobs import job
+from tests.e2e.jobs import QUICKLY, exported, job, kinds, losses, on_a_rank
 from tests.numerics import experts, test_experts, test_offload, test_order, test_pipelines
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, same, train
@@ -36,6 +37,7 @@ STEPS = 2
 PINS: dict[str, Any] = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
+NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}}
 EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
 
 
@@ -103,6 +105,8 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
     "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
+    "narrow columns": (2, trained, (3, "bf16", 2, "dense", NARROW)),
+    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
     "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "offload": (2, offloaded, (2, {}, False)),
@@ -148,6 +152,34 @@ def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) ->
             assert found == expected, order
 
 
+def drawn() -> tuple[list[float], bool]:
+    """Numbers by three ways, and whether the CPU's generator has moved."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    values = [torch.rand(4), nn.Dropout()(torch.ones(16)), torch.randn(4).normal_()]
+    return torch.cat(values).tolist(), not torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_come_from_the_devices_generator() -> None:
+    """A seed gives those that it gives on the CPU, whose own generator stays where it is."""
+    (numbers, _), *_ = run_ranks(drawn, 1)
+    assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
+
+
+def drawn_by_the_engine() -> str:
+    file = str(Path(zd.__file__).with_name("asked.py"))
+    try:
+        eval(compile("torch.rand(4, generator=torch.Generator())", file, "eval"), {"torch": torch})
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_engine_must_not_draw_on_the_device_with_a_generator_of_the_cpu() -> None:
+    words = "Expected a 'standin' device type for generator but found 'cpu'"
+    assert instead_of_cpu(drawn_by_the_engine, 1) == [words]
+
+
 # --- files ---------------------------------------------------------------------------------------------
 
 
@@ -182,6 +214,18 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
         for world in (1, 2)
     ]
     assert same(loaded) == []
+
+
+def test_the_trainer_trains_the_same_model(tmp_path: Path) -> None:
+    """`zerodrift train` on two ranks with dropout, from a file to its export."""
+    found = []
+    for name, run in (("cpu", run_ranks), ("device", instead_of_cpu)):
+        file = job(tmp_path / name, "dropping", steps=2, run={"checkpoint_every": 1})
+        run(on_a_rank, 2, str(file), QUICKLY[1:])
+        (start,) = kinds(tmp_path / name, "start")
+        assert (start.get("device") == "the stand-in device") is (name == "device")
+        found.append((losses(tmp_path / name), exported(tmp_path / name)))
+    assert len(found[0][0]) == 2 and found[0] == found[1]
 
 
 @pytest.mark.slow

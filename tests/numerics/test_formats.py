@@ -217,6 +217,58 @@ def test_strided_values_are_taken() -> None:
         assert torch.equal(found, packed) and torch.equal(out[::2], decoded)
 
 
+DRAWN = [dtype for dtype in FLAT if dtype is not DType.NF4_64]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DRAWN, ids=str)
+def test_compiled_draws_equal_the_definition(dtype: DType) -> None:
+    form = NARROW[dtype]
+    for number, values in enumerate(batches(dtype, torch.float32)):
+        draws = torch.randint(1 << 32, values.shape, generator=generator(number))
+        draws[::3] |= 0xFFFF
+        draws[1::3] &= ~0xFFFF
+        shape = (-1, block_of(dtype))
+        codes, scales = narrow.reference_encode(form, values.view(shape), draws.view(shape))
+        packed = torch.cat([narrow.pack(form.element, codes.flatten()), scales.view(torch.uint8)])
+        found = torch.full_like(packed, 0xA5)
+        narrow.encode(dtype, values, found, draws)
+        assert_same(found, packed, (dtype, number))
+
+
+@pytest.mark.parametrize("dtype", DRAWN, ids=str)
+def test_drawn_codes_keep_the_mean(dtype: DType) -> None:
+    """Up or down to a neighbour, and right on average; what is a number of the format already stays."""
+    form, count = NARROW[dtype], 1 << 14
+    wanted = torch.cat([torch.linspace(-1.0, 1.0, 31), torch.tensor([1e-3, -1e-4, 3e-6])])
+    wanted *= form.element.largest
+    block = torch.zeros(block_of(dtype))
+    block[: len(wanted)] = wanted[: len(block)]
+    values = block.repeat(count)
+    draws = torch.randint(1 << 40, values.shape, generator=generator(10))
+    packed = torch.empty(dtype.nbytes(len(values)), dtype=torch.uint8)
+    narrow.encode(dtype, values, packed, draws)
+    found = torch.empty_like(values)
+    narrow.decode(dtype, packed, found)
+    found = found.view(count, -1).double()
+    gaps = found.amax(0) - found.amin(0)
+    # Five deviations of the mean of the draws; a share below 2^-16 of a step is never drawn.
+    tolerance = gaps * 5 * 0.5 / count**0.5 + form.element.largest * 2.0**-18
+    assert ((found.mean(0) - block).abs() <= tolerance).all()
+    numbers = narrow.numbers_of(form.element, torch.device("cpu"))
+    is_number = (block[:, None] == numbers).any(1)
+    assert (gaps[is_number] == 0).all() and (gaps > 0).any()
+    assert all(len(column.unique()) <= 2 for column in found.unbind(1))
+
+
+def test_nf4_is_only_rounded_to_nearest() -> None:
+    values, packed = torch.ones(64), torch.empty(36, dtype=torch.uint8)
+    for library in (native.library(), None):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(AssertionError, match="to nearest"):
+            patched.setattr(native, "library", lambda library=library: library)
+            narrow.encode(DType.NF4_64, values, packed, torch.zeros(64, dtype=torch.int64))
+
+
 # --- the definition ---------------------------------------------------------------------------------------
 
 

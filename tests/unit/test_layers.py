@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "formats", "mesh", "record", "versions"},
     },
     "weights": {
-        *{"checkpoint", "engine", "comm", "kernels", "plan", "model"},
+        *{"checkpoint", "engine", "comm", "kernels", "plan", "policy", "model"},
         *{"dtypes", "errors", "formats", "mesh", "optimizers", "versions"},
     },
     "inspect": set(),

@@ -77,6 +77,7 @@ def test_our_nf4_is_that_of_bitsandbytes() -> None:
         (torch.int8, (24, 512), (24, 1), DType.INT8_256),
         (torch.int8, (24, 512), (24, 4), None),
         (FP8, (3, 130, 256), (3, 2, 2), DType.FP8_128),
+        (FP8, (8, 1024), (1, 8), DType.FP8_128),
     ],
     ids=str,
 )

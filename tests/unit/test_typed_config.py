@@ -17,7 +17,16 @@ import zerodrift as zd
 from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
-from zerodrift.config.schema import Config, DTypeKey, Frozen, GatherKey, Product, Storage, WireKey
+from zerodrift.config.schema import (
+    Config,
+    DTypeKey,
+    ExportKey,
+    Frozen,
+    GatherKey,
+    Product,
+    Storage,
+    WireKey,
+)
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
@@ -244,7 +253,7 @@ def test_an_engine_without_a_config_says_what_to_pass() -> None:
 def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
     words = {column: {dtypes.word(dtype) for dtype in row} for column, row in dtypes.ADMITTED.items()}
     keys: dict[str, Any] = {"storage": Storage, "frozen": Frozen, "gather": GatherKey, "reduce.wire": WireKey}
-    keys["compute.product"] = Product
+    keys |= {"compute.product": Product, "export": ExportKey}
     for column, admitted in words.items():
         offered = typing.get_args(keys.get(column, DTypeKey))
         offered = {word for option in offered for word in _words(option)}

@@ -202,7 +202,9 @@ To = Annotated[
 WeightsModel = Annotated[
     str | None, _option("--model", "X", "Folder or file with the weights' transformers config.")
 ]
-Dtype = Annotated[str | None, _option("--dtype", "D", "Dtype of the safetensors: fp32, bf16 or fp16.")]
+Dtype = Annotated[
+    str | None, _option("--dtype", "D", "Dtype in files: fp32, bf16, fp16, or narrow: fp8-row.")
+]
 MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one file.")]
 Tag = Annotated[str, _option("--tag", "TAG", "The checkpoint to read. Default: the latest.")]
 Moments = Annotated[

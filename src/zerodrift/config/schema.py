@@ -34,6 +34,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 DTypeKey = DType | DTypeName
 GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
 WireKey = GatherKey | Literal["int4", "e5m2-128"]
+ExportKey = DTypeKey | Literal["fp8-128x128", "fp8-row", "int8-row", "nf4"]
 FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"]
 
 
@@ -56,7 +57,7 @@ Grad = Annotated[DTypeKey, ColumnDType("grad")]
 Accumulate = Annotated[DTypeKey, ColumnDType("accumulate")]
 Wire = Annotated[WireKey, ColumnDType("reduce.wire")]
 Sum = Annotated[DTypeKey, ColumnDType("reduce.sum")]
-Export = Annotated[DTypeKey, ColumnDType("export")]
+Export = Annotated[ExportKey, ColumnDType("export")]
 Buffers = Annotated[DTypeKey, ColumnDType("buffers")]
 Pin = Annotated[Literal[DType.FP32, "fp32"], ColumnDType("storage", DType.FP32)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -131,7 +132,8 @@ class ColumnKeys(Block):
     state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments, and how they are rounded."""
     export: Export | None = None
-    """The parameter in a saved model file."""
+    """The parameter in a saved model file. A narrow format is for linear layers; embeddings, heads, norms and
+    routers keep theirs."""
 
 
 class Rule(ColumnKeys):

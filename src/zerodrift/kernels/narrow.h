@@ -52,6 +52,11 @@ constexpr float power(int exponent) {
   return x;
 }
 
+// Whether 16 random bits round up what is a share of a step above a number.
+INLINE uint32_t is_drawn_up(float share, uint32_t draw) {
+  return share + static_cast<float>(static_cast<int32_t>(draw)) * 0x1p-16f >= 1.0f ? 1u : 0u;
+}
+
 // Floating point in a byte or half a byte: e4m3, e5m2 and e2m1.
 template <int BITS, int MANTISSA, int BIAS>
 struct SmallFloat {
@@ -72,6 +77,18 @@ struct SmallFloat {
     const uint32_t even = (1u << (SHIFT - 1)) - 1u + ((part >> SHIFT) & 1u);
     const uint32_t normal = (part - REBIAS + even) >> SHIFT;
     const uint32_t small = bits(value(part) + MAGIC) - bits(MAGIC);
+    return (part < LEAST_NORMAL ? small : normal) | ((u >> (32 - BITS)) & SIGN);
+  }
+
+  // Rounded up with the probability of what is above the number below: `draw` is of 16 random bits.
+  static INLINE uint32_t drawn(float quotient, uint32_t largest, uint32_t draw) {
+    const uint32_t u = bits(quotient);
+    uint32_t part = u & 0x7FFFFFFFu;
+    part = part < largest ? part : largest;
+    const uint32_t normal = (part - REBIAS + (draw << (SHIFT - 16))) >> SHIFT;
+    const float steps = part < LEAST_NORMAL ? value(part) * (1.0f / STEP) : 0.0f;
+    const int32_t below = static_cast<int32_t>(steps);
+    const uint32_t small = static_cast<uint32_t>(below) + is_drawn_up(steps - static_cast<float>(below), draw);
     return (part < LEAST_NORMAL ? small : normal) | ((u >> (32 - BITS)) & SIGN);
   }
 
@@ -99,6 +116,16 @@ struct Whole {
     return bits(part + MAGIC) & ((1u << BITS) - 1u);
   }
 
+  static INLINE uint32_t drawn(float quotient, uint32_t largest, uint32_t draw) {
+    const float most = value(largest);
+    float part = quotient < most ? quotient : most;
+    part = part > -most ? part : -most;
+    int32_t below = static_cast<int32_t>(part);
+    below -= static_cast<float>(below) > part ? 1 : 0;
+    const uint32_t up = is_drawn_up(part - static_cast<float>(below), draw);
+    return (static_cast<uint32_t>(below) + up) & ((1u << BITS) - 1u);
+  }
+
   static INLINE float number(uint32_t code) {
     constexpr int32_t HALF = 1 << (BITS - 1);
     return static_cast<float>((static_cast<int32_t>(code) ^ HALF) - HALF);
@@ -114,6 +141,8 @@ struct NormalFloat {
     for (int bound = 0; bound < 15; ++bound) found += quotient > nf4_bound(bound) ? 1u : 0u;
     return found;
   }
+
+  static INLINE uint32_t drawn(float quotient, uint32_t largest, uint32_t) { return code(quotient, largest); }
 
   static INLINE float number(uint32_t code) { return NF4_NUMBERS[code]; }
 };
@@ -153,6 +182,14 @@ INLINE void encode_codes<NormalFloat>(uint8_t* __restrict codes, const float* __
   find_among_16(codes, quotients, bounds);
 }
 #endif
+
+template <class Numbers>
+INLINE void draw_codes(uint8_t* __restrict codes, const float* __restrict quotients, uint32_t largest,
+                       const int64_t* __restrict draws, int n) {
+  for (int i = 0; i < n; ++i)
+    codes[i] = static_cast<uint8_t>(
+        Numbers::drawn(quotients[i], largest, static_cast<uint32_t>(draws[i]) & 0xFFFFu));
+}
 
 constexpr int PART = 32;  // elements: no block is smaller
 
@@ -261,6 +298,7 @@ struct Run {
   void* values;
   uint8_t* codes;
   uint8_t* scales;
+  const int64_t* draws;  // a word per value, whose lower 16 bits round it when it is encoded; null: to nearest
 };
 
 template <class Numbers>
@@ -285,12 +323,14 @@ void encode_span(const Run& run, int64_t at, int n) {
     store_scale(run.scales, format, at / format.block + block, scales[block]);
   uint8_t* codes = run.codes + (PAIRS ? at / 2 : at);
   uint8_t* out = n < BLOCK ? last : codes;
-  if (PAIRS) {
-    encode_codes<Numbers>(unpacked, quotients, bits(run.largest));
-    pack<Numbers>(out, unpacked);
+  uint8_t* coded = PAIRS ? unpacked : out;
+  if (run.draws == nullptr) {
+    encode_codes<Numbers>(coded, quotients, bits(run.largest));
   } else {
-    encode_codes<Numbers>(out, quotients, bits(run.largest));
+    std::memset(coded + n, 0, BLOCK - n);
+    draw_codes<Numbers>(coded, quotients, bits(run.largest), run.draws + at, n);
   }
+  if (PAIRS) pack<Numbers>(out, unpacked);
   if (n < BLOCK) std::memcpy(codes, last, PAIRS ? n / 2 : n);
 }
 

@@ -1,9 +1,10 @@
 """Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
 
 A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
-`amax` by the format's rule; a code is the element's nearest number to `value / scale`, ties to even (NF4:
-ties to the lower), and a quotient beyond the largest number becomes that number. Decoding is `number * scale`
-in fp32, rounded once more if the result has 16 bits. All arithmetic is in fp32.
+`amax` by the format's rule. A code is the element's nearest number to `value / scale`, ties to even (NF4:
+ties to the lower), or one of the two numbers around it by random bits. A quotient beyond the largest number
+becomes that number. Decoding is `number * scale` in fp32, rounded once more if the result has 16 bits. All
+arithmetic is in fp32.
 
 A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
 2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
@@ -55,13 +56,19 @@ def form_of(dtype: DType) -> Format:
 
 
 @torch.no_grad()
-def encode(dtype: DType, values: Tensor, packed: Tensor) -> None:
-    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8."""
+def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Tensor | None = None) -> None:
+    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8.
+
+    With `draws`, a random int64 word per value, each value is rounded up or down by the lower 16 bits of its
+    word, so that the mean is kept. NF4 is only rounded to nearest.
+    """
     run = _Run(dtype, values, packed)
-    if run.has_fast_form:
-        run.execute(_Way.ENCODE)
+    if run.has_fast_form and (draws is None or values.device.type == "cpu"):
+        run.execute(_Way.ENCODE, draws)
     else:
-        codes, scales = reference_encode(run.form, values.reshape(-1, run.block))
+        blocks = values.reshape(-1, run.block)
+        words = None if draws is None else draws.view(blocks.shape)
+        codes, scales = reference_encode(run.form, blocks, words)
         run.codes.copy_(pack(run.form.element, codes.view(-1)))
         run.scales.copy_(scales)
 
@@ -157,8 +164,12 @@ class _Run:
             return self.block in _COMPILED_BLOCKS and native.library() is not None
         return self.values.numel() > 0 and device.works(self.values.device)
 
-    def execute(self, way: _Way) -> None:
+    def execute(self, way: _Way, draws: Tensor | None = None) -> None:
         """Run the fast form."""
+        if draws is not None and (draws.shape, draws.dtype) != (self.values.shape, torch.int64):
+            raise AssertionError(f"draws must be int64 of shape {self.values.shape}; got {draws.shape}")
+        if draws is not None and self.form.element is Element.NF4:
+            raise AssertionError("NF4 is only rounded to nearest")
         words, values, threads = choices(self.form), self.values, torch.get_num_threads()
         built = native.library() if values.device.type == "cpu" else None
         if built is None:
@@ -168,7 +179,9 @@ class _Run:
         described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "exponents")))
         values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
         kind = native.TYPES[values.dtype]
-        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, threads)
+        draws = None if draws is None else draws.contiguous()
+        words_at = None if draws is None else draws.data_ptr()
+        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, words_at, threads)
 
 
 def choices(form: Format) -> dict[str, Any]:
@@ -188,7 +201,7 @@ def choices(form: Format) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def reference_encode(form: Format, blocks: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32 or the exponents of
     e8m0 as uint8, shape [blocks]."""
     blocks = blocks.float()
@@ -196,7 +209,7 @@ def reference_encode(form: Format, blocks: Tensor) -> tuple[Tensor, Tensor]:
     scales = scales_of(form, amax)
     divisor = torch.where(scales > 0, scales, 1.0)
     quotients = torch.where((scales > 0)[:, None], blocks / divisor[:, None], 0.0)  # zeros for NaN as well
-    codes = codes_of(form.element, quotients)
+    codes = codes_of(form.element, quotients, draws)
     return codes, scales if form.scale == "fp32" else _exponents(scales)
 
 
@@ -222,8 +235,10 @@ def scales_of(form: Format, amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), scales, torch.nan)
 
 
-def codes_of(element: Element, quotients: Tensor) -> Tensor:
+def codes_of(element: Element, quotients: Tensor, draws: Tensor | None = None) -> Tensor:
     """Return the codes of fp32 quotients; none is NaN. uint8."""
+    if draws is not None:
+        return _drawn_codes(element, quotients, draws)
     if element in (Element.E4M3, Element.E5M2):
         dtype = torch.float8_e4m3fn if element is Element.E4M3 else torch.float8_e5m2
         return quotients.clamp(-element.largest, element.largest).to(dtype).view(torch.uint8)
@@ -239,6 +254,25 @@ def codes_of(element: Element, quotients: Tensor) -> Tensor:
     for code, bound in enumerate(_E2M1_BOUNDS):
         codes += (magnitudes >= bound) if code % 2 else (magnitudes > bound)
     return codes | (torch.signbit(quotients).to(torch.uint8) << 3)
+
+
+def _drawn_codes(element: Element, quotients: Tensor, draws: Tensor) -> Tensor:
+    """Return the codes of quotients, each rounded up if its share of the step above the number below it and a
+    random fraction of 16 bits add up to one. uint8."""
+    if element is Element.NF4:
+        raise AssertionError("NF4 is only rounded to nearest")
+    part = quotients.clamp(-element.largest, element.largest)
+    random = (draws & 0xFFFF).float() * 2.0**-16
+    if element in (Element.INT8, Element.INT4):
+        below = part.floor()
+        whole = below + (part - below + random >= 1)
+        return whole.to(torch.int8).view(torch.uint8) & (0xFF >> (8 - element.bits))
+    numbers = numbers_of(element, part.device)
+    numbers = numbers[numbers.signbit().logical_not() & (numbers <= element.largest)]
+    below = torch.bucketize(part.abs(), numbers, right=True) - 1
+    steps = torch.cat([numbers.diff(), numbers.new_ones(1)])  # nothing is above the largest
+    codes = below + ((part.abs() - numbers[below]) / steps[below] + random >= 1)
+    return codes.to(torch.uint8) | (torch.signbit(part).to(torch.uint8) << (element.bits - 1))
 
 
 @functools.cache
@@ -257,6 +291,16 @@ def numbers_of(element: Element, device: torch.device) -> Tensor:
         wrap = 2 ** (element.bits - 1)
         numbers = (codes.int() - 2 * wrap * (codes >= wrap)).float()
     return numbers.to(device)
+
+
+def half_steps(element: Element) -> Tensor:
+    """Return half the distance of each code's number to its farther neighbour. Shape [codes], fp32."""
+    numbers = numbers_of(element, torch.device("cpu"))
+    known = numbers[numbers.isfinite()].unique()
+    numbers = numbers.nan_to_num(posinf=float(known[-1]), neginf=float(known[0]))
+    gaps = known.diff()
+    farther = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
+    return farther[torch.searchsorted(known, numbers)] / 2
 
 
 def _exponents(scales: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def operand(matrix: Tensor) -> Operand:
     scales = scales_of(form, amax)
     divisors = torch.where(scales > 0, scales, torch.inf)
     largest = form.element.largest
-    quotients = (matrix.float() / divisors[:, None]).clamp(-largest, largest)
+    quotients = (matrix / divisors[:, None]).clamp(-largest, largest)  # promoted to fp32
     return Operand(quotients.to(torch.float8_e4m3fn), scales)
 
 

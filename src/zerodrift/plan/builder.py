@@ -47,6 +47,7 @@ def build(policy: Policy, model: ModelSpec, mesh: MeshShape) -> Plan:
     columns_of = ColumnsOf(policy, model)
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
     columns_of.problems.raise_as(ConfigError)
     if not policy.mode.autocast:
         require_one_compute(model, columns, policy.rules, columns_of.problems)

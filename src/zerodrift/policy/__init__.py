@@ -5,21 +5,19 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.policy.arguments import ANY, check_arguments
+    from zerodrift.policy.arguments import ANY, AutoValues, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
         Batch, COLUMNS, Columns, ComponentSpec, LinearProducts, LossScale, Master, Mode, MuonUpdate, OPTIONS,
         Output, Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
-    from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
-    from zerodrift.policy.numbers import AutoValues
-    from zerodrift.policy.order import (
-        CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
-        rank_levels, refuse_order, refuse_ranks,
-    )  # fmt: skip
-    from zerodrift.policy.parameters import ColumnsOf
-    from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.narrow import SLICED, TRAVEL
+    from zerodrift.policy.order import (
+        CARRIED, DeterminismNeed, GIVEN_UP, KEY, REFUSED, SILENT, TIED, When, accumulators, assignment,
+        micro_batches_of_rank, need_of, rank_levels, refuse_order, refuse_ranks, remedy,
+    )  # fmt: skip
+    from zerodrift.policy.parameters import ColumnsOf, cut_tiles, exported_as
+    from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
     from zerodrift.policy.rules import PIN, PRODUCTS, glob, matches, require_matches, require_one_compute

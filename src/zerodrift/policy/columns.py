@@ -73,13 +73,14 @@ class ParameterTraits:
     """Why the parameter is divided over the expert axis; `""` if it is not."""
     not_linear: str = ""
     """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    exported_wide: str = ""
+    """Why a narrow `export` leaves the parameter as it is; `""` without one."""
     columns: int = 0
     """The last dimension, where the checkpoint is quantised."""
     no_product: str = ""
     """Why the parameter is not multiplied with an activation; `""` for a matrix."""
     usual_product: str = ""
-    """Why the parameter's products keep the compute dtype unless a rule says otherwise; `""` if they need
-    not."""
+    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
 
 
 def complete(
@@ -444,4 +445,4 @@ class _ColumnFiller:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
         elif self.context.mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
-        return self._demanded("export", default, reason)
+        return self._demanded("export", default, reason + self.traits.exported_wide)

@@ -1,4 +1,4 @@
-"""What a narrow `gather`, wire or storage excludes, each with its reason and the way out.
+"""Refusals of narrow gathers and wires, each with its reason and the way out.
 
 `columns.py` and `resolver.py` refuse by these values, and the support table lists them.
 
@@ -19,7 +19,7 @@ class NarrowRefusal:
     what: str
     """The combination, for a list."""
     rule: str
-    """What the key must be or have, after "must"."""
+    """Requirement of the key, after "must"."""
     reason: str
     do: str
 

@@ -18,10 +18,10 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
 from zerodrift.policy.narrow import TWICE
-from zerodrift.policy.numbers import AutoNumbers, AutoValues
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")

@@ -61,11 +61,26 @@ class QuantisedTensor:
         )
         return next((d for d in same if NARROW[d].scale == "fp32"), DType.FP32)
 
-    def read(self, reader: SafetensorsReader, box: Box, out: torch.Tensor, first: int) -> None:
-        """Decode one box of the tensor into flat `out`, which begins at element `first` of the target."""
+    @property
+    def stored(self) -> str:
+        """The element in the files, in a word."""
+        return "nf4" if self.form.element is Element.NF4 else str(self.codes.dtype)
+
+    def read(
+        self, reader: SafetensorsReader, box: Box, out: torch.Tensor, first: int, steps: bool = False
+    ) -> None:
+        """Decode one box of the tensor into flat `out`, which begins at element `first` of the target.
+
+        With `steps` it is how far a value may have been from what it was rounded to, instead.
+        """
         for part in spans(simplified(box), 4):
-            values = self._numbers(reader, part.origin, part.span)
-            values *= self._scales(reader, torch.arange(part.origin, part.origin + part.span))
+            codes = self._codes(reader, part.origin, part.span)
+            if steps:
+                values = narrow.half_steps(self.form.element)[codes.int()] * (1 + 2**-8)
+            else:
+                values = narrow.reference_decode(self.form, codes[None], torch.ones(1))[0]
+            scales = self._scales(reader, torch.arange(part.origin, part.origin + part.span))
+            values *= scales.abs() if steps else scales
             part.of_target(out, first).copy_(part.of_source(values, part.origin))
 
     def fill(self, reader: SafetensorsReader, origin: int, run: PackedRun, start: int, count: int) -> None:
@@ -90,10 +105,6 @@ class QuantisedTensor:
         low, high = first // 2, -(-(first + count) // 2)
         codes = narrow.unpack(self.form.element, reader.staged(self.codes, low, high - low))
         return codes[first - 2 * low :][:count]
-
-    def _numbers(self, reader: SafetensorsReader, first: int, count: int) -> torch.Tensor:
-        ones = torch.ones(1)
-        return narrow.reference_decode(self.form, self._codes(reader, first, count)[None], ones)[0]
 
     def _scales(self, reader: SafetensorsReader, elements: torch.Tensor) -> torch.Tensor:
         """Return the scales of ascending elements. fp32."""
@@ -178,7 +189,7 @@ def _scaled(
         return None, companions | {point}
     block = _block_of(tensor.shape, scale)
     if block is None or scale.dtype not in (DType.FP32, DType.BF16, DType.FP16):
-        must = "must have a floating scale for all of it, or for rows, groups in rows or tiles of 128x128"
+        must = "must have a floating scale for all of it, or for rows, groups in rows or tiles"
         got = f"{scale.dtype} {list(scale.shape)} in `{scale.name}` for {list(tensor.shape)}"
         problems.add(tensor.name, must, got=got, do="Decode the checkpoint first.")
         return None, companions
@@ -195,15 +206,22 @@ def _block_of(shape: tuple[int, ...], scale: StoredTensor) -> Block | None:
         return None
     rows, columns = shape[-2:]
     stacks = math.prod(shape[:-2])
-    if numel == stacks * rows and scale.shape[-1] in (1, rows):
-        return "row"
     tiles = -(-rows // TILE), -(-columns // TILE)
     if scale.shape[-2:] == tiles and numel == stacks * math.prod(tiles):
         return TILE, TILE
+    if numel == stacks * rows and scale.shape[-1] in (1, rows):
+        return "row"
     groups = scale.shape[-1]
     if len(scale.shape) > 1 and numel == stacks * rows * groups and columns % groups == 0:
         return 1, columns // groups
-    return None
+    if len(scale.shape) < 2 or math.prod(scale.shape[:-2]) != stacks:
+        return None
+    # Other tiles have powers of two as sides, and may be cut at the edges.
+    tall, wide = (
+        1 << (-(-size // count) - 1).bit_length()
+        for size, count in zip(shape[-2:], scale.shape[-2:], strict=True)
+    )
+    return (tall, wide) if scale.shape[-2:] == (-(-rows // tall), -(-columns // wide)) else None
 
 
 def _bitsandbytes(

@@ -230,7 +230,8 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)
-        storage = from_torch(getattr(torch, (seen.dtypes("storage") or ("float32",))[0]))
+        word = (seen.dtypes("storage") or ("float32",))[0]
+        storage = from_torch(getattr(torch, word, torch.bfloat16))  # a library's narrow weights decode to it
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
     config = load(path)

@@ -68,7 +68,9 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for row in engine.plan.rows:
         if row.trained:
-            tensors[row.name] = engine.parameter(row.name).master.to("cpu", row.columns.export.torch)
+            export = row.columns.export
+            plain = torch.float32 if export.format is not None else export.torch  # peft reads no narrow ones
+            tensors[row.name] = engine.parameter(row.name).master.to("cpu", plain)
     module: Any = engine.module
     with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:

@@ -47,6 +47,9 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
     options = options or MergeOptions()
     adapters.require_peft("--merge")
     dtype = exported_dtype(options.dtype)
+    if dtype is not None and dtype.format is not None:
+        must, do = "must be plain with `--merge`", f"Merge first, and convert that with `--dtype {dtype}`."
+        raise UnsupportedError("--dtype", must, got=dtype, do=do)
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
     found = _adapters_at(source, options.tag)
     with importable(found.started_in):
