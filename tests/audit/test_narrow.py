@@ -170,10 +170,11 @@ def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
     ("precision", "goal", "reasons"),
     [
         (
-            {"rules": [{"match": "blocks.*.up.*", "pin": "fp32"}], "frozen": "nf4"},
+            {"rules": [{"match": "blocks.1.up.*", "pin": "fp32"}], "frozen": "nf4"},
             "bytes",
             {
-                "blocks.*.up.weight storage": "being decided by precision.rules[0]: 'blocks.*.up.*'",
+                "blocks.1.up.weight storage": "being decided by precision.rules[0]: 'blocks.1.up.*'",
+                "blocks.0.up.weight storage": "because it is nf4-64 already",
                 "blocks.*.attention.out.weight storage": "because it is nf4-64 already",
                 "blocks.*.down.weight gather": "because nothing travels on one rank",
             },
@@ -190,6 +191,7 @@ def test_what_is_not_run_has_its_reason(
     for trial in found.formats.trials:
         assert (trial.alone is None) == bool(trial.left_out)
         assert trial.left_out.startswith(reasons.get(f"{trial.pattern} {trial.column}", ""))
+    assert reasons.keys() <= {f"{trial.pattern} {trial.column}" for trial in found.formats.trials}
     told = " ".join(found.text().split())
     assert all(f"Not run, {reason}" in told for reason in reasons.values())
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerodrift.config import load
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, ZerodriftError, first_line
 from zerodrift.inspect.audit.advice import Progress, bytes_of, pattern_of
 from zerodrift.inspect.audit.estimates import AuditSetup
 from zerodrift.inspect.audit.results import (
@@ -32,7 +32,7 @@ from zerodrift.inspect.audit.variants import literal_glob, with_rules
 from zerodrift.mesh import MeshShape
 from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, Row, build
-from zerodrift.policy import Policy, ResolvedRule, glob, resolve
+from zerodrift.policy import Columns, Policy, ResolvedRule, glob, resolve
 
 FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
     "gather": ("int8", "fp8", "mxfp8"),
@@ -82,28 +82,27 @@ class FormatSearch:
             self.progress("narrow formats, alone", number, len(trials))
             trials[number] = self._alone(trial, spec, start)
         chosen = self._add(trials, spec, start, limit)
-        most = self._everything(trials, spec, start)
+        most = self._everything(trials, chosen, spec)
         rules = tuple(rule for number in chosen for rule in trials[number].rules)
         last = trials[chosen[-1]].together if chosen else start
         return FormatAdvice(goal, limit, start, tuple(trials), tuple(chosen), last or start, most, rules)
 
     def _asked(self) -> list[FormatTrial]:
         """Return a trial of every group of matrices in every format, none of them run."""
-        groups: dict[tuple[str, bool], list[Row]] = {}
+        groups: dict[tuple[str, FormatColumn, str], list[Row]] = {}
         for row in self.plan.rows:
             if row.columns.compute.is_floating and len(row.shape) > 1:
                 path = re.sub(r"\d+", "*", row.name.rpartition(".")[0])
-                groups.setdefault((path, row.trained), []).append(row)
+                column: FormatColumn = "gather" if row.trained else "storage"
+                column = "compute" if self.goal.of == "speed" else column
+                groups.setdefault((path, column, _reason_against(row.columns, column)), []).append(row)
         trials = []
-        for (_, trained), rows in groups.items():
+        for (_, column, reason), rows in groups.items():
             names = tuple(row.name for row in rows)
-            column: FormatColumn = "gather" if trained else "storage"
-            column = "compute" if self.goal.of == "speed" else column
-            for word in FORMATS[column]:
+            numel = sum(row.whole_numel for row in rows)
+            for word in FORMATS[column][: 1 if reason else None]:
                 rules = _rules(self.plan, rows, column, word)
-                pattern = str(rules[0]["match"]) if len(rules) == 1 else pattern_of(self.plan, names)
-                numel = sum(row.whole_numel for row in rows)
-                reason = _reason_against(rows, column)
+                pattern = rules[0]["match"] if len(rules) == 1 else pattern_of(self.plan, names)
                 trials.append(FormatTrial(pattern, names, column, word, numel, rules, left_out=reason))
         return trials
 
@@ -118,9 +117,7 @@ class FormatSearch:
                 return replace(trial, left_out=reason)
             return replace(trial, alone=FormatPoint(self._drift(trial.rules), bytes_))
         except REFUSED as error:
-            problem = error.problems[0]
-            got = f"; got {problem.got}" if problem.got else ""
-            return replace(trial, left_out=f"refused by the plan ({problem.must}{got})")
+            return replace(trial, left_out=f"refused by the plan ({_reason(error)})")
 
     def _useless(self, column: FormatColumn, before: Bytes, after: Bytes) -> str:
         """Return why a format saves no bytes; `""` if it does, or is for speed."""
@@ -170,16 +167,16 @@ class FormatSearch:
         return chosen
 
     def _everything(
-        self, trials: Sequence[FormatTrial], spec: ModelSpec, start: FormatPoint
+        self, trials: Sequence[FormatTrial], chosen: Sequence[int], spec: ModelSpec
     ) -> FormatPoint | None:
-        """Run every group in the format that saves most, as the other end of the scale."""
-        widest: dict[tuple[str, ...], FormatTrial] = {}
-        for trial in trials:
+        """Run every group in the format that saves most, unless that is what was chosen."""
+        most: dict[tuple[str, ...], tuple[int, int]] = {}  # names of a group -> bytes, and which trial
+        for number, trial in enumerate(trials):
             if trial.alone is not None:
-                known = widest.get(trial.names, trial)
-                least = known.alone is None or trial.alone.bytes.sum < known.alone.bytes.sum
-                widest[trial.names] = trial if least else known
-        return self._point(list(widest.values()), spec) if widest else None
+                mine = trial.alone.bytes.sum, number
+                most[trial.names] = min(mine, most.get(trial.names, mine))
+        numbers = sorted(number for _, number in most.values())
+        return None if numbers == sorted(chosen) else self._point([trials[n] for n in numbers], spec)
 
     def _point(self, trials: Sequence[FormatTrial], spec: ModelSpec) -> FormatPoint | None:
         """Run several formats together; None if the plan or the model does not admit that."""
@@ -215,14 +212,20 @@ def _resolved(rules: Sequence[Mapping[str, str]]) -> tuple[ResolvedRule, ...]:
     return resolve(load({"precision": {"rules": list(rules)}}), MeshShape()).rules
 
 
-def _reason_against(rows: Sequence[Row], column: FormatColumn) -> str:
-    """Return why a group is not tried: a rule has decided, or the column is narrow; `""` if it is tried."""
-    columns = rows[0].columns
+def _reason_against(columns: Columns, column: FormatColumn) -> str:
+    """Return why a parameter is not tried: a rule has decided, or it is narrow; `""` if it is tried."""
     reasons = columns.reasons()
     decided = reasons.get("products", reasons[column]) if column == "compute" else reasons[column]
     if columns.pinned or decided.startswith("precision.rules"):
         return f"being decided by {decided}"
-    if column == "compute" and columns.products is not None:
-        return "because its products are narrow already"
-    dtype = {"gather": columns.gather, "storage": columns.storage.dtype, "compute": columns.compute}[column]
+    if column == "compute":
+        return "" if columns.products is None else "because its products are narrow already"
+    dtype = columns.gather if column == "gather" else columns.storage.dtype
     return f"because it is {dtype} already" if dtype.format is not None else ""
+
+
+def _reason(error: ZerodriftError) -> str:
+    """Return what an error says must hold, without its place, which is the rule of a trial."""
+    for problem in error.problems:
+        return problem.must + (f"; got {problem.got}" if problem.got else "")
+    return first_line(error)  # relayed from another rank

@@ -207,5 +207,5 @@ class FormatAdvice:
     taken: tuple[int, ...]  # indices of the chosen trials, in the order in which they were added
     chosen: FormatPoint  # all of them together
     everything: FormatPoint | None
-    """Every group in the format that saves most; None if none was run."""
+    """Every group in the format that saves most; None if that is what was chosen."""
     rules: tuple[Mapping[str, str], ...]  # rules to paste under `precision.rules`

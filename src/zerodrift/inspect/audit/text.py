@@ -348,7 +348,7 @@ def format_facts(advice: FormatAdvice) -> list[str]:
         told.append(f"The marked formats together, run: rms {_with_bytes(chosen, start)}.")
     elif advice.everything is not None:
         told.append("No format stays within it.")
-    if advice.everything is not None and advice.everything != chosen:
+    if advice.everything is not None:
         told.append(
             f"Every group in the format that saves most, run: rms {_with_bytes(advice.everything, start)}."
         )
@@ -356,7 +356,10 @@ def format_facts(advice: FormatAdvice) -> list[str]:
 
 
 def _with_bytes(point: FormatPoint, start: FormatPoint) -> str:
+    """A point's drift, flips and changes of bytes in a clause."""
     found = [f"{point.drift.rms:.2g}"]
+    if point.drift.choices:
+        found.append(f"{point.drift.flips:,} other routing choices ({start.drift.flips:,} as planned)")
     for now, before, where in (
         (point.bytes.rest, start.bytes.rest, "at rest"),
         (point.bytes.wire, start.bytes.wire, "on the wire of a step"),
