@@ -191,14 +191,14 @@ def saved(folder: str, stage: int) -> Run:
     return train(engine, 1)
 
 
-def resumed(folder: str, stage: int) -> Run:
+def resumed(folder: str, stage: int) -> tuple[Run, list[str]]:
     engine = make(config(stage, "bf16", **PINS), MODELS["experts"]())
-    Checkpoints(engine, folder, quiet=True).load()
-    return finish(engine)
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    return finish(engine), [str(each) for each in loaded.differences if each.what == "random numbers"]
 
 
 def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
-    """Saved by two ranks, loaded by two and by one, at another stage."""
+    """Saved by two ranks, loaded by two and by one, at another stage. Random numbers are the device's own."""
     runs = {"cpu": run_ranks, "device": instead_of_cpu}
     after = [run(saved, 2, str(tmp_path / name), 3) for name, run in runs.items()]
     assert same([after[0][0], after[1][0]]) == []
@@ -208,11 +208,16 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
         assert (tmp_path / "cpu/export" / name).read_bytes() == (
             tmp_path / "device/export" / name
         ).read_bytes()
-    loaded = [
-        run(resumed, world, str(tmp_path / folder), 2)[0]
-        for folder, run in (("cpu", instead_of_cpu), ("device", run_ranks))
-        for world in (1, 2)
-    ]
+    loaded = []
+    for folder, other, devices in (
+        ("cpu", instead_of_cpu, "of a CPU -> of a GPU (what a model draws differs from here on)"),
+        ("device", run_ranks, "of a GPU -> of a CPU (what a model draws differs from here on)"),
+    ):
+        assert runs[folder](resumed, 2, str(tmp_path / folder), 2)[0][1] == []
+        for world, expected in ((1, "of 2 ranks -> as they are"), (2, devices)):
+            run, notes = other(resumed, world, str(tmp_path / folder), 2)[0]
+            assert notes == [f"random numbers: {expected}"]
+            loaded.append(run)
     assert same(loaded) == []
 
 

@@ -27,16 +27,20 @@ FILES = (
     "tests/numerics/test_digest.py",
     "tests/numerics/test_eight_bit.py",
     "tests/numerics/test_experts.py",
+    "tests/numerics/test_faults.py",
+    "tests/numerics/test_frozen.py",
     "tests/numerics/test_late.py",
     "tests/numerics/test_masters.py",
     "tests/numerics/test_memory.py",
     "tests/numerics/test_muon.py",
+    "tests/numerics/test_narrow.py",
     "tests/numerics/test_offload.py",
     "tests/numerics/test_order.py",
     "tests/numerics/test_order_families.py",
     "tests/numerics/test_order_pipelines.py",
     "tests/numerics/test_pins.py",
     "tests/numerics/test_pipelines.py",
+    "tests/numerics/test_products.py",
     "tests/numerics/test_scaling.py",
     "tests/numerics/test_stages.py",
     "tests/numerics/test_statistics.py",
@@ -71,6 +75,8 @@ FILES = (
     "tests/ranks/test_weights.py",
 )
 ALWAYS = "tests/ranks/test_mesh.py"
+WITH_LONG = ("tests/numerics/test_faults.py", "tests/numerics/test_late.py")
+"""Files of which long tests are run too, for those are what is particular to them."""
 
 CARRIERS = "about what carries messages between CPUs, in any order; NCCL is torch's"
 COMMANDS = "about commands; one trains on the device in test_features.py"
@@ -94,7 +100,6 @@ LEFT_OUT = {
     "tests/e2e/test_train_launch.py": COMMANDS,
     "tests/e2e/test_train_pipeline.py": COMMANDS,
     "tests/habits/test_habits.py": "a product of 300 that takes an hour here",
-    "tests/numerics/test_faults.py": "ranks that are killed are the CPU's, whichever device is asked for",
     "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
     "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
     "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
@@ -143,8 +148,9 @@ CELLS = [pytest.param(file, marks=pytest.mark.long if file == ALWAYS else pytest
 def test_ranks_do_on_the_device_what_they_do_on_the_cpu(file: str) -> None:
     left_out = [f"--deselect={name}" for name in LEFT_OUT if name.startswith(f"{file}::")]
     command = ["-m", "pytest", file, "-q", "-n", "0", "--timeout", "1200", "--standin", "side streams last"]
+    chosen = "not slow and not gpu" if file in WITH_LONG else "not slow and not long and not gpu"
     done = subprocess.run(
-        [sys.executable, *command, "-m", "not slow and not long and not gpu", *left_out],
+        [sys.executable, *command, "-m", chosen, *left_out],
         cwd=ROOT,
         capture_output=True,
         text=True,
