@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from zerodrift.errors import listed, several
@@ -267,8 +267,12 @@ def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
         f"{removed} of the squared drift that fp32 everywhere removes, for at most {advice.budget:.1%} more "
         f"bytes {BYTES[advice.of]}:"
     )
-    config = Text(config_text(advice), style="green")
-    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), config]
+    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), _copied(config_text(advice))]
+
+
+def _copied(config: str) -> RenderableType:
+    """YAML whose lines are never wrapped: people copy it."""
+    return Group(Text(config, style="green", no_wrap=True, overflow="ignore"))
 
 
 def points_to_show(advice: Recommendation) -> list[Point]:
@@ -296,12 +300,15 @@ def config_text(advice: Recommendation) -> str:
 
 
 def rules_text(rules: Sequence[Mapping[str, str]], *lines: str) -> str:
-    """Rules as YAML for the config, below other lines of `precision`."""
-    lines = ("precision:", *lines, *(["  rules:"] if rules else []))
+    """Rules as YAML for the config, below other lines of `precision`. A rule that is wide takes several."""
+    found = ["precision:", *lines, *(["  rules:"] if rules else [])]
     for rule in rules:
         quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
-        lines += (f"    - {{{', '.join(f'{key}: {value}' for key, value in quoted.items())}}}",)
-    return "\n".join(lines)
+        cells = [f"{key}: {value}" for key, value in quoted.items()]
+        line = f"    - {{{', '.join(cells)}}}"
+        is_wide = len(line) > WIDTH
+        found += [f"    - {cells[0]}", *(f"      {cell}" for cell in cells[1:])] if is_wide else [line]
+    return "\n".join(found)
 
 
 def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
@@ -379,12 +386,20 @@ def formats_left_out(advice: FormatAdvice) -> list[tuple[str, str]]:
     return [(reason, listed(names)) for reason, names in reasons.items()]
 
 
+def _end(name: str, width: int) -> str:
+    """The last components of a name that fit."""
+    parts = name.removesuffix(".weight").split(".")
+    while len(parts) > 1 and len(".".join(parts)) > width:
+        del parts[0]
+    return ".".join(parts)
+
+
 def _formats(advice: FormatAdvice) -> list[RenderableType]:
     name, rows = f"for {advice.goal.of}", format_table(advice)
     parts: list[RenderableType] = [section("narrow formats", f"{name}; each line was run")]
     if len(rows) > 1:
         shown = rows[: 1 + max(SHOWN, len(advice.taken))]
-        cells = [(row[0], row[1], f"{row[2]} {row[3]}", *row[4:]) for row in shown]
+        cells = [(row[0], _end(row[1], 25), f"{row[2]} {row[3]}", *row[4:]) for row in shown]
         cells[0] = ("", "parameters", "format", *rows[0][4:])
         parts += [text_table(cells, (1, 25, 12, 8, 6, 6, 7, 8), (0, 1, 2), " "), Text()]
         if len(rows) > len(shown):
@@ -394,7 +409,7 @@ def _formats(advice: FormatAdvice) -> list[RenderableType]:
         *(f"Not run, {reason}: {names}." for reason, names in formats_left_out(advice)),
     ]
     parts.append(grid([("", line) for line in told], (0,), ("",), WIDTH))
-    return [*parts, *([Text(), Text(rules_text(advice.rules), style="green")] if advice.rules else [])]
+    return [*parts, *([Text(), _copied(rules_text(advice.rules))] if advice.rules else [])]
 
 
 def _gradients(audit: Audit) -> list[RenderableType]:
