@@ -16,6 +16,7 @@ FILES = (
     "tests/models/test_boundaries.py",
     "tests/models/test_experts.py",
     "tests/models/test_export.py",
+    "tests/models/test_narrow_export.py",
     "tests/models/test_late.py",
     "tests/models/test_pipeline_files.py",
     "tests/models/test_pipelines.py",

@@ -166,7 +166,7 @@ class _Run:
     def execute(self, way: _Way, draws: Tensor | None = None) -> None:
         """Run the fast form."""
         if draws is not None and (draws.shape, draws.dtype) != (self.values.shape, torch.int64):
-            raise AssertionError(f"draws must be int64 of shape {self.values.shape}; got {draws.shape}")
+            raise AssertionError(f"draws must be int64 of shape {self.values.shape}, not {draws.shape}")
         if draws is not None and self.form.element is Element.NF4:
             raise AssertionError("NF4 is only rounded to nearest")
         words, values, threads = choices(self.form), self.values, torch.get_num_threads()

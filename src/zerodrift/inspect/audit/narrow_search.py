@@ -227,5 +227,5 @@ def _reason_against(columns: Columns, column: FormatColumn) -> str:
 def _reason(error: ZerodriftError) -> str:
     """Return what an error says must hold, without its place, which is the rule of a trial."""
     for problem in error.problems:
-        return problem.must + (f"; got {problem.got}" if problem.got else "")
+        return problem.must + (f" (here: {problem.got})" if problem.got else "")
     return first_line(error)  # relayed from another rank
