@@ -86,6 +86,18 @@ def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
     assert step(engine) > step(engine)
 
 
+def test_the_keys_of_zero_plus_plus_decide() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    engine = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": zero})[0]
+    assert engine.zero_quantized_weights() and engine.zero_quantized_gradients()
+    assert not engine.zero_quantized_nontrainable_weights()
+    cells = [row.columns.cells() for row in engine.running.plan.rows if len(row.shape) > 1]
+    assert {(cell["gather"], cell["reduce"]) for cell in cells} == {("int8-256", "int4-128>fp32")}
+    assert engine.communication_data_type is torch.float32
+    assert step(engine) > step(engine)
+    engine.destroy()
+
+
 def test_the_config_comes_by_any_one_way(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(CONFIG))
