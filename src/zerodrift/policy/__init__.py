@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues
     from zerodrift.policy.products import UNFIT
     from zerodrift.policy.resolver import SAFE_MODULES, mesh_for, resolve
-    from zerodrift.policy.rules import PIN, PRODUCTS, glob, matches, require_matches, require_one_compute
+    from zerodrift.policy.rules import (
+        PIN,
+        PRODUCTS,
+        glob,
+        is_by_rule,
+        matches,
+        require_matches,
+        require_one_compute,
+    )
     from zerodrift.policy.support import (
         DEFAULT_ACCUMULATE, StateCell, SupportCell, narrow_storages, state_verdict, states, table,
     )  # fmt: skip

@@ -41,7 +41,7 @@ from zerodrift.policy.narrow import (
     NarrowRefusal,
 )
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
-from zerodrift.policy.rules import PRODUCTS, RULES, Demands
+from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
 
 VECTOR = "a vector: too few bytes to save"
@@ -154,7 +154,7 @@ class _ColumnFiller:
         if self.traits.trained and not self._is_vector_by_default(key):
             return dtype
         reason = VECTOR if self.traits.trained else "frozen: it never changes"
-        if not self.traits.trained and key.startswith(RULES):
+        if not self.traits.trained and is_by_rule(key):
             self._exclude(FROZEN, dtype)
         self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
         self._kept_wide = f"{reason}, so not {dtype}"
@@ -162,7 +162,7 @@ class _ColumnFiller:
 
     def _is_vector_by_default(self, key: str) -> bool:
         """Return True for a vector where the config asks for a narrow format of all parameters."""
-        return self.traits.dimensions < 2 and not key.startswith(RULES)
+        return self.traits.dimensions < 2 and not is_by_rule(key)
 
     def storage(self) -> DType:
         mode, source = self.context.mode, self.traits.source
@@ -227,7 +227,7 @@ class _ColumnFiller:
         keys = list(dict.fromkeys(asked[part][1] for part in PRODUCTS if cells[part].format is not None))
         if not keys:
             return None
-        by_rule = any(key.startswith("precision.rules") for key in keys)
+        by_rule = any(map(is_by_rule, keys))
         left = self.traits.no_product or ("" if by_rule else self.traits.usual_product)
         if left:
             self.why["products"] = f"{left}: `{keys[0]}` is not for it"
@@ -339,7 +339,7 @@ class _ColumnFiller:
     def _feedback(self, wire: DType, accumulate: DType) -> bool:
         """Return whether what the wire has rounded away is added to the next gradient."""
         asked, key = self.demands.get("reduce.feedback", ("false", ""))
-        if asked == "false" or (wire.format is None and not key.startswith(RULES)):
+        if asked == "false" or (wire.format is None and not is_by_rule(key)):
             return False
         if wire.format is None:
             self._exclude(NO_WIRE, wire)

@@ -251,6 +251,15 @@ class Decision:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A feature that a choice excludes, with the reason and the way out."""
+
+    what: str
+    reason: str
+    do: str
+
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 """The order of forwards and backwards in a pipeline; `pipeline/schedules.py` has torch's names."""
 

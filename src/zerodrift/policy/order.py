@@ -29,7 +29,7 @@ from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.decisions import Averaging, Decision, Pipelining
+from zerodrift.policy.decisions import Averaging, Decision, Exclusion, Pipelining
 from zerodrift.policy.pipelining import queues
 
 When = Literal["last", "every"]
@@ -118,61 +118,52 @@ def rank_levels(ranks: int) -> int:
     return max(0, (ranks - 1).bit_length() - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class OrderRefusal:
-    """A feature that `order: tree` excludes, with the reason and the way out."""
-
-    what: str
-    reason: str
-    do: str
-
-
-BACKEND = OrderRefusal(
+BACKEND = Exclusion(
     "backend fsdp2", "PyTorch's `fully_shard` adds micro-batches in an order of its own", "Use backend native"
 )
-QUEUE = OrderRefusal(
+QUEUE = Exclusion(
     "weight gradients from a queue",
     "it rounds them at other places than a backward does",
     "Leave `pipeline.weight_grads` and `sharding.keep_gathered` out",
 )
-TIED = OrderRefusal(
+TIED = Exclusion(
     "weights tied across ranks of a pipeline",
     "the gradients of all their uses in a micro-batch are one part of the tree, and no rank has them all",
     "Untie them, or use schedule `zbv` or `dualpipev`, whose first and last piece are on one rank",
 )
-EXPERTS = OrderRefusal(
+EXPERTS = Exclusion(
     "expert parallelism",
     "the tokens of several micro-batches meet in one product, which is rounded as a whole",
     "Leave `experts` out",
 )
-TENSOR = OrderRefusal(
+TENSOR = Exclusion(
     "tensor parallelism",
     "the model's own sums over the ranks of a DTensor depend on their number",
     "Build the model without it",
 )
-BEFORE = OrderRefusal(
+BEFORE = Exclusion(
     "division before the reduction",
     "the rounding then depends on the number of ranks",
     "Leave `prescale_gradients` and `gradient_predivide_factor` out",
 )
-SUM = OrderRefusal(
+SUM = Exclusion(
     "`gradient_allreduce_op: sum`",
     "the gradient is then divided by the micro-batches of a rank, whose number depends on that of ranks",
     "Leave `gradient_allreduce_op` out",
 )
-WIRE = OrderRefusal(
+WIRE = Exclusion(
     "a wire or accumulator of another dtype than the sum",
     "it rounds where one rank hands its sum to others, at other places on another number of ranks",
     "Let `accumulate`, `reduce.wire` and `reduce.sum` be one dtype",
 )
-CARRIED = OrderRefusal(
+CARRIED = Exclusion(
     "a wire of another dtype than the sum",
     "a carrier adds in the dtype that travels",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
+RULE = Exclusion("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
-RANKS = OrderRefusal(
+RANKS = Exclusion(
     "other numbers of ranks",
     "the first sums of ranks must be whole nodes of the tree: a power of two of neighbours",
     "The error names the numbers of ranks that fit",
@@ -216,7 +207,7 @@ def decide_order(
     )
 
 
-def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
+def refuse_order(refusal: Exclusion, where: str, problems: Problems, got: str = "tree") -> None:
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")

@@ -124,11 +124,11 @@ class ColumnsOf:
         if form is None:
             return ""
         wide, is_choice = exported_wide(parameter, DType(value))
-        if not wide or (is_choice and key.startswith(rules.RULES)):
+        if not wide or (is_choice and rules.is_by_rule(key)):
             source = "the master" if parameter.trained else "storage"
             demands["export"] = value, f"{key}: {form.describe()}, quantised from {source}"
             return ""
-        if key.startswith(rules.RULES):
+        if rules.is_by_rule(key):
             must = f"`export` must not be {value} here: no library reads {wide} in it"
             self.problems.add(key, must, got=parameter.name, do="Use a plain dtype.")
         del demands["export"]
@@ -279,7 +279,7 @@ def exported_as(dtype: DType | None, parameter: ParameterSpec, columns: Columns 
     if dtype is None or not usual.is_floating or (columns is not None and columns.pinned):
         return usual
     if dtype.format is not None:
-        is_ruled = columns is not None and columns.reasons()["export"].startswith(rules.RULES)
+        is_ruled = columns is not None and rules.is_by_rule(columns.reasons()["export"])
         return usual if is_ruled or exported_wide(parameter, dtype)[0] else dtype
     return dtype
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from zerodrift.errors import Problems
 from zerodrift.model import ParameterSpec
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.decisions import Columns, Decision
+from zerodrift.policy.decisions import Columns, Decision, Exclusion
 
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 """Classes of linear layers, whose forward is one product with `weight`."""
@@ -29,35 +28,26 @@ ADAPTER = re.compile(r".*\.lora_(A|B|embedding_A|embedding_B)\..*")
 """Names of adapters, which are narrow on one side."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProductRefusal:
-    """A feature that `compute: fp8` excludes, with the reason and the way out."""
-
-    what: str
-    reason: str
-    do: str
-
-
-BACKEND = ProductRefusal(
+BACKEND = Exclusion(
     "backend fsdp2",
     "`fully_shard` swaps the parameters by which products are recognised",
     "Use backend native",
 )
-PIN = ProductRefusal(
+PIN = Exclusion(
     "a pinned parameter", "a pin rounds nowhere, and fp8 operands are rounded", "Leave one of the two out"
 )
-MATRIX = ProductRefusal(
+MATRIX = Exclusion(
     "a matrix of a module that is neither a linear layer nor a stack of experts",
     f"its products are known for {' and '.join(name.rpartition('.')[2] for name in LINEARS)} only",
     "Leave it in the compute dtype by a rule",
 )
-SIZE = ProductRefusal(
+SIZE = Exclusion(
     f"a weight whose sizes are no multiples of {MULTIPLE}",
     "GPUs have no such product",
     "Write `compute: {pad: true}` in a rule to fill it up with zeros, or leave it in the compute dtype",
 )
 
-DEVICE = ProductRefusal(
+DEVICE = Exclusion(
     "a device without such products",
     "CPUs compute the definition, NVIDIA GPUs have products in e4m3 from compute capability 8.9 on",
     "Train on one of these",
@@ -100,7 +90,7 @@ def require_fit(parameter: ParameterSpec, columns: Columns, problems: Problems) 
     if products is None:
         return True
     got: object = f"shape {list(parameter.shape)}"
-    refusal: ProductRefusal | None = None
+    refusal: Exclusion | None = None
     if columns.pinned:
         refusal, got = PIN, "pinned"
     elif not is_linear(parameter):

@@ -36,6 +36,12 @@ PIN: tuple[tuple[str, str], ...] = (
 RULES = "precision.rules"
 """The beginning of every reason that is a rule."""
 
+
+def is_by_rule(why: str) -> bool:
+    """Return True if the key of a demand, or a reason, is a rule and not a key for all parameters."""
+    return why.startswith(RULES)
+
+
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
 

@@ -36,7 +36,7 @@ from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
 from zerodrift.plan import Plan
-from zerodrift.policy import Output, Policy, State
+from zerodrift.policy import Output, Policy, State, is_by_rule
 
 REPLAYED = 8  # cells of the shortlist that are replayed by default
 
@@ -182,7 +182,7 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
         has_products = "`products`" in cells
         if has_products:
             worth = [choice for choice in worth if choice.cell == "compute"]
-        asked = has_products or why.startswith("precision.rules")
+        asked = has_products or is_by_rule(why)
         if worth and asked and (has_products or not set(worth) & set(chosen)):
             chosen.append(
                 replace(worth[0], pattern=names[0], names=tuple(names)) if len(names) > 1 else worth[0]

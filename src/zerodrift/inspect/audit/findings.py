@@ -20,6 +20,7 @@ from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKin
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.plan import Plan, Row
+from zerodrift.policy import is_by_rule
 from zerodrift.report import percent
 
 VANISHED = 0.25
@@ -133,7 +134,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
         worth = [e.rms for e in results.estimates if set(e.choice.names) & set(names)]
         alone = max([run.rms for run in runs] or worth, default=0.0)
-        by_rule = why.startswith("precision.rules")
+        by_rule = is_by_rule(why)
         if by_rule or alone > NOISE or any(run.flips for run in runs):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "

@@ -32,7 +32,7 @@ from zerodrift.inspect.audit.variants import literal_glob, with_rules
 from zerodrift.mesh import MeshShape
 from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, Row, build
-from zerodrift.policy import Columns, Policy, ResolvedRule, glob, resolve
+from zerodrift.policy import Columns, Policy, ResolvedRule, glob, is_by_rule, resolve
 
 FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
     "gather": ("int8", "fp8", "mxfp8"),
@@ -216,7 +216,7 @@ def _reason_against(columns: Columns, column: FormatColumn) -> str:
     """Return why a parameter is not tried: a rule has decided, or it is narrow; `""` if it is tried."""
     reasons = columns.reasons()
     decided = reasons.get("products", reasons[column]) if column == "compute" else reasons[column]
-    if columns.pinned or decided.startswith("precision.rules"):
+    if columns.pinned or is_by_rule(decided):
         return f"being decided by {decided}"
     if column == "compute":
         return "" if columns.products is None else "because its products are narrow already"
