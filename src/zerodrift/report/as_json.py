@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zerodrift.plan import Cost, Hidden, Plan, Timeline, Trace, TracedOperation
-from zerodrift.policy import StateCell, SupportCell, narrow_storages
+from zerodrift.policy import CARRIED, REFUSED, TRAVEL, UNFIT, StateCell, SupportCell, narrow_storages
 from zerodrift.record import encode
 from zerodrift.report.explanation import Explanation
 from zerodrift.report.trace import traced_modules
@@ -81,9 +81,14 @@ def _operation(operation: TracedOperation) -> dict[str, Any]:
 
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
-    """Return the support tables, one cell per line."""
+    """Return the support tables, one cell per line, and what choices exclude with reasons and ways out."""
     storages = encode(list(narrow_storages()))
-    return _text({"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages})
+    refusals = [(refusal.column, refusal) for refusal in TRAVEL]
+    refusals += [("reduce.order: tree", refusal) for refusal in REFUSED]
+    refusals += [("reduce.order: native", CARRIED), *(("compute: fp8", refusal) for refusal in UNFIT)]
+    excluded = [{"by": by, "what": one.what, "reason": one.reason, "do": one.do} for by, one in refusals]
+    tables = {"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages}
+    return _text({**tables, "excluded": excluded})
 
 
 def _text(document: Mapping[str, Any]) -> str:
