@@ -83,10 +83,10 @@ def _operation(operation: TracedOperation) -> dict[str, Any]:
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
     """Return the support tables, one cell per line, and what choices exclude with reasons and ways out."""
     storages = encode(list(narrow_storages()))
-    refusals = [(refusal.column, refusal) for refusal in TRAVEL]
-    refusals += [("reduce.order: tree", refusal) for refusal in REFUSED]
-    refusals += [("reduce.order: native", CARRIED), *(("compute: fp8", refusal) for refusal in UNFIT)]
-    excluded = [{"by": by, "what": one.what, "reason": one.reason, "do": one.do} for by, one in refusals]
+    choices = {"reduce.order: tree": REFUSED, "reduce.order: native": (CARRIED,), "compute: fp8": UNFIT}
+    parts = [(one.column, one.what, one.reason, one.do) for one in TRAVEL]
+    parts += [(by, one.what, one.reason, one.do) for by, group in choices.items() for one in group]
+    excluded = [dict(zip(("by", "what", "reason", "do"), part, strict=True)) for part in parts]
     tables = {"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages}
     return _text({**tables, "excluded": excluded})
 
