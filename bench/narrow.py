@@ -3,9 +3,9 @@
     python bench/narrow.py                            # dense and MoE, 500 steps, two gloo ranks, stage 3
     python bench/narrow.py --only bf16,"gather fp8"   # some of the recipes
 
-Two byte-level decoders learn the sources of Python's standard library (`convergence.py`). The one with experts
-has its router pinned, as the audit says, and once not. Every recipe sees the same batches from the same
-weights. `final` is the mean loss of the last 50 steps, `held out` that of files that were not trained on.
+Two byte-level decoders learn the sources of Python's standard library (`convergence.py`). The one with
+experts has its router pinned, as the audit says, and once not. Every recipe sees the same batches from the
+same weights. `final` is the mean loss of the last 50 steps, `held out` that of files that were not trained on.
 `nats` is the mean distance between the log probability of a held-out token as the trained model computes it
 and as its masters give it in fp32.
 
