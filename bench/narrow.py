@@ -4,10 +4,10 @@
     python bench/narrow.py --only bf16,"gather fp8"   # some of the recipes
 
 Two byte-level decoders learn the sources of Python's standard library (`convergence.py`). The one with
-experts has its router pinned, as the audit says, and once not. Every recipe sees the same batches from the
-same weights. `final` is the mean loss of the last 50 steps, `held out` that of files that were not trained on.
-`nats` is the mean distance between the log probability of a held-out token as the trained model computes it
-and as its masters give it in fp32.
+experts has its router pinned, as the audit says, and once not. Every recipe sees the same batches from
+the same weights. `final` is the mean loss of the last 50 steps, `held out` that of files that were not
+trained on. `nats` is the mean distance between the log probability of a held-out token as the trained
+model computes it and as its masters give it in fp32.
 
 Engines of all recipes then take steps in turns, and `ratio` is the median of step time over that of bf16 in
 the same round. A CPU pays for encoding and decoding what a network would save. Bytes are counted by the
