@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import Checkpoints, inspect, inspection_text
 from zerodrift.inspect.drift.tensor_status import follow_tensors
 from zerodrift.inspect.drift.trainer import load_trainer
@@ -241,3 +241,11 @@ def test_a_rule_widens_and_narrows(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.experts"]
+
+
+@on_ranks(2)
+def test_a_class_that_fully_shard_has_marked_keeps_its_name(tmp_path: Path) -> None:
+    for backend in ("native", "fsdp2"):
+        zd.export(make({**written(3), "backend": backend}, model()), tmp_path / backend, dtype="fp8-row")
+    configs = [(tmp_path / backend / "config.json").read_text() for backend in ("native", "fsdp2")]
+    assert configs[0] == configs[1] and "FSDP" not in configs[1]
