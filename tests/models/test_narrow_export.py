@@ -31,8 +31,8 @@ FP8 = torch.float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def model() -> Any:
-    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+def model(layers: int = 1) -> Any:
+    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": layers}
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)
     return Qwen3MoeForCausalLM(config)
@@ -241,6 +241,27 @@ def test_a_rule_widens_and_narrows(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.experts"]
+
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (3, {"experts": {"ranks": 3}}),
+    "replicas": (2, {"sharding": {"replicate": 2}}),
+    "a second copy": (4, {"sharding": {"secondary": 2}}),
+    "a pipeline": (2, {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2, "micro_batches": 2}}),
+}
+
+
+def export_on(folder: str, more: dict[str, Any], dtype: str) -> None:
+    zd.export(make({**written(3), **more}, model(layers=2)), folder, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_no_byte_depends_on_the_mesh(dtype: str, tmp_path: Path) -> None:
+    for name, (world, more) in {"alone": (1, {}), **MESHES}.items():
+        run_ranks(export_on, world, str(tmp_path / name), more, dtype, timeout=120)
+        for file in (tmp_path / "alone").iterdir():
+            assert (tmp_path / name / file.name).read_bytes() == file.read_bytes(), (name, file.name)
 
 
 @on_ranks(2)
