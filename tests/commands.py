@@ -19,20 +19,23 @@ from typing import IO, Any
 from tests.ranks.harness import forks, redirect
 
 
-def run(*arguments: str | Path, timeout: float = 120.0, **environment: str) -> CompletedProcess[str]:
-    """What `zerodrift ARGUMENTS` prints and ends with, in the current folder."""
-    command = Command(*arguments, **environment)
+def run(
+    *arguments: str | Path, timeout: float = 120.0, folder: str | Path = "", **environment: str
+) -> CompletedProcess[str]:
+    """What `zerodrift ARGUMENTS` prints and ends with, in a folder, or else in the current one."""
+    command = Command(*arguments, folder=folder, **environment)
     out, err = command.communicate(timeout)
     return CompletedProcess(command.args, command.returncode or 0, out, err)
 
 
 class Command:
-    """`zerodrift ARGUMENTS` in the current folder; what of `subprocess.Popen` tests use."""
+    """`zerodrift ARGUMENTS` in a folder; what of `subprocess.Popen` tests use."""
 
-    def __init__(self, *arguments: str | Path, **environment: str) -> None:
+    def __init__(self, *arguments: str | Path, folder: str | Path = "", **environment: str) -> None:
         self.args = [*map(str, arguments)]
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
-        work = (self.args, Path(self._folder.name), os.getcwd(), {**os.environ, **environment})
+        current = str(folder) or os.getcwd()
+        work = (self.args, Path(self._folder.name), current, {**os.environ, **environment})
         self._process = forks().Process(target=_main, args=work)
         self._process.start()
         assert self._process.pid is not None

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-SHARE_RANKS = ("device", "dropin", "numerics", "models", "ranks")
+SHARE_RANKS = ("device", "dropin", "e2e", "numerics", "models", "ranks")
 """Folders."""
 
 

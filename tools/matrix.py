@@ -62,7 +62,7 @@ SUITES: Mapping[str, Suite] = {
         (
             *("tests/ranks/test_deepspeed_checkpoints.py", "tests/ranks/test_deepspeed_resume.py"),
             *("tests/ranks/test_dropin_files.py", "tests/e2e/test_cli_convert.py"),
-            "tests/e2e/test_dropin_scripts.py",
+            "tests/dropin/test_scripts.py",
         ),
         "not gpu",
     ),

@@ -114,6 +114,10 @@ class Script:
     """At which DeepSpeed comes to the same."""
     why: str = ""
     """What DeepSpeed does at the others."""
+    own: bool = False
+    """It asserts what must hold by itself, as plain torch has not all that it uses."""
+    close: float = CLOSE
+    """How far apart DeepSpeed and the drop-in may be."""
 
     @property
     def name(self) -> str:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import os
-import runpy
 import shutil
 import socket
 import subprocess
@@ -14,10 +13,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch.distributed as dist
-
-from tests.ranks.harness import run_ranks
 
 TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 
@@ -32,22 +27,6 @@ def by_hand(script: Path, arguments: list[str], folder: Path, seconds: float = 2
     """The same with torchrun's variables and without its process; what `script` imports is imported once."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _run([sys.executable, str(TWO_RANKS), str(script), *arguments], folder, seconds, place)
-
-
-def forked(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:
-    """The same in ranks that have torch imported."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run_ranks(_in_a_rank, 2, script, arguments, folder, place, timeout=seconds)
-
-
-def _in_a_rank(script: Path, arguments: list[str], folder: Path, place: Mapping[str, str]) -> None:
-    rank = str(dist.get_rank())
-    dist.barrier()
-    dist.destroy_process_group()  # a script makes its own
-    os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
-    os.chdir(folder)
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
 
 
 def deepspeed(script: Path, arguments: list[str], folder: Path, seconds: float = 200.0) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import run
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/check/bf16.py"
 PAGE = (ROOT / "docs/check.md").read_text()
@@ -21,17 +23,12 @@ PAGE = (ROOT / "docs/check.md").read_text()
 Done, Words = subprocess.CompletedProcess[str], Sequence[str]
 
 
-def zerodrift(*arguments: str | Path, folder: Path) -> Done:
-    command = [sys.executable, "-m", "zerodrift", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
-
-
 def checked(folder: Path, text: str, options: Words = (), ranks: int = 1, python: Words = ()) -> Done:
     """`check` over a script, on some ranks."""
     (folder / "train.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *python, *(launcher if ranks > 1 else ()), "train.py"]
-    return zerodrift("check", *options, "--", *command, folder=folder)
+    return run("check", *options, "--", *command, folder=folder, timeout=250)
 
 
 def plain(text: str) -> str:
@@ -41,22 +38,23 @@ def plain(text: str) -> str:
 
 def test_the_page_shows_what_is_printed_saved_expected_and_compared(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("bf16.json", "fp32.json", "bf16.html")]
-    run = [sys.executable, EXAMPLE]
-    done = zerodrift("check", "--save", files[0], "--html", files[2], "--", *run, folder=tmp_path)
+    done = run(
+        *("check", "--save", files[0], "--html", files[2], "--", sys.executable, EXAMPLE), folder=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     (shown,) = re.findall(r"bf16\.py\n(zerodrift check\n.*?)```", PAGE, re.DOTALL)
     assert plain(done.stdout) == "\n" + plain(shown)
     assert "<html" in files[2].read_text() and "no-master" in files[2].read_text()
     wider = tmp_path / "fp32.py"
     wider.write_text(EXAMPLE.read_text().replace(".to(torch.bfloat16)", "") + "raise SystemExit(5)\n")
-    run = [sys.executable, wider]
-    done = zerodrift("check", "--json", "--expect", files[0], "--save", files[1], "--", *run, folder=tmp_path)
+    held = ("--json", "--expect", files[0], "--save", files[1])
+    done = run("check", *held, "--", sys.executable, wider, folder=tmp_path)
     assert done.returncode == 3, done.stderr
     kinds = {(item["kind"], item["column"]) for item in json.loads(done.stdout)["findings"]}
     assert ("not-as-expected", "master") not in kinds and ("not-as-expected", "state") in kinds
-    done = zerodrift("diff", *files[:2], folder=tmp_path)
+    done = run("diff", *files[:2], folder=tmp_path)
     assert done.returncode == 3 and "storage was bf16, is fp32" in done.stdout
-    done = zerodrift("diff", files[0], files[0], folder=tmp_path)
+    done = run("diff", files[0], files[0], folder=tmp_path)
     assert done.returncode == 0 and "the same" in done.stdout
 
 
@@ -201,7 +199,7 @@ def test_a_command_that_cannot_be_seen_to_the_end_says_why(case: str, tmp_path: 
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = zerodrift("check", "--", "no-such-program", folder=tmp_path)
+    done = run("check", "--", "no-such-program", folder=tmp_path)
     assert done.returncode == 2 and "`no-such-program`: must be a command" in done.stderr
     assert "Give its path, or add its folder to PATH." in done.stderr
 
@@ -209,7 +207,7 @@ def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "zerodrift check", "version": 99}'])
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    done = zerodrift("diff", "a.json", "a.json", folder=tmp_path)
+    done = run("diff", "a.json", "a.json", folder=tmp_path)
     assert done.returncode == 2 and "a.json" in done.stderr and "Traceback" not in done.stderr
 
 

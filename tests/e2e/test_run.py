@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from zerodrift import startup
 from zerodrift.errors import ZerodriftError
 
@@ -53,9 +53,7 @@ CONFIG = {
 
 
 def zerodrift(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "zerodrift", *map(str, arguments)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=250)
+    return commands.run(*arguments, folder=folder, timeout=250, **{"OMP_NUM_THREADS": "1", **environment})
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def run(file: str, overrides: Sequence[str] = ()) -> str:
 CHAT = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "chat"])
 def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> None:
     rows, block = (CHAT, 48) if kind == "chat" else (None, 16)
     data = {"format": kind, "block": block, "validation": 0.2}

@@ -111,7 +111,7 @@ WAYS: dict[str, tuple[int, list[Case]]] = {
     "replicas": (4, [(stage, "bf16", micro, False, REPLICAS) for stage, micro in ((3, 1), (3, 2), (1, 2))]),
     "wires": (2, [(3, "bf16", 2, False, {"precision": {"reduce": wire}}) for wire in WIRES]),
     "how long units stay": (2, [(3, "bf16", 2, False, {"sharding": {"keep_gathered": k}}) for k in KEEP]),
-    "averages": (2, [(stage, "fp32", 2, False, way) for way in AVERAGES for stage in (0, 3)]),
+    "averages": (2, [(stage, "fp32", 2, False, way) for way, stage in zip(AVERAGES, (0, 3, 0), strict=True)]),
     "optimizers": (2, [(3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in OPTIMIZERS]),
     # Experts that get no token on one rank only, too: the four of them share twelve tokens.
     "experts with pinned routers": (2, [EXPERTS[number] for number in (0, 4, 8)]),

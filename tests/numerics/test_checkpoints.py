@@ -201,7 +201,7 @@ SPREAD = {"sharding": {"replicate": 2}}
         ((0, 1), [(3, 2)], {}, {}),
         ((1, 2), [(0, 4)], {}, {}),
         ((3, 4), [(2, 1)], {}, {}),
-        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.long),
+        pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.slow),
         pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
         pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
         pytest.param((3, 2), [(1, 4), (2, 1)], NARROW, NARROW, id="narrow", marks=pytest.mark.long),
@@ -239,6 +239,7 @@ def other_ranks(folder: str, load: bool) -> Any:
     return run, steps
 
 
+@pytest.mark.long
 def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -> None:
     saved = run_ranks(other_ranks, 4, str(tmp_path), False)
     for run, steps in run_ranks(other_ranks, 2, str(tmp_path), True):

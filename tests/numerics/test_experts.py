@@ -213,6 +213,7 @@ def test_what_is_not_finite_on_one_rank_is_found_by_all(rank: int) -> None:
     assert second.loss_scale == first.loss_scale / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["ep2 x 2", "ep4", "ep2, 2 replicas"])
 @on_ranks(4)
 def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str) -> None:

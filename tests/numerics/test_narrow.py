@@ -53,8 +53,14 @@ def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, 
     assert losses != train_alike(mode, True, stages=(0,))
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize("wire", ["fp8", "int4", *(pytest.param(w, marks=pytest.mark.slow) for w in WIRES)])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("wire", "replicate"),
+    [
+        *(("fp8", 2), ("int4", 1)),
+        *(pytest.param(wire, number, marks=pytest.mark.slow) for wire in WIRES for number in (1, 2)),
+    ],
+)
 @on_ranks(4, timeout=200)
 def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int) -> None:
     for when in ("last", "every"):
@@ -156,6 +162,7 @@ def saved_with_feedback(folder: str, stage: int, load: bool) -> Any:
     return held, finish(engine)
 
 
+@pytest.mark.long
 def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     first = run_ranks(saved_with_feedback, 2, str(tmp_path), 2, False)
     for stage in (0, 3):

@@ -35,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +43,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
 
 PRELOAD = ["tests.ranks.preload", __name__]
 """Imported once, before the ranks are forked."""
@@ -195,14 +198,26 @@ def kept_processes() -> set[BaseProcess]:
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
-    """Processes that begin with everything imported."""
+    """Processes that begin with everything imported.
+
+    A server finds `tests` from the folder that it starts in, and leaves out in silence what it cannot import:
+    started by a test in a folder of its own, it would have nothing, and every process would import it all.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(ROOT)
+        forkserver.ensure_running()
+    finally:
+        os.fchdir(here)
+        os.close(here)
     return context
 
 
 def redirect(out: Path, err: Path) -> None:
     """What this process prints, in Python or below, goes to files, or in its order to one."""
+    assert PRELOAD[0] in sys.modules, "the server that forks processes has not imported what they need"
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)

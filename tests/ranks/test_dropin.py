@@ -14,9 +14,9 @@ from torch import nn
 
 import zerodrift.deepspeed as deepspeed
 from tests.ranks.harness import run_ranks
-from zerodrift.deepspeed.parameter_shards import shard_of
+from zerodrift.deepspeed.parameters.contexts import LENT
+from zerodrift.deepspeed.parameters.shards import shard_of
 from zerodrift.deepspeed.runtime.torch_autocast import get_comm_dtype, has_comm_dtype
-from zerodrift.deepspeed.zero_contexts import LENT
 from zerodrift.engine.habits.absent_parameter import AbsentParameter
 from zerodrift.errors import CheckpointError, ModelError, UnsupportedError
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift import deepspeed
-from zerodrift.deepspeed.functions import logger
 from zerodrift.deepspeed.monitor.config import get_monitor_config
 from zerodrift.deepspeed.monitor.csv_monitor import csvMonitor
 from zerodrift.deepspeed.monitor.monitor import MonitorMaster
+from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import ConfigError
 
 CONFIG: dict[str, Any] = {

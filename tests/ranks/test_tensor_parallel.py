@@ -87,9 +87,11 @@ slow = pytest.mark.slow
 CASES = [
     (2, 3, "fp32", 1, {"optimizer": SGD}),
     (2, 0, "fp32", 2, {"optimizer": SGD}),
-    (2, 2, "fp32", 2, CLIPPED),
-    (2, 3, "fp32", 1, {}),
     (4, 3, "bf16", 2, {"optimizer": SGD}),
+    *(
+        pytest.param(2, stage, "fp32", micro, rest, marks=slow)
+        for stage, micro, rest in ((2, 2, CLIPPED), (3, 1, {}))
+    ),
     *(pytest.param(4, stage, "fp32", 2, {"optimizer": SGD}, marks=slow) for stage in (0, 1)),
     *(pytest.param(4, stage, "fp32", micro, CLIPPED, marks=slow) for stage, micro in ((2, 2), (3, 1))),
     pytest.param(4, 3, "fp32", 1, {}, marks=slow),

@@ -15,7 +15,6 @@ import pytest
 import typer
 from typer.main import get_command
 
-from tests import commands
 from zerodrift import __version__, cli
 from zerodrift.__main__ import main as console_script
 from zerodrift.cli import plan as planning
@@ -178,11 +177,15 @@ def test_version() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_exits_2_without_a_traceback(arguments: Sequence[str]) -> None:
-    done = commands.run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+def test_wrong_usage_exits_2_without_a_traceback(
+    arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zerodrift", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err and "Traceback" not in said.err
 
 
 def test_a_refusal_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import itertools
 import pytest
 from torch import nn
 
-from zerodrift.deepspeed import functions as estimates
 from zerodrift.deepspeed.runtime.zero import stage3
+from zerodrift.deepspeed.tools import functions as estimates
 
 
 def tied() -> nn.Module:

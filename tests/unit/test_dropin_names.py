@@ -22,8 +22,8 @@ import torch
 import zerodrift.deepspeed as deepspeed
 from zerodrift.deepspeed.engine import DeepSpeedEngine
 from zerodrift.deepspeed.getters import GETTERS
-from zerodrift.deepspeed.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
-from zerodrift.deepspeed.names import ENGINE_ABSENT, ROOT
+from zerodrift.deepspeed.names.modules import MODULES, MODULES_ABSENT, NAMES_ABSENT, NotHereError
+from zerodrift.deepspeed.names.tables import ENGINE_ABSENT, ROOT
 from zerodrift.deepspeed.runtime.zero import stage3, stage_1_and_2
 from zerodrift.errors import UnsupportedError
 
@@ -295,7 +295,7 @@ def test_a_function_takes_what_deepspeeds_takes(module: str, names: tuple[str, .
 def test_collectives_take_what_deepspeeds_take() -> None:
     theirs = real("comm")
     own = [n for n in deepspeed.comm.__all__ if inspect.isfunction(getattr(deepspeed.comm, n))]
-    own = [n for n in own if getattr(deepspeed.comm, n).__module__ == "zerodrift.deepspeed.collectives"]
+    own = [n for n in own if getattr(deepspeed.comm, n).__module__ == "zerodrift.deepspeed.tools.collectives"]
     assert len(own) > 20
     for name in own:
         mine = [(n, d) for n, d in arguments(getattr(deepspeed.comm, name)) if n != "op"]

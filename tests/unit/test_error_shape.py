@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_house import trees
 from zerodrift import errors
-from zerodrift.deepspeed.modules import (
+from zerodrift.deepspeed.names.modules import (
     MissingCheckpointError,
     MisuseError,
     NotHereError,
@@ -48,11 +48,10 @@ def shapeless(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def call(module: str, node: ast.Call) -> Iterator[str]:
-    made = ast.unparse(node.func)
-    kind = made.rpartition(".")[2]
+    kind = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if kind == "relayed" and module not in RELAYING:
         yield "relays a text, and is not one of those that do"
-    if kind not in OURS and not (kind == "add" and "problems" in made):
+    if kind not in OURS and not (kind == "add" and "problems" in ast.unparse(node.func)):
         return
     parts = dict(zip(("where", "must", "got", "do"), map(text, node.args), strict=False))
     parts |= {word.arg or "**": text(word.value) for word in node.keywords}

@@ -38,11 +38,13 @@ def test_the_table_has_every_cell_once() -> None:
     assert len(TABLE) == len(keys) == 5 * 4 * 2 * 4 * 2
 
 
-@pytest.mark.parametrize("cell", TABLE, ids=label)
-def test_a_cell_says_what_really_happens(cell: SupportCell) -> None:
-    assert accepted(cell) == (cell.status == "yes")
-    assert accepted(cell, allow_narrow=True) == (cell.status in ("yes", "narrow"))
-    assert bool(cell.reason) == (cell.status != "yes")
+@pytest.mark.parametrize("mode", sorted({cell.mode for cell in TABLE}))
+def test_a_cell_says_what_really_happens(mode: str) -> None:
+    for cell in TABLE:
+        if cell.mode == mode:
+            assert accepted(cell) == (cell.status == "yes"), label(cell)
+            assert accepted(cell, allow_narrow=True) == (cell.status in ("yes", "narrow")), label(cell)
+            assert bool(cell.reason) == (cell.status != "yes"), label(cell)
 
 
 def test_sums_in_fp32_always_run_and_those_of_bf16_are_never_fp16() -> None:

@@ -3,9 +3,9 @@
 Names, signatures and meanings are those of DeepSpeed 0.19.6; `docs/deepspeed.md` lists the differences. A
 name that is not here can be imported, and raises an error that says what to use instead.
 
-DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `modules.py` from the tables in
-`names.py`. The code is in `initialization` (`initialize`), `engine`, `getters`, `optimizer`, `checkpoints`,
-`zero_contexts`, `parameters`, and small files named by their contents.
+DeepSpeed's own modules (`deepspeed.zero`, `deepspeed.utils`, ...) are made by `names/modules.py` from the
+tables in `names/tables.py`. `initialization` makes the `engine`, whose getters and optimizer are beside it;
+`tools` is for scripts without an engine, and `parameters` and `checkpoints` are named by their contents.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 
 from zerodrift.alias import activate
-from zerodrift.deepspeed.collectives import init_distributed
-from zerodrift.deepspeed.data import DeepSpeedDataLoader
-from zerodrift.deepspeed.device import get_accelerator
+from zerodrift.deepspeed.tools import init_distributed
+from zerodrift.deepspeed.tools import DeepSpeedDataLoader
+from zerodrift.deepspeed.tools import get_accelerator
 from zerodrift.deepspeed.engine import DeepSpeedEngine
-from zerodrift.deepspeed.functions import log_dist, logger
+from zerodrift.deepspeed.tools import log_dist, logger
 from zerodrift.deepspeed.initialization import initialize
-from zerodrift.deepspeed.modules import DeepSpeedModules, lookup
+from zerodrift.deepspeed.names import DeepSpeedModules, lookup
 from zerodrift.deepspeed.names import ROOT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.errors import ConfigError as DeepSpeedConfigError

@@ -22,7 +22,7 @@ from typing import Any
 
 from zerodrift.alias import run_settings
 from zerodrift.config import Additions, Config, is_path, plain, read, shown
-from zerodrift.deepspeed.functions import logger
+from zerodrift.deepspeed.tools import logger
 from zerodrift.errors import ConfigError, Problems, ZerodriftError
 from zerodrift.optim import VALID_LR_SCHEDULES, WARMUP_LOG_RATE, is_warmup_type
 

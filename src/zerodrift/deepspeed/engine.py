@@ -21,17 +21,26 @@ from torch import nn
 
 from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpoints import CheckpointedEngine, attach_loading
-from zerodrift.deepspeed.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.config import MANAGED
-from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
-from zerodrift.deepspeed.data import DeepSpeedDataLoader
-from zerodrift.deepspeed.functions import logger, mark_configured_leaves
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
-from zerodrift.deepspeed.modules import MisuseError, absent, unknown
-from zerodrift.deepspeed.names import ENGINE_ABSENT
+from zerodrift.deepspeed.names import ENGINE_ABSENT, MisuseError, absent, unknown
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
-from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
-from zerodrift.deepspeed.parameters import engine_parameter, mark_parameters, unmark_parameters
+from zerodrift.deepspeed.parameters import (
+    engine_parameter,
+    forget_shards,
+    keep_shards,
+    mark_parameters,
+    unmark_parameters,
+)
+from zerodrift.deepspeed.tools import (
+    DeepSpeedDataLoader,
+    DeepSpeedMonitorConfig,
+    MonitorMaster,
+    get_world_group,
+    local_rank,
+    logger,
+    mark_configured_leaves,
+)
 from zerodrift.engine import Engine, native
 from zerodrift.errors import PrecisionError, Problem, UnsupportedError
 from zerodrift.inspect.check import compare

@@ -19,13 +19,19 @@ from zerodrift.alias import run_settings
 from zerodrift.api import initialize as make_engine
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.config import Config, load
-from zerodrift.deepspeed.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
-from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
 from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engines_of
-from zerodrift.deepspeed.modules import RefusedConfigError
+from zerodrift.deepspeed.names import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
-from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
+from zerodrift.deepspeed.tools import (
+    MONITORS,
+    OVER_PARAMETERS,
+    PORT,
+    MonitorMaster,
+    get_monitor_config,
+    init_distributed,
+    local_rank,
+)
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError, first_line
 from zerodrift.optim import SCHEDULES, TORCH_DECAY
 from zerodrift.optimizers import ADAMW, TYPES, algorithm_for, either

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import groups, put_groups, put_scale
-from zerodrift.deepspeed.functions import LEAF_MODULE, z3_leaf_parameter
-from zerodrift.deepspeed.modules import absent
+from zerodrift.deepspeed.names import absent
 from zerodrift.deepspeed.parameters import engine_gone
+from zerodrift.deepspeed.tools import LEAF_MODULE, z3_leaf_parameter
 from zerodrift.dtypes import DType
 from zerodrift.engine import Engine, Shards
 from zerodrift.errors import CheckpointError, UnsupportedError

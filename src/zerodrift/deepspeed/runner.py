@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerodrift.deepspeed.collectives import PORT, local_rank
+from zerodrift.deepspeed.tools import PORT, local_rank
 from zerodrift.errors import Problems, UnsupportedError
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"

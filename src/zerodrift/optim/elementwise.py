@@ -37,7 +37,7 @@ ELEMENTWISE_CLASSES: Mapping[str, tuple[str, ...]] = {
     "deepspeed.ops": ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"),
     "lion_pytorch": ("Lion",),
     "transformers": ("AdamW",),
-    "zerodrift.deepspeed.optimizers": ("FusedLion",),
+    "zerodrift.deepspeed.tools.optimizers": ("FusedLion",),
 }
 """Package -> its classes that are elementwise. A subclass of one is not in the table."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerodrift.comm import usable_accelerator
-from zerodrift.deepspeed.modules import NotHereError, absent
+from zerodrift.deepspeed.names import NotHereError, absent
 
 ON_CPU: Mapping[str, Any] = {
     "device_count": 1,

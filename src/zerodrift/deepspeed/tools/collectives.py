@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zerodrift.comm import leave_slowly, usable_accelerator
-from zerodrift.deepspeed.functions import logger
+from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import MeshError, RankError, first_line
 
 PORT = 29500

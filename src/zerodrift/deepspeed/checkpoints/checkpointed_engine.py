@@ -36,8 +36,8 @@ from zerodrift.checkpoint import (
     new_file,
 )
 from zerodrift.comm import raise_on_all_ranks
-from zerodrift.deepspeed.functions import logger
-from zerodrift.deepspeed.modules import MissingCheckpointError
+from zerodrift.deepspeed.names import MissingCheckpointError
+from zerodrift.deepspeed.tools import logger
 from zerodrift.engine import Engine, native
 from zerodrift.errors import CheckpointError, UnsupportedError
 from zerodrift.plan import Row

@@ -1,4 +1,4 @@
-"""Make DeepSpeed's modules from the tables in `names.py`, and refuse the names that are not here.
+"""Make DeepSpeed's modules from the tables in `tables.py`, and refuse the names that are not here.
 
 A finder before Python's own makes `zerodrift.deepspeed.X` for every module `X` of the tables. Present names
 are bound when the module is made. Absent names become placeholders, which can be imported and derived from:
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, Union
 
-from zerodrift.deepspeed.names import ABSENT, LOWER_CASE, PRESENT, ROOT
+from zerodrift.deepspeed.names.tables import ABSENT, LOWER_CASE, PRESENT, ROOT
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 
 HERE = "must be a name of the drop-in"
@@ -100,6 +100,9 @@ class Placeholder:
 # --- modules ----------------------------------------------------------------------------------------------
 
 HOME = "zerodrift.deepspeed"
+FOLDER = Path(__file__).parents[1]
+OUTSIDE = ("torch.", "zerodrift.")
+"""The beginnings of homes that are not in this folder."""
 
 
 def read_table(table: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
@@ -165,7 +168,7 @@ class DeepSpeedModules(MetaPathFinder, Loader):
         if module == name or module not in MODULES:
             return None
         home = NAMES_HERE.get(module, {}).get("main")
-        origin = None if home is None else str(Path(__file__).with_name(f"{home}.py"))
+        origin = None if home is None else str(FOLDER.joinpath(*home.split(".")).with_suffix(".py"))
         return ModuleSpec(name, self, origin=origin, is_package=bool(children(module)))
 
     def exec_module(self, module: ModuleType) -> None:
@@ -193,5 +196,5 @@ def _value(entry: str, home: str) -> Any:
     name, _, other = entry.partition("=")
     if home == LOWER_CASE:
         return name.lower()
-    module = importlib.import_module(home if "." in home else f"{HOME}.{home}")
+    module = importlib.import_module(home if home.startswith(OUTSIDE) else f"{HOME}.{home}")
     return getattr(module, other or name)

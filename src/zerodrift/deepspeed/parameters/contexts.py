@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as registration
 
-from zerodrift.deepspeed import collectives as comm
-from zerodrift.deepspeed.functions import register_external_parameter
-from zerodrift.deepspeed.parameter_attributes import ZeroParamStatus
-from zerodrift.deepspeed.parameter_shards import ParameterShard, guard, shard_of, shard_parameter
-from zerodrift.deepspeed.parameters import engine_parameter
+from zerodrift.deepspeed.parameters.attributes import ZeroParamStatus
+from zerodrift.deepspeed.parameters.shards import ParameterShard, guard, shard_of, shard_parameter
+from zerodrift.deepspeed.parameters.values import engine_parameter
+from zerodrift.deepspeed.tools import collectives as comm
+from zerodrift.deepspeed.tools import register_external_parameter
 from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 

@@ -28,7 +28,7 @@ from zerodrift.checkpoint import (
     writing,
 )
 from zerodrift.checkpoint import state as states
-from zerodrift.deepspeed.checkpoints import require, without_ties, write_state
+from zerodrift.deepspeed.checkpoints.checkpointed_engine import require, without_ties, write_state
 from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.weights import open_deepspeed, size_in_bytes
 

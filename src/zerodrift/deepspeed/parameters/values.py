@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerodrift.deepspeed.functions import LEAF_MODULE, get_z3_leaf_modules
-from zerodrift.deepspeed.parameter_attributes import mark, show_shard, unmark
+from zerodrift.deepspeed.parameters.attributes import mark, show_shard, unmark
+from zerodrift.deepspeed.tools import LEAF_MODULE, get_z3_leaf_modules
 from zerodrift.engine import (
     STAYS,
     AbsentParameter,

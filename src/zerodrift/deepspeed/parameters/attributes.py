@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerodrift.deepspeed.modules import Placeholder
+from zerodrift.deepspeed.names import Placeholder
 from zerodrift.errors import UnsupportedError
 
 ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)

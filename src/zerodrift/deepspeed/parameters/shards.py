@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerodrift.deepspeed import collectives as comm
-from zerodrift.deepspeed.parameter_attributes import mark, show_shard
-from zerodrift.deepspeed.parameters import unmark_parameters
+from zerodrift.deepspeed.parameters.attributes import mark, show_shard
+from zerodrift.deepspeed.parameters.values import unmark_parameters
+from zerodrift.deepspeed.tools import collectives as comm
 from zerodrift.engine import (
     ELSEWHERE,
     STAYS,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from zerodrift.config import Block
-from zerodrift.deepspeed.functions import logger
+from zerodrift.deepspeed.tools.functions import logger
 from zerodrift.errors import ConfigError, Problems, first_line, said
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")

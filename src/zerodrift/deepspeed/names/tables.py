@@ -15,7 +15,7 @@ ROOT = "deepspeed"
 LOWER_CASE = "(its own name in lower case)"
 
 PRESENT: Mapping[str, str] = {
-    "collectives": """
+    "tools.collectives": """
         comm comm.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier
             broadcast configure gather get_global_rank get_local_rank=local_rank get_world_group
             has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
@@ -27,7 +27,7 @@ PRESENT: Mapping[str, str] = {
             get_tensor_model_parallel_world_size=get_model_parallel_world_size
         utils.groups: _get_data_parallel_group=get_world_group
     """,
-    "curves": """
+    "tools.curves": """
         monitor
         monitor.config: CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config
         monitor.csv_monitor: csvMonitor
@@ -35,17 +35,17 @@ PRESENT: Mapping[str, str] = {
         monitor.tensorboard: TensorBoardMonitor
         monitor.wandb: WandbMonitor
     """,
-    "data": """
+    "tools.data": """
         runtime.dataloader: DeepSpeedDataLoader RepeatingLoader
         utils: RepeatingLoader
     """,
-    "device": """
+    "tools.device": """
         accelerator accelerator.real_accelerator: get_accelerator is_current_accelerator_supported
         accelerator: Accelerator
         accelerator.abstract_accelerator: DeepSpeedAccelerator=Accelerator
     """,
     "engine": "runtime.engine: DeepSpeedEngine",
-    "functions": """
+    "tools.functions": """
         checkpoint.utils: clone_tensors_for_torch_save
         moe
         moe.utils: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
@@ -78,7 +78,7 @@ PRESENT: Mapping[str, str] = {
         runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
         runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer
     """,
-    "optimizers": """
+    "tools.optimizers": """
         ops: __compatible_ops__=COMPATIBLE
         ops.adam: DeepSpeedCPUAdam FusedAdam
         ops.adam.cpu_adam: DeepSpeedCPUAdam
@@ -93,7 +93,7 @@ PRESENT: Mapping[str, str] = {
             EvoformerAttnBuilder
         git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED torch_info=TORCH_INFO
     """,
-    "parameters": """
+    "parameters.values": """
         runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_all_comm_dtypes get_comm_dtype
             get_default_autocast_lower_precision_modules has_comm_dtype sort_dtypes
         runtime.zero.config: ZERO_OPTIMIZATION ZeroStageEnum
@@ -104,15 +104,15 @@ PRESENT: Mapping[str, str] = {
             safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
             safe_update_full_grad_vectorized
     """,
-    "parameter_attributes": """
+    "parameters.attributes": """
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
     "runner": """
         launcher
         launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main parse_args
     """,
-    "zero_contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
-    "zero_to_fp32": """
+    "parameters.contexts": "zero runtime.zero runtime.zero.partition_parameters: GatheredParameters Init",
+    "checkpoints.zero_to_fp32": """
         utils.zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict
             get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main
     """,
