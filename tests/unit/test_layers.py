@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "pipeline": {"engine", "experts", "comm", "plan", "policy", "report", "errors", "versions"},
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "checkpoint": {
-        *{"engine", "optim", "comm", "plan", "report", "model"},
+        *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "files", "mesh", "record", "versions"},
     },
     "weights": {

@@ -81,7 +81,7 @@ class Engine:
         user = object()
         self._release = weakref.finalize(self, release_determinism, user)
         self._state: MicrobatchState | None = None
-        if plan.policy.tree:
+        if plan.policy.requires_tree:
             need_determinism(user, mesh.device)
             self._state = MicrobatchState(self.module, mesh.device)
 
@@ -118,8 +118,8 @@ class Engine:
     def micro_batches_of_this_rank(self) -> tuple[int, ...]:
         """Which micro-batches of a step this rank takes, in which order, by their numbers over all ranks.
 
-        Under `reduce.order: tree`, a step in which every micro-batch goes to the rank that has its number
-        here leaves the same bits on any number of ranks.
+        Where the plan sums by the tree, a step in which every micro-batch goes to the rank that has its
+        number here leaves the same bits on any number of ranks.
         """
         return rank_micro_batches(self.plan, self.mesh.rank("data"), self.accumulation)
 
@@ -145,7 +145,7 @@ class Engine:
             raise  # there is nobody to finish with what is under way
         except BaseException as error:
             recover()
-            refused = nondeterministic_operation(error) if self.plan.policy.tree else None
+            refused = nondeterministic_operation(error) if self.plan.policy.requires_tree else None
             if refused is not None:
                 raise refused from error
             raise
@@ -181,7 +181,7 @@ class Engine:
         """Train on all micro-batches of a step, and update: `accumulate` and `step`. With `weights`, the loss
         of each micro-batch is multiplied by its own before its backward.
 
-        The ranks of a pipeline are given the same micro-batches. Under `reduce.order: tree` each rank is
+        The ranks of a pipeline are given the same micro-batches. Where the plan sums by the tree each rank is
         given those of `micro_batches_of_this_rank`, and they are seeded here. Without a pipeline each is a
         dict of the model's keyword arguments, unless `initialize` was given `parts`."""
         batches, weights = self._begin_batch(micro_batches, weights)

@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from zerodrift.policy.arguments import ANY, check_arguments
     from zerodrift.policy.backends import BACKENDS
     from zerodrift.policy.decisions import (
-        Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Output,
+        Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Order, Output,
         Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
     from zerodrift.policy.numbers import AutoValues
     from zerodrift.policy.order import (
-        CARRIED, GIVEN_UP, KEY, REFUSED, TIED, When, accumulators, assignment, micro_batches_of_rank,
-        rank_levels, refuse_order, refuse_ranks,
+        BY_RANK, CARRIED, DEFAULT_RANK, GIVEN_UP, KEY, ORDER, REFUSED, TIED, When, accumulators, assignment,
+        for_parameters, micro_batches_of_rank, rank_levels, refuse_order, refuse_ranks,
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues

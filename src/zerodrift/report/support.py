@@ -16,7 +16,16 @@ from rich.text import Text
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.plan import block_bytes
-from zerodrift.policy import CARRIED, DEFAULT_ACCUMULATE, GIVEN_UP, REFUSED, State, StateCell, SupportCell
+from zerodrift.policy import (
+    CARRIED,
+    DEFAULT_ACCUMULATE,
+    DEFAULT_RANK,
+    GIVEN_UP,
+    REFUSED,
+    State,
+    StateCell,
+    SupportCell,
+)
 from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
 
@@ -75,6 +84,8 @@ def support_text(
         grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",), width),
         section("state", "the optimizer's moments"),
         grid(list(_states(states)), (15,), ("bold",), width),
+        section("reduce.order: auto", "the default: the tree, but the order of ranks with"),
+        grid([(each.what, each.reason) for each in DEFAULT_RANK], (32,), ("bold",), width),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
@@ -157,6 +168,11 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [
         "",
         "## Order",
+        "",
+        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
+        "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
+        "",
+        *(f"- **{each.what}**: {each.reason}." for each in DEFAULT_RANK),
         "",
         "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).",
         "",

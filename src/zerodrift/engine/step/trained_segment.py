@@ -13,7 +13,9 @@ arrival. So each lands once, and goes at once to where the tree adds it: whole w
 this rank, reduced where every micro-batch is. A right leaf is added to its left neighbour. In a pipeline a
 gradient may come in several turns, so each part has a buffer from `open_part` to `take_part`, which begins
 as zeros that are added to. So a negative zero becomes a positive one there, and `_copy` lets none land
-elsewhere: a sum with a part that has none has none, whatever is added to it.
+elsewhere: a sum with a part that has none has none, whatever is added to it. A step may leave the tree
+where the plan does not require it: a gradient that comes late, is put there by hand, or is read or changed
+before the last micro-batch. Then all that has come is one sum, and the rest is added as it comes.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class TrainedSegment(FlatSegment):
         self._opened: set[int] = set()
         """Parameters, by number, whose `grad` was preset to their view."""
         self.tree = update.reduce.order == "tree"
+        """Whether this step's micro-batches are summed by the tree; False from `leave_tree` on."""
         self._sum = TreeSum(self._give)
         """Sum of a step's micro-batches so far; see [Note: tree]. Empty in the order of ranks."""
         self._parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -166,13 +169,25 @@ class TrainedSegment(FlatSegment):
     def expose_gradients(self, complete: bool, scale: Callable[[bool], float]) -> None:
         """Allow user code to read and change gradients, if every rank has all of them. `complete` says that
         they are the sum of all ranks; `scale` is what they are multiplied by then, or before."""
-        values = self.reduced if complete else self.landing
-        if values is None or self.update.axis or self.tree or self.comm.mesh.size("replicate") > 1:
+        if self.update.axis or self.comm.mesh.size("replicate") > 1:
             return
-        whole = self.whole_gradient() if complete else values
+        if complete:
+            self.end_sum()
+        elif self.landing is None and not (self._sum and (self._sums_whole or self.ranks == 1)):
+            return
+        if complete and self.reduced is None:
+            return
+        whole = self.whole_gradient() if complete else None
+
+        def values() -> torch.Tensor:
+            if whole is not None:
+                return whole
+            self.leave_tree()
+            assert self.landing is not None
+            return self.landing
 
         def end(changed: bool) -> None:
-            if not complete:
+            if whole is None:
                 return
             if changed and self.reduced is not None:
                 mine = self.slice_of(whole)
@@ -180,7 +195,7 @@ class TrainedSegment(FlatSegment):
                     self.reduced.copy_(mine)
             self.give_back(whole)
 
-        self.exposure.expose_gradients(whole, scale(complete), end)
+        self.exposure.expose_gradients(values, scale(complete), end)
 
     @property
     def _homes(self) -> list[torch.Tensor]:
@@ -280,6 +295,16 @@ class TrainedSegment(FlatSegment):
     def take_part(self) -> None:
         """Make the next part of the tree, which is complete, the landing buffer."""
         self.landing, self._grads = self._parts.pop(self._sum.count)
+
+    def leave_tree(self) -> None:
+        """Sum what has come, and add the rest of the step's gradients as they come."""
+        if self.tree and (self._sum or self.ranks == 1):
+            total = self._sum.take() if self._sum else self.reduced
+            if self._sums_whole or self.ranks == 1:
+                self.landing, self._grads = total, []
+            else:
+                self.reduced = total
+        self.tree = False
 
     def end_sum(self) -> None:
         """Make `reduced` the sum of all micro-batches of the step."""
@@ -389,6 +414,7 @@ class TrainedSegment(FlatSegment):
             if flat is not None:
                 self._landing_pool.give(flat)
         self.landing = self.reduced = self._whole = None
+        self.tree = self.update.reduce.order == "tree"
         self._grads, self._is_travelling = [], False
         self._opened.clear()
 
