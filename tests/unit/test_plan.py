@@ -337,7 +337,7 @@ def test_the_peak_holds_two_units_and_two_gradients() -> None:
     assert bill.peak.wire == 2 * (3 + 1) * 2**20  # three quarters received, one summed
     waiting = cost(plan(at(1) | in_turn, model, world=4), 2)
     assert waiting.peak.accumulate == 4 * 4 * 2**20 + 4 * 2**20
-    assert cost(plan(at(0), model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
+    assert cost(plan(at(0) | in_turn, model, world=4), 2).peak.accumulate == 4 * 4 * 2**20
     kept = cost(plan(at(3, sharding={"keep_gathered": "step"}), model, world=4))
     assert kept.peak.gathered == 4 * 2 * 2**20
     # Whole fp32 storage pays for its low copy under autocast.
