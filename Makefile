@@ -12,7 +12,7 @@ CELLS  ?= $(VENV)-versions
 # Images of Python often set it. Tests start hundreds of processes, which would each compile all of zerodrift.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-all style check bench gpu wheel lock newest peers versions doors docs env clean
+.PHONY: help demo quick test test-all style check bench gpu wheel lock newest peers versions doors docs site env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,7 @@ help:
 	@echo "make test    set up, check style and types, then run the tests"
 	@echo "make check   style and types only"
 	@echo "make bench   the benchmarks as they were run, and the page of what they find; hours"
-	@echo "make gpu     on a machine with NVIDIA GPUs: their tests, then their benchmarks; 20 minutes at most"
+	@echo "make gpu     on a machine with GPUs: their tests, then their benchmarks; 20 minutes at most"
 	@echo "make wheel   a wheel with the CPU kernels in it, tried where there is neither a compiler nor the repository"
 	@echo "make lock    pin the newest of every package in requirements/; make test uses them from then on"
 	@echo "make newest  the quick tests and those of models with the newest of every package, pinned or not"
@@ -29,6 +29,7 @@ help:
 	@echo "make versions   the tests with other versions of Python, torch, transformers and DeepSpeed; hours"
 	@echo "make doors   other people's trainers on zerodrift and on DeepSpeed, each in an environment of its own; hours"
 	@echo "make docs    write the generated pages, and the output of commands on the others"
+	@echo "make site    the pages as a website in site/, which works from disk; every link is checked"
 
 env: $(VENV)/.ready
 
@@ -97,6 +98,9 @@ gpu: env
 
 docs: env
 	$(BIN)/python tools/refresh.py
+
+site: env
+	$(BIN)/python tools/website.py site
 
 versions: env
 	$(BIN)/python tools/matrix.py all $(CELLS) --torch="$(TORCH_INDEX)"

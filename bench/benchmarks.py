@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 import plots
-from claims import Claim, Results, claims
+from claims import IN_THE_README, Claim, Results, claims
 from result import Cell, Result, Table, shown
 
 BLOCK = re.compile(r"(<!-- (claims|result): (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -31,9 +31,11 @@ def fresh(text: str, results: Results) -> str:
 
 
 def claims_text(main: bool, results: Results) -> str:
-    """The README has the main ones, beside each other; the page says of all where they are from."""
+    """The README has the first ones, beside each other; the page says of all where they are from."""
     if main:
-        rows = [_claim("docs/benchmarks.md", claim) for claim in claims(results) if claim.main]
+        rows = [
+            _claim("docs/benchmarks.md", claim) for claim in claims(results) if claim.what in IN_THE_README
+        ]
         return _markdown(["what", "here", "beside it", "limit", "met"], "lrlll", rows)
     rows = [[*_claim("", claim), *_source(claim, results)] for claim in claims(results)]
     heads = ["what", "here", "beside it", "limit", "met", "script", "machine", "date"]

@@ -6,8 +6,9 @@ Every part is a process of its own, so one that fails, hangs or runs out of memo
 Each result is a file in `bench/results/gpu/` as soon as it is there; a part that does not fit into what is
 left of the time is left out and named. The exit code is 1 where a part failed.
 
-`--stub` goes through all of it on a machine without a GPU, with models of 0.1M parameters: it shows that the
-kit works and measures nothing, and writes where `--out` says.
+`--stub` goes through all of it with the stand-in device of `tests/device` in a GPU's place and models of
+0.1M parameters: it shows that every line works on a device, measures nothing, and writes where `--out` says.
+It needs Linux and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from result import Result, read
+
+from zerodrift.comm import usable_accelerator
+from zerodrift.train.tools.doctor import examine
 
 HERE = Path(__file__).parent
 ENGINES = ("zerodrift", "fsdp2", "ddp")
@@ -65,32 +70,22 @@ class Done:
 
 def parts(out: Path, ranks: int, *, stub: bool) -> list[Part]:
     """All of them, in order: what tells most comes first."""
-    python = sys.executable
+    python, device = sys.executable, (usable_accelerator() or torch.device("cuda")).type
+    few = ["--numel", "16K", "--rounds", "1"] if stub else ["--numel", "500M"]
+    saved = str(out.resolve() / "update")
     listed = [
-        Part(
-            "tests",
-            [python, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"],
-            420,
-            says="skipped" if stub else " passed",
-        ),
-        Part(
-            "update",
-            [python, "bench/update.py", *_update(stub), "--save", str(out.resolve() / "update")],
-            120,
-        ),
+        Part("tests", [python, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"], 420, says=" passed"),
+        Part("update", [python, "bench/update.py", *few, "--device", device, "--save", saved], 120),
     ]
+    few = ["--warm", "1", "--steps", "2"] if stub else []
     for size in ("tiny",) if stub else ("0.1B", "1B", "3B"):
         for engine in ENGINES:
-            listed.append(_step(out, ranks, engine, size))
-    whole = "tiny" if stub else "8B"
-    more = ["--accumulate", "2", "--warm", "2", "--steps", "5"]
-    listed.append(_step(out, ranks, "zerodrift-8bit", whole, *more))
-    listed.append(_step(out, ranks, "zerodrift-8bit", whole, *more, "--compile"))
+            listed.append(_step(out, ranks, engine, size, *few))
+    whole, few = ("tiny", few) if stub else ("8B", ["--warm", "2", "--steps", "5"])
+    compiler = "aot_eager" if stub else "inductor"  # which writes no code for the stand-in
+    for more in ([], ["--compile", compiler]):
+        listed.append(_step(out, ranks, "zerodrift-8bit", whole, "--accumulate", "2", *few, *more))
     return listed
-
-
-def _update(stub: bool) -> list[str]:
-    return ["--numel", "1M", "--rounds", "2"] if stub else ["--numel", "500M", "--device", "cuda"]
 
 
 def _step(out: Path, ranks: int, engine: str, size: str, *more: str) -> Part:
@@ -104,13 +99,13 @@ def _step(out: Path, ranks: int, engine: str, size: str, *more: str) -> Part:
 def run_all(
     listed: Sequence[Part], out: Path, seconds: float, memory: float, say: Callable[[str], None] = print
 ) -> list[Done]:
-    """Each part that fits, within these seconds, on devices of this many GB."""
+    """Each part that fits, within these seconds, on devices with this many GB free."""
     until = time.monotonic() + seconds
     done: list[Done] = []
     for number, part in enumerate(listed, 1):
         left = until - time.monotonic()
         if part.gigabytes > memory:
-            done.append(Done(part.name, f"left out: needs {part.gigabytes:g} GB, {memory:.0f} are there", 0))
+            done.append(Done(part.name, f"left out: needs {part.gigabytes:g} GB, {memory:.0f} are free", 0))
         elif left < min(30.0, part.seconds):
             done.append(Done(part.name, "left out: no time left", 0))
         else:
@@ -177,9 +172,9 @@ def summary(result: Result, out: Path) -> None:
     }
     table = result.table(columns)
     for found in sorted(steps, key=lambda found: (found["parameters"], found["engine"])):
-        peak = None if found["allocated"] is None else found["allocated"] / 1e9
         engine = found["engine"] + (", compiled" if found["compiled"] else "")
-        table.row(found["size"], engine, found["ms"], found["tokens_per_second"], found["mfu"], peak)
+        figures = (found["ms"], found["tokens_per_second"], found["mfu"], found["allocated"] / 1e9)
+        table.row(found["size"], engine, *figures)
     if (out / "update.json").exists():
         (update,) = read(out / "update.json").tables
         table = result.table(
@@ -191,6 +186,24 @@ def summary(result: Result, out: Path) -> None:
                 table.row(*(cells[column] for column in table.columns))
 
 
+def machine(result: Result) -> None:
+    """What `zerodrift doctor` says of the GPUs, and what it finds wrong with anything."""
+    table = result.table({"machine": "<14", "found": "<40", "note": "<40"})
+    for fact in examine(os.environ):
+        if fact.part == "GPU" or "GPU" in fact.what or fact.bad:
+            table.row(fact.what, fact.found, fact.note)
+
+
+def skipped(result: Result, out: Path) -> None:
+    """What the tests left out, and why, as they listed it."""
+    log = out / "tests.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    table = result.table({"tests left out": "<90"})
+    for line in lines:
+        if re.match(r"\d+ tests/gpu/", line):
+            table.row(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20)
@@ -199,23 +212,35 @@ def main() -> None:
     parser.add_argument("--stub", action="store_true", help="without a GPU: go through all of it, tiny")
     parser.set_defaults(beside="nothing of this kit")
     options = parser.parse_args()
-    ranks = torch.cuda.device_count()
-    if not ranks and not options.stub:
+    found = usable_accelerator()
+    if options.stub and (found is None or found.type != "standin"):
+        sys.path.insert(0, str(HERE.parent))
+        from tests.device.plugin import environment
+
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "TRITON_INTERPRET": "1"})
+    if found is None:
+        facts = [fact for fact in examine(os.environ) if fact.part == "GPU"]
         sys.exit(
-            "bench/gpu.py: the machine must have an NVIDIA GPU that torch sees; got none. "
-            "See `nvidia-smi` and that torch is a CUDA build, or try the kit with --stub --out FOLDER."
+            f"bench/gpu.py: the machine must have a GPU that torch sees; got none: {facts[0].note}. "
+            "Try the kit without one: --stub --out FOLDER."
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    memory = min((torch.cuda.get_device_properties(n).total_memory for n in range(ranks)), default=0) / 1e9
-    listed = parts(options.out, max(1, ranks), stub=not ranks)
+    count = torch.accelerator.device_count()
+    memory = min(torch.accelerator.get_memory_info(number)[0] for number in range(count)) / 1e9
+    ranks = min(count, 2) if options.stub else count
+    result = Result.begin(f"On {ranks} GPUs", options, "triton", "nvidia-nccl-cu13")
+    machine(result)
+    listed = parts(options.out, ranks, stub=options.stub)
+    if options.stub:  # everything runs on the host there, programs in Triton's interpreter
+        listed = [replace(part, seconds=10 * part.seconds) for part in listed]
     only = tuple(filter(None, options.only.split(",")))
     listed = [part for part in listed if part.name.startswith(only or "")]
     done = run_all(listed, options.out, options.minutes * 60, memory)
-    result = Result.begin(f"On {ranks} GPUs", options, "triton", "nvidia-nccl-cu13")
     summary(result, options.out)
     table = result.table({"part": "<30", "seconds": ".0f", "outcome": "<9"})
     for part in done:
         table.row(part.name, part.seconds, part.outcome)
+    skipped(result, options.out)
     result.save(str(options.out.resolve() / "run"))
     sys.exit(any(part.failed for part in done))
 

@@ -5,8 +5,7 @@
 What `bench/gpu.py` starts for every line of its tables, each in a process of its own, so that what one engine
 keeps is not counted for another. All train the decoder of `llama.py` in bf16 with fused AdamW: DDP under
 autocast, FSDP2 with bf16 parameters and sums in fp32, both over fp32 weights, zerodrift with split masters;
-`zerodrift-8bit` has moments in 8 bits. Without a GPU it runs on the CPU, which shows that it works and
-measures nothing.
+`zerodrift-8bit` has moments in 8 bits.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     count = sum(parameter.numel() for parameter in model.parameters())
     if options.compile:
         for layer in model.layers:
-            layer.compile()
+            layer.compile(backend=options.compile)
     step = ENGINES[options.engine](model, device)
     del model
     torch.manual_seed(1 + dist.get_rank())
@@ -115,21 +114,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batches = list(torch.randint(shape.vocabulary, size, device=device))
     losses, seconds = [], []
     for _ in range(options.warm + options.steps):
-        wait(device)
+        torch.accelerator.synchronize(device)
         start = time.perf_counter()
         losses.append(step(batches))
-        wait(device)
+        torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[options.warm :])
     tokens = options.accumulate * shape.micro_batch * shape.length * dist.get_world_size()
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else "no GPU"
+    name = torch.get_device_module(device).get_device_name(device)
     top = peak(name, "bf16")
     return {
         "engine": options.engine,
         "size": options.size,
         "parameters": count,
-        "compiled": options.compile,
+        "compiled": bool(options.compile),
         "ranks": dist.get_world_size(),
         "device": name,
         "micro_batches": options.accumulate,
@@ -140,28 +138,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": tokens / median,
         "mfu": None if top is None else each * tokens / median / top / dist.get_world_size(),
         "device_peak": top,
-        "allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
-        "reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "allocated": torch.accelerator.max_memory_allocated(device),
+        "reserved": torch.accelerator.max_memory_reserved(device),
         "losses": losses,
     }
 
 
 def join() -> torch.device:
-    """One process for each GPU, or the CPU where there is none."""
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        return device
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Join the other ranks; each has the accelerator of its number."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        sys.exit("bench/gpu_step.py: the machine must have an accelerator that torch sees; got none")
+    device = torch.device(found.type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+    return device
 
 
 def main() -> None:
@@ -171,7 +162,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--warm", type=int, default=3, help="steps before the clock")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--compile", metavar="BACKEND", help="compile each block: inductor, aot_eager")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = measure(options)

@@ -172,4 +172,7 @@ def _machine() -> str:
 def _gpu() -> str:
     import torch
 
-    return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    from zerodrift.comm import usable_accelerator
+
+    found = usable_accelerator()
+    return "" if found is None else f", {torch.get_device_module(found).get_device_name()}"

@@ -14,9 +14,12 @@ import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 QUICK: Mapping[str, int] = {
     "tests/unit/": 1,
@@ -31,6 +34,11 @@ QUICK: Mapping[str, int] = {
 
 Cell = Mapping[str, str]
 """A value of each factor."""
+
+
+def has_quick(path: Path) -> bool:
+    """Return whether a file may hold quick tests, or a folder such files."""
+    return any(path.is_relative_to(ROOT / each) or (ROOT / each).is_relative_to(path) for each in QUICK)
 
 
 def mark(items: Iterable[pytest.Item]) -> None:

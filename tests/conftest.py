@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-SHARE_RANKS = ("dropin", "numerics", "models", "ranks")
+SHARE_RANKS = ("device", "dropin", "numerics", "models", "ranks")
 """Folders."""
 
 
@@ -41,12 +43,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Importing files takes seconds in every process, and `make quick` needs only some of them."""
+    return True if config.option.markexpr == "quick" and not chosen.has_quick(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     chosen.mark(items)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = ["at once", "side streams first", "side streams last", "random"]
+    text = "the order of streams in which ranks run on tests/device's stand-in for a GPU, instead of the CPU"
+    parser.addoption("--standin", choices=choices, help=text)
     parser.addoption("--wheel", metavar="FILE", help="the wheel that tests/e2e/test_wheel.py tries")
 
 
@@ -97,6 +107,19 @@ def leaves_nothing_running() -> Iterator[None]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("a default process group was left initialised")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_on_the_standin(request: pytest.FixtureRequest) -> Iterator[None]:
+    if (order := request.config.option.standin) is None:
+        yield
+        return
+    from tests.device.ranks import instead_of_cpu
+    from tests.ranks import harness
+
+    harness.instead.append(functools.partial(instead_of_cpu, order=order))
+    yield
+    harness.instead.pop()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from zerodrift.train.job import Job
 _INTRO = """\
 <!-- Generated from `zerodrift/train/job.py` by `make docs`. Edit what it is made from. -->
 
-# Job keys
+# Which keys does a job have?
 
 Every key of a job file for `zerodrift train`; [train.md](train.md) shows how they are used. Precision,
 sharding, optimizer, schedule and batch sizes are keys of the engine's [config](config.md), under `config`.

@@ -1,4 +1,4 @@
-"""Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/versions.md.
+"""Runs the tests with other versions of Python, torch, transformers and DeepSpeed, for docs/support.md.
 
     python tools/matrix.py all FOLDER              # or: make versions. Each cell in an environment of its own
     python tools/matrix.py newest FOLDER           # or: make newest. The newest of everything on this day
@@ -31,7 +31,9 @@ from zerodrift.versions import warning
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from environment import ROOT, SetupError, make_environment
 
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "support.md"
+HEADING = "\n## Tested versions"
+"""The part of the page that is written here begins with it."""
 
 
 FAST = "not slow and not gpu"
@@ -128,7 +130,7 @@ class Row:
 HEAD = "| Python | torch | transformers | DeepSpeed | suite | passed | failed | skipped | date |"
 
 TEXT = """\
-# Tested versions
+## Tested versions
 
 For torch 2.13 and later. What was run, on the CPU with gloo:
 
@@ -145,7 +147,7 @@ For torch 2.13 and later. What was run, on the CPU with gloo:
 everything on the day. `make versions` makes the environments of
 [`tools/matrix.py`](../tools/matrix.py) and runs their suites. Both write their rows into this page.
 
-## Other versions
+### Other versions
 
 What is older or newer is not refused. `initialize` and `make_plan` warn, once in a process and on the first
 rank, and name the version and the range that was tested:
@@ -161,7 +163,7 @@ with which versions it was tried.
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page."""
+    """Return the part of the page that is about versions."""
     lines = [HEAD, "| --- " * 9 + "|", *("| " + " | ".join(astuple(row)) + " |" for row in rows)]
     words = (f"| {name} | {suite.words} |" for name, suite in SUITES.items())
     missing = []
@@ -191,10 +193,11 @@ def rows_of(page: str) -> list[Row]:
 
 def keep(row: Row) -> None:
     """Write a row into the page, in the place of one with the same key."""
-    rows = {each.key: each for each in rows_of(PAGE.read_text())} if PAGE.exists() else {}
+    text = PAGE.read_text() if PAGE.exists() else ""
+    rows = {each.key: each for each in rows_of(text)}
     rows[row.key] = row
     ordered = sorted(rows.values(), key=lambda each: (list(SUITES).index(each.suite), each.key))
-    PAGE.write_text(render(ordered))
+    PAGE.write_text(text.partition(HEADING)[0] + "\n" + render(ordered))
 
 
 # --- one environment ------------------------------------------------------------------------------------

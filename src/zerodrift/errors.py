@@ -14,6 +14,9 @@ A message reads **where: what must hold; got what. What to do.** An error keeps 
 `raise ConfigError(where, must, got=..., do=...)`. `Problems` collects several into one error. `relayed` makes
 an error from the text of another rank or process. Quoted text is made legible.
 
+Each problem has a kind, which docs/errors.md explains under a heading of that name. It is the kind of the
+class, unless the requirement is one of `KINDS`.
+
 Invariant: users only see subclasses of ZerodriftError. A bug of our own raises AssertionError.
 """
 
@@ -21,10 +24,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerodrift.legible import legible, lines
 
@@ -58,6 +62,24 @@ class Problem:
         return legible(text)
 
 
+KINDS = (
+    ("unknown-key", r"must be a field of|must be a key of|must be known"),
+    ("no-match", r"must match"),
+    (
+        "not-gathered",
+        r"must be (gathered|loaded inside|copied or saved inside)|must have a gradient|must be written",
+    ),
+    ("parameter-changed", r"must stay"),
+    ("ranks-disagree", r"on every rank|on all ranks|the same bits|in the same order|alike on"),
+    (
+        "not-the-same-model",
+        r"as when it was saved|must hold (every|no) parameter|must have shape|the parameters that",
+    ),
+    ("no-values", r"must hold values|must have values|must be readable from the files"),
+    ("file", r"must be (usable|readable|a file|there)|that can be (read|written)|must exist"),
+)
+"""Kind -> how a requirement of that kind is written."""
+
 MOST = 50
 """Most problems in the text of one error."""
 
@@ -68,6 +90,8 @@ class ZerodriftError(Exception):
     `where`, `must`, `got` and `do` are the parts of the first problem. `problems` has all of them.
     """
 
+    kind: ClassVar[str] = "command"
+    """Kind of a problem that is none of `KINDS`."""
     problems: tuple[Problem, ...]
 
     def __init__(self, where: str | Path, must: str, *, got: object = "", do: str = "") -> None:
@@ -121,6 +145,19 @@ class ZerodriftError(Exception):
     def do(self) -> str:
         return self.problems[0].do if self.problems else ""
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of all problems, without repetition. `zerodrift help KIND` explains each."""
+        found = (
+            next((kind for kind, pattern in KINDS if re.search(pattern, problem.must)), self.kind)
+            for problem in self.problems
+        )
+        return list(dict.fromkeys(found)) or [self.kind]
+
+    def see(self) -> str:
+        """Return the line that says where this error is explained."""
+        return f"To read about it: {listed(f'zerodrift help {kind}' for kind in self.kinds[:3])}"
+
     @classmethod
     def _made(cls, text: str, problems: tuple[Problem, ...]) -> Self:
         error = cls.__new__(cls)
@@ -130,6 +167,7 @@ class ZerodriftError(Exception):
     def _set(self, text: str, problems: tuple[Problem, ...]) -> None:
         self.args = (lines(text),)
         self.problems = problems
+        self.__notes__ = [self.see()]  # Python 3.11 and later print it below the message
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._made, (self.args[0], self.problems), self.__dict__
@@ -138,33 +176,49 @@ class ZerodriftError(Exception):
 class ConfigError(ZerodriftError):
     """Config that cannot be read or contradicts itself."""
 
+    kind = "config"
+
 
 class ModelError(ZerodriftError):
     """Model that cannot be read, built or described."""
+
+    kind = "model"
 
 
 class UnsupportedError(ZerodriftError):
     """Combination that is refused with its reason."""
 
+    kind = "unsupported"
+
 
 class MeshError(ZerodriftError):
     """Number of ranks that does not fit the axes of the mesh."""
+
+    kind = "mesh"
 
 
 class RankError(ZerodriftError):
     """Rank that died, hung, or disagrees with the others."""
 
+    kind = "ranks"
+
 
 class NonFiniteError(ZerodriftError):
     """NaN or infinity, where the caller asked for an error."""
+
+    kind = "non-finite"
 
 
 class PrecisionError(ZerodriftError):
     """Dtype in a run that differs from the plan."""
 
+    kind = "precision"
+
 
 class CheckpointError(ZerodriftError):
     """Checkpoint that cannot be written, is damaged, or belongs to another run or model."""
+
+    kind = "checkpoint"
 
 
 class Problems:

@@ -1,17 +1,18 @@
 """Version of zerodrift, tested versions of its dependencies, and a warning for others.
 
-Only imported packages are checked. `tools/matrix.py` writes docs/versions.md, and a test compares it with
+Only imported packages are checked. `tools/matrix.py` writes docs/support.md, and a test compares it with
 `TESTED`.
 
-Invariant: an untested version causes one warning per process and no error.
+Invariant: an untested version causes one line for all ranks and no error.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping
 
 __version__ = "0.1.0"
@@ -43,15 +44,15 @@ def warning(versions: Mapping[str, str]) -> str:
         first, last = TESTED[name]
         if not numbers(first) <= numbers(version, first) or not numbers(version, last) <= numbers(last):
             untested.append(f"{name} {version} (tested: {first} to {last})")
-    return f"zerodrift is not tested with {' and '.join(untested)}: check results" if untested else ""
+    return f"zerodrift: not tested with {' and '.join(untested)}: check results" if untested else ""
 
 
 @functools.cache
 def warn() -> None:
-    """Warn once about untested versions. The warning names the caller of the calling function."""
+    """Log one line about untested versions, on the first rank."""
     text = warning(imported_versions())
-    if text:
-        warnings.warn(text, stacklevel=3)
+    if text and os.environ.get("RANK") in (None, "0"):
+        logging.getLogger("zerodrift").warning(text)
 
 
 def numbers(version: str, like: str | None = None) -> tuple[int, ...]:

@@ -97,22 +97,28 @@ def _deepspeed(config: str, *findings: str, **rest: Any) -> Script:
     if rest.pop("expected", False):
         rest["expect"] = f"configs/{config}.json"
     path, needs = "bugs/deepspeed_config.py", "deepspeed"
+    rest.setdefault("more", WIRE)
     return _bug(config, *findings, path=path, needs=needs, launcher="deepspeed", arguments=arguments, **rest)
 
 
+WIRE = "wire-in-16-bits"
 EXPERT = "experts.0.weight"
 TRAINER = ("transformers", "accelerate")
 SUMS, NO_EFFECT = "rounded-before-accumulation * accumulate", "key-without-effect * accumulate"
-NO_SYNC = "rounded-before-accumulation router-in-16-bits"
+NO_SYNC = f"rounded-before-accumulation router-in-16-bits {WIRE}"
 SOON = ("deepspeed", "0.19.8")
 
 BUGS: tuple[Script, ...] = (
-    _bug("accelerate-3979", "no-master * master", more="state-too-narrow router-in-16-bits norm-in-16-bits"),
-    _bug(
-        "deepspeed-7747", "router-in-16-bits router.weight compute", launcher="deepspeed", needs="deepspeed"
-    ),
-    _bug("deepspeed-5812", "buffer-rounded frequencies -", needs="deepspeed"),
-    _bug("deepspeed-7718", "not-accumulated * accumulate", needs="deepspeed"),
+    _bug("accelerate-3979",
+        "no-master * master",
+        more=f"state-too-narrow router-in-16-bits norm-in-16-bits {WIRE}"),
+    _bug("deepspeed-7747",
+        "router-in-16-bits router.weight compute",
+        more=WIRE,
+        launcher="deepspeed",
+        needs="deepspeed"),
+    _bug("deepspeed-5812", "buffer-rounded frequencies -", more=WIRE, needs="deepspeed"),
+    _bug("deepspeed-7718", "not-accumulated * accumulate", more=WIRE, needs="deepspeed"),
     _deepspeed("grad_accum_dtype_stage_2", SUMS, NO_EFFECT, expected=True, mended=SOON),
     _deepspeed("gradient_accumulation_dtype", SUMS, NO_EFFECT, expected=True),
     _deepspeed("communication_data_type_autocast",
@@ -122,7 +128,7 @@ BUGS: tuple[Script, ...] = (
     _deepspeed("stage_1_average_autocast", "not-averaged * reduce", SUMS, mended=SOON),
     _bug("bf16-adamw",
         *("no-master * master", "state-too-narrow * state"),
-        more="norm-in-16-bits router-in-16-bits"),
+        more=f"norm-in-16-bits router-in-16-bits {WIRE}"),
     _bug("norm-gains",
         *("norm-in-16-bits norm.weight master", "no-master up.weight master"),
         more="state-too-narrow never-updated"),
@@ -136,14 +142,14 @@ BUGS: tuple[Script, ...] = (
         path="bugs/fsdp1_no_sync.py",
         arguments=("--flat", "--reduce", "bf16"),
         more=NO_SYNC),
-    _bug("fsdp2-no-sync", SUMS, more="router-in-16-bits", mended=("torch", "2.15")),
+    _bug("fsdp2-no-sync", SUMS, more=f"router-in-16-bits {WIRE}", mended=("torch", "2.15")),
     _bug("lightning-bf16-true",
         *("no-master model.experts.0.weight master", "state-too-narrow * state"),
-        more="no-master norm-in-16-bits router-in-16-bits",
+        more=f"no-master norm-in-16-bits router-in-16-bits {WIRE}",
         needs="lightning"),
     _bug("hf-trainer-bf16",
         *("no-master model.embed_tokens.weight master", "state-too-narrow * state"),
-        more="no-master norm-in-16-bits",
+        more=f"no-master norm-in-16-bits {WIRE}",
         needs=" ".join(TRAINER)),
     _deepspeed("fp16_autocast_clip", "norm-of-scaled-gradients - grad"),
     _bug("clip-before-unscale", "norm-of-scaled-gradients - grad"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -25,33 +26,40 @@ SOURCE = Path(__file__).with_name("standin.cpp")
 
 
 @functools.cache
-def extension() -> Any:
-    """Return the extension, which is compiled if it was not for this source and torch."""
+def library() -> Path:
+    """Return the extension's file, which is compiled if it was not for this source and torch."""
     root = Path(torch.__file__).parent
     key = hashlib.sha256(
         SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()
     ).hexdigest()
-    target = Path(tempfile.gettempdir()) / f"standin-{os.getuid()}-{key[:16]}" / "standin_ext.so"
-    if not target.exists():
-        target.parent.mkdir(exist_ok=True)
-        made = target.with_suffix(f".{os.getpid()}")
-        folders = [
-            root / "include",
-            root / "include/torch/csrc/api/include",
-            sysconfig.get_paths()["include"],
-        ]
-        libraries = ["torch", "torch_cpu", "c10", "torch_python"]
-        subprocess.run(
-            [
-                *("c++", "-O0", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=standin_ext"),
-                *(f"-I{folder}" for folder in folders),
-                *(str(SOURCE), "-o", str(made), f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"),
-                *(f"-l{name}" for name in libraries),
-            ],
-            check=True,
-        )
-        made.rename(target)
-    spec = importlib.util.spec_from_file_location("standin_ext", target)
+    folder = Path(tempfile.gettempdir()) / f"standin-{os.getuid()}-{key[:16]}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made := folder / "standin_ext.so").exists():
+            _compile(root, folder / "unfinished.so")
+            (folder / "unfinished.so").rename(made)
+    return made
+
+
+def _compile(root: Path, target: Path) -> None:
+    folders = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    libraries = ["torch", "torch_cpu", "c10", "torch_python"]
+    subprocess.run(
+        [
+            *("c++", "-O0", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=standin_ext"),
+            *(f"-I{folder}" for folder in folders),
+            *(str(SOURCE), "-o", str(target), f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"),
+            *(f"-l{name}" for name in libraries),
+        ],
+        check=True,
+    )
+
+
+@functools.cache
+def extension() -> Any:
+    """Return the extension."""
+    spec = importlib.util.spec_from_file_location("standin_ext", library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

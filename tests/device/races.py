@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 
 _OWN = {str(Path(__file__).with_name(name)) for name in ("races.py", "standin.py", "strict.py")}
 """Files whose frames no stack shows."""
@@ -38,7 +39,7 @@ class _Use:
     stream: int
     time: int
     name: str
-    stack: tuple[str, ...]
+    stack: tuple[tuple[CodeType, int], ...]
 
 
 @dataclass(slots=True)
@@ -51,6 +52,9 @@ class _Cell:
 
 
 Clock = dict[int, int]
+
+HOST = -1
+"""What counts as the stream of the host's own accesses."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -90,7 +94,7 @@ class RaceChecker:
         """A launch accesses memory: raise `Race` if an earlier access may happen after it."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
-        use = _Use(stream, clock[stream], name, _stack())
+        use = _Use(stream, clock[stream], name, stack())
         for access in accesses:
             self._access(access, use, clock)
 
@@ -98,8 +102,15 @@ class RaceChecker:
         """A stream gets memory, which must not be in use by others."""
         clock = self._clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
-        use = _Use(stream, clock[stream], "allocation", _stack())
+        use = _Use(stream, clock[stream], "allocation", stack())
         self._access(Access(start, start + size, True), use, clock)
+
+    def on_host(self, name: str, accesses: Sequence[Access]) -> None:
+        """The host accesses memory: before what is launched later, after what it has waited for."""
+        self.host[HOST] = self.host.get(HOST, 0) + 1
+        use = _Use(HOST, self.host[HOST], name, stack())
+        for access in accesses:
+            self._access(access, use, self.host)
 
     def _clock(self, stream: int) -> Clock:
         clock = self.clocks.setdefault(stream, {})
@@ -148,17 +159,26 @@ class RaceChecker:
 
 def _text(access: Access, use: _Use, other: _Use, wrote: bool) -> str:
     verb, earlier = "writes" if access.writes else "reads", "wrote" if wrote else "read"
-    what = f"`{use.name}` on stream {use.stream} {verb} {access.end - access.start} bytes"
-    before = f"that `{other.name}` {earlier} on stream {other.stream}, and no event orders the two."
-    return "\n  ".join([f"{what} {before}", "Later:", *use.stack]) + "\n  ".join(["\nEarlier:", *other.stack])
+    what = f"`{use.name}` on {_place(use)} {verb} {access.end - access.start} bytes"
+    before = f"that `{other.name}` {earlier} on {_place(other)}, and no event orders the two."
+    later, before_it = lines(use.stack), lines(other.stack)
+    return "\n  ".join([f"{what} {before}", "Later:", *later]) + "\n  ".join(["\nEarlier:", *before_it])
 
 
-def _stack() -> tuple[str, ...]:
-    """The frames of our own code and of tests, innermost first."""
+def _place(use: _Use) -> str:
+    return "the host" if use.stream == HOST else f"stream {use.stream}"
+
+
+def stack() -> tuple[tuple[CodeType, int], ...]:
+    """Return code and line of the frames of our own code and of tests, innermost first."""
     frame, found = sys._getframe(2), []
     while frame is not None and len(found) < 8:
         file = frame.f_code.co_filename
         if "/torch/" not in file and file not in _OWN:
-            found.append(f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
+
+
+def lines(frames: Sequence[tuple[CodeType, int]]) -> list[str]:
+    return [f"{'/'.join(Path(code.co_filename).parts[-3:])}:{line} {code.co_name}" for code, line in frames]

@@ -2,31 +2,77 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.device.standin import NAME, install
-from tests.device.strict import register
-from tests.ranks.harness import run_ranks
+from tests.device.build import library
+from tests.device.standin import NAME, Order, install, ordered
+from tests.device.strict import begin
+from tests.ranks import harness
+from zerodrift.comm import mesh
 
 
 def on_devices(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return `function(device, *args)` of every rank, in rank order."""
-    return run_ranks(_with_device, world, function, args, timeout=timeout, spawned=True)
+    return _on_devices(function, world, args, None, timeout)
 
 
-def _with_device(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def instead_of_cpu(
+    function: Callable[..., Any], world: int, *args: Any, order: Order = "at once", timeout: float = 120.0
+) -> list[Any]:
+    """Return `function(*args)` of every rank, where the device takes the CPU's place, unless it is named."""
+    return _on_devices(function, world, args, order, timeout)
+
+
+def _on_devices(
+    function: Callable[..., Any], world: int, args: tuple[Any, ...], order: Order | None, timeout: float
+) -> list[Any]:
+    library()  # compiled here, which takes longer than a rank may
+    given = (_with_device, world, function, args, order)
+    return [pickle.loads(value) for value in harness.run_here(*given, timeout=timeout, kind=NAME)]
+
+
+def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Order | None) -> bytes:
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("strict", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     device = install()
-    register()
-    device.forget()
+    begin()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.accelerator.set_device_index(rank)
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
-    return function(torch.device(NAME, rank), *args)
+    place, find = torch.device(NAME, rank), mesh._device
+    try:
+        if order is None:
+            return _on_host(function(place, *args))
+        mesh._device = lambda process, asked: find(process, place if str(asked or "cpu") == "cpu" else asked)
+        torch.set_default_device(place)
+        with ordered(order, seed=rank):
+            value = function(*args)
+            harness.destroy_engines()
+        return _on_host(value)
+    finally:
+        mesh._device = find
+        torch.set_default_device(None)
+        device.forget()
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of the device as those of the host."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type == NAME:
+            return value.detach().cpu().__reduce_ex__(2)
+        return NotImplemented
+
+
+def _on_host(value: Any) -> bytes:
+    out = io.BytesIO()
+    _HostPickler(out).dump(value)
+    return out.getvalue()

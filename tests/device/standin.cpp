@@ -14,7 +14,9 @@
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -28,7 +30,7 @@ namespace {
 
 constexpr auto kind = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex devices = 4;
-constexpr size_t space = size_t(1) << 33;
+constexpr size_t space = size_t(1) << 42;  // of addresses; memory is what kernels touch of it
 constexpr size_t granule = 512;  // what CUDA's allocator rounds to
 
 // --- the log -----------------------------------------------------------------------------------------------
@@ -82,6 +84,7 @@ struct Block {
 std::map<size_t, Block> blocks;  // offset -> block, neighbours in order
 std::vector<size_t> deferred;  // freed, but named by `record_stream`
 size_t end_of_memory = 0;
+size_t allocated = 0, most_allocated = 0, most_reserved = 0;  // bytes; a process uses one device
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local int64_t current_stream[devices] = {0};
@@ -104,11 +107,12 @@ void free_memory(void* context) {
   std::lock_guard<std::mutex> lock(mutex);
   size_t offset = reinterpret_cast<size_t>(context) - 1;
   auto& block = blocks.at(offset);
+  allocated -= block.bytes;
   note('f', block.stream, reinterpret_cast<int64_t>(device_base + offset), block.bytes);
   if (block.others.empty()) release(offset); else deferred.push_back(offset);
 }
 
-struct CachingAllocator final : c10::Allocator {
+struct CachingAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::Device device(kind, current_device);
     if (bytes == 0) return {nullptr, device};
@@ -139,6 +143,9 @@ struct CachingAllocator final : c10::Allocator {
       best->second.bytes = size;
       if (rest > 0) blocks[offset + size] = {rest, stream, true, {}};
     }
+    allocated += size;
+    most_allocated = std::max(most_allocated, allocated);
+    most_reserved = std::max(most_reserved, end_of_memory);
     void* address = device_base + offset;
     note('a', stream, reinterpret_cast<int64_t>(address), size);
     return {address, reinterpret_cast<void*>(offset + 1), &free_memory, device};
@@ -146,6 +153,29 @@ struct CachingAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     TORCH_CHECK(false, "the stand-in device copies by operations only");
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    c10::impl::getDeviceGuardImpl(kind)->recordDataPtrOnStream(data, stream);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& all = stats.allocated_bytes[0];
+    all.current = allocated;
+    all.peak = most_allocated;
+    auto& held = stats.reserved_bytes[0];
+    held.current = end_of_memory;
+    held.peak = most_reserved;
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    most_allocated = allocated;
+    most_reserved = end_of_memory;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override { return {space - end_of_memory, space}; }
 };
 
 CachingAllocator allocator;
@@ -410,6 +440,14 @@ py::list drain() {
   return out;
 }
 
+// Autograd makes its threads in the first backward of a process, one for each device that there is by then. They are not
+// forked, and the flag is, so a process whose parent has run a backward has none.
+struct Backward : torch::autograd::Engine {
+  using Engine::start_device_threads;
+};
+
+void start_backward_threads() { (torch::autograd::Engine::get_default_engine().*&Backward::start_device_threads)(); }
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -417,6 +455,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("host_view", &host_view);
   m.def("drain", &drain);
+  m.def("start_backward_threads", &start_backward_threads);
   m.def("on_call", [](py::object function) { on_call = new py::object(std::move(function)); });
   m.def("is_pinned", [](int64_t address) { return is_pinned(reinterpret_cast<const void*>(address)); });
   m.def("host_generator", [](const at::Generator& generator) {

@@ -33,7 +33,7 @@ Order = Literal["at once", "side streams first", "side streams last", "random"]
 
 ORDERS: tuple[Order, ...] = ("at once", "side streams first", "side streams last", "random")
 
-STALL = 2.0
+STALL = 0.5
 """Seconds without progress after which ranks compare what they wait for."""
 
 
@@ -64,28 +64,45 @@ class Device:
     recorded: set[tuple[int, int]] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     races: RaceChecker = field(default_factory=RaceChecker)
-    on_stall: Callable[[list[str]], None] = lambda waiting: None
+    on_stall: Callable[[list[str], int], None] = lambda waiting, advanced: None
     running: bool = False
+    record: Callable[[str, int, str, int], None] = lambda what, stream, name, size: None
+    """Called with each event of the device: (what, stream, name or address, bytes)."""
+    dry: bool = False
+    """Whether launches are recorded and never run, so that memory is only addresses. What is read is zero."""
 
     def forget(self) -> None:
         """Begin anew: what a failed test has left in streams never runs."""
         self.native.drain()
         self.queues.clear()
+        self.recorded.clear()
         self.counts.clear()
-        self.races = RaceChecker()
+        self.races, self.order = RaceChecker(), "at once"
 
     def launch(self, stream: int, name: str, accesses: Sequence[Access], start: Callable[[], bool]) -> None:
         """Put work into a stream."""
         self.read_log()
         self.counts["launches"] += 1
+        self.record("launch", stream, name, 0)
+        if self.dry:
+            return
         self.races.launch(stream, name, accesses)
         self.queues[stream].append(Launch(name, start))
         if self.order == "at once":
             self.run(until_over=False)
 
+    def on_host(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Check what the host itself does to page-locked memory, which nobody sees but who calls this."""
+        self.read_log()
+        self.races.on_host(name, [*accesses(reads, writes=False), *accesses(writes, writes=True)])
+
     def read_log(self) -> None:
         """Read what was allocated, recorded and waited for since the last launch."""
         for what, stream, first, second in self.native.drain():
+            if what in "af":
+                self.record("allocation" if what == "a" else "free", stream, str(first), second)
+            if self.dry:
+                continue
             if what == "a":
                 self.counts["allocations"] += 1
                 self.counts["allocated bytes"] += second
@@ -105,6 +122,7 @@ class Device:
             return
         if what != "resize":
             self.counts["host waits"] += 1
+            self.record("wait", number, what, 0)
             self.races.host_waits(what, (number, version) if what == "event" else number)
         self.run()
 
@@ -127,7 +145,8 @@ class Device:
                     waiting.clear()
                     if time.monotonic() - since > STALL:
                         heads = [self.queues[stream][0] for stream in ready]
-                        self.on_stall([head.name for head in heads if isinstance(head, Launch)])
+                        names = [head.name for head in heads if isinstance(head, Launch)]
+                        self.on_stall(names, self.counts["advanced"])
                         since = time.monotonic()
                     continue
                 stream = self._choose(free)
@@ -147,6 +166,7 @@ class Device:
         if isinstance(head, Launch) and not head.start():
             return False
         queue.popleft()
+        self.counts["advanced"] += 1
         return True
 
     def _is_ready(self, head: Launch | Signal) -> bool:
@@ -190,13 +210,11 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     if _returns_its_arguments(op):
         launch_on(str(op), inputs, written, lambda: compute() is None or True)
         return _arguments_returned(op, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
         device.run()  # numbers are drawn in the order of the calls
         return _put(op, compute(), inputs, written)
     try:
-        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
-        with torch.no_grad():
-            shapes = call(*meta_args, **meta_kwargs)
+        shapes = _shapes(call, args, kwargs)
     except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
@@ -215,6 +233,27 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     launch_on(str(op), inputs, [*written, *made], start)
     return results
 
+
+def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results of an operation on the meta device, which are kept."""
+    key = (call, *map(_described, args), *map(_described, kwargs.items()))
+    if key not in _KNOWN:
+        meta_args, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        with torch.no_grad():
+            _KNOWN[key] = call(*meta_args, **meta_kwargs)
+    return _KNOWN[key]
+
+
+def _described(value: Any) -> Any:
+    """Return what of an argument decides about the shapes of results."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return type(value), str(value) if isinstance(value, float) else value
+
+
+_KNOWN: dict[Any, Any] = {}
 
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
@@ -292,6 +331,8 @@ def _returns_its_arguments(op: Any) -> bool:
 
 
 def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
+    if not op._schema.returns:
+        return None
     written = {
         next(iter(of.alias_info.before_set)): place
         for place, of in enumerate(op._schema.arguments)
@@ -301,7 +342,7 @@ def _arguments_returned(op: Any, args: Any, kwargs: Any) -> Any:
     for of in op._schema.returns:
         place = written[next(iter(of.alias_info.before_set))]
         found.append(args[place] if place < len(args) else kwargs[op._schema.arguments[place].name])
-    return None if not found else found[0] if len(found) == 1 else tuple(found)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _resize_outputs(call: Any, args: Any, kwargs: Any) -> None:
@@ -324,6 +365,9 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     if host:
         device.counts["copies from the host" if source.device.type == "cpu" else "copies to the host"] += 1
         device.counts["pageable copies"] += not locked
+        device.counts["blocking copies from the host"] += source.device.type == "cpu" and not is_late
+        way = "from the host" if source.device.type == "cpu" else "to the host"
+        device.record("copy", _stream(), f"{way}, {'pinned' if locked else 'pageable'}", source.nbytes)
 
     def start() -> bool:
         with torch.no_grad():
@@ -331,6 +375,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         return True
 
     launch_on("copy_", [source], [target], start)
+    if device.dry and target.device.type == "cpu":
+        target.zero_()
     if target.device.type == "cpu" and not is_late:
         device.called("stream", _stream())
     return target
@@ -382,7 +428,11 @@ def _module(native: Any) -> types.ModuleType:
         Stream=torch.Stream,
         Event=torch.Event,
         current_stream=torch.accelerator.current_stream,
+        device=lambda of: torch.accelerator.device_index(index_of(of)),
         stream=lambda stream: stream,
+        get_device_name=lambda of=None: "the stand-in device",
+        max_memory_allocated=torch.accelerator.max_memory_allocated,
+        memory_allocated=torch.accelerator.memory_allocated,
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
@@ -405,12 +455,14 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> Device:
-    """Make the device known to torch: once in a process, and before its first backward."""
+    """Make the device known to torch."""
     global device
     if not _LIBRARIES:
+        torch.ones(1, requires_grad=True).backward()  # autograd has made the threads of all other devices
         torch.utils.rename_privateuse1_backend(NAME)
         torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps ties, as on CUDA
         device = Device(extension())
+        device.native.start_backward_threads()
         torch._register_device_module(NAME, _module(device.native))
         torch.utils.generate_methods_for_privateuse1_backend()
         device.native.on_call(device.called)

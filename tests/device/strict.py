@@ -3,8 +3,8 @@
 A collective waits for the stream that it is called on, and `wait` makes the current stream wait for it,
 never the host. Operations of one communicator run in the order of the calls, whatever their streams. Each
 rank sends what it is about to do before it does it. Ranks that differ get an error that names both, where
-NCCL would hang or mix values; ranks that wait for each other through two communicators get one that names
-what each waits for.
+NCCL would hang or mix values; ranks that wait for each other, through communicators or messages, get one that
+names what each waits for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from tests.device.races import lines, stack
 from tests.device.standin import NAME, accesses, install
 
-TEXT = 96
+TEXT = 512
 """Bytes of the words for an operation."""
 
 CARRIED = frozenset(
@@ -44,18 +47,32 @@ class StrictError(RuntimeError):
 class StreamWork(dist.Work):
     """An operation in a stream. `wait` makes the current stream wait for it."""
 
-    def __init__(self, event: torch.Event | None, held: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        event: torch.Event | None,
+        held: Sequence[torch.Tensor],
+        stream: torch.Stream,
+        outs: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__()
-        self._event, self._held = event, list(held)
+        self._event, self._held, self._stream, self._outs = event, list(held), stream, list(outs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
         self._held.clear()
+        self._outs.clear()
         return True
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future whose waiters' streams wait for the operation. Call it before `wait`."""
+        made: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self._stream.device])
+        with self._stream:
+            made.set_result(self._outs)
+        return made
 
 
 class _SlicedSum:
@@ -74,33 +91,59 @@ class _SlicedSum:
         self._out.view(-1).copy_(self._slice)
 
 
-class _Message:
-    """A message of gloo, which knows that it is over only where somebody waits."""
+class _Messages:
+    """Messages under way. NCCL has no tags: those of a pair meet in the order of the calls."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._waits = threading.Thread(target=work.wait, daemon=True)
-        self._waits.start()
+    def __init__(self, ends: Sequence[Callable[[], None]]) -> None:
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(end,), daemon=True) for end in ends]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except BaseException as error:
+            self._errors.append(error)
 
     def is_completed(self) -> bool:
-        return not self._waits.is_alive()
+        return bool(self._errors) or not any(thread.is_alive() for thread in self._threads)
 
     def wait(self) -> None:
-        self._waits.join()
+        if self._errors:
+            raise self._errors[0]
+
+
+@dataclass(frozen=True)
+class _End:
+    """A rank's end of a message."""
+
+    tensor: torch.Tensor
+    peer: int
+    sends: bool
+
+    def __str__(self) -> str:
+        return f"{'to' if self.sends else 'from'} {self.peer}"
 
 
 class StrictGroup(dist.ProcessGroup):
     """One communicator."""
 
-    _numbers = itertools.count()
+    numbers = itertools.count()
+    members: ClassVar[dict[str, list[list[Any]]]] = {}
+    """Name of an operation -> the group and ranks that each of its parts needs."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
         self._device = install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
-        self._number, self._name = next(self._numbers), ""
+        self._number, self._name = next(self.numbers), ""
         self._issued = self._over = 0
         self._stalls: list[Any] = []
+        place = self._stream.device
+        self._pairs: dict[int, torch.Stream] = defaultdict(lambda: torch.Stream(place))
+        self._counts: Counter[tuple[int, bool]] = Counter()
         if not self._number:
             self._device.on_stall = self._compare_stalls
 
@@ -122,6 +165,13 @@ class StrictGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(NAME)]
+
+    def _get_backend(self, device: torch.device) -> StrictGroup:
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -149,8 +199,13 @@ class StrictGroup(dist.ProcessGroup):
     def alltoall_base(
         self, out: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> dist.Work:
+        for tensor, splits in ((out, receive), (rows, send)):
+            fits = sum(splits) == len(tensor) if splits else len(tensor) % self.size() == 0
+            self._need(fits and len(splits) in (0, self.size()) and out.dtype is rows.dtype, out, rows)
         begin = lambda outs, values: self._gloo.alltoall_base(outs[0], values[0], receive, send)  # noqa: E731
-        return self._collective("all-to-all", [rows], [out], opts, begin)
+        even = [len(rows) // self.size()] * self.size()
+        splits = {"send": list(send) or even, "receive": list(receive) or even}
+        return self._collective("all-to-all", [rows], [out], opts, begin, splits)
 
     # torch 2.13 gave these their new names.
     all_gather_single, reduce_scatter_single, all_to_all_single = (
@@ -192,27 +247,33 @@ class StrictGroup(dist.ProcessGroup):
         return work
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
-        self._check("message", tensors)
-        begin = lambda outs, values: _Message(self._gloo.send(values, to, tag))  # noqa: E731
-        return self._issue(f"message to {to}", tensors, [], torch.Stream(self._stream.device), begin)
+        return self._exchange([_End(tensors[0], to, True)], self._pairs[to])
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
-        self._check("message", tensors)
-        begin = lambda outs, values: _Message(self._gloo.recv(outs, source, tag))  # noqa: E731
-        return self._issue(f"message from {source}", [], tensors, torch.Stream(self._stream.device), begin)
+        return self._exchange([_End(tensors[0], source, False)], self._pairs[source])
+
+    def batch(self, messages: Sequence[dist.P2POp]) -> dist.Work:
+        """Send and receive at once, on the stream of collectives. Alone, messages of a pair run in order."""
+        ends = [_End(each.tensor, each.group_peer, each.op is dist.isend) for each in messages]
+        return self._exchange(ends, self._stream)
 
     # --- what they have in common ----------------------------------------------------------------------
 
     def _collective(
-        self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor], opts: Any, begin: Any
+        self,
+        name: str,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        opts: Any,
+        begin: Any,
+        splits: dict[str, list[int]] | None = None,
     ) -> dist.Work:
         self._check(name, [*reads, *writes])
-        shown = (reads or writes)[0]
-        words = f"{name} of {shown.numel() if name in COUNTED else 'rows of'} {str(shown.dtype)[6:]}"
+        words = _words(name, (reads or writes)[0], name in COUNTED, json.dumps(splits) if splits else "")
         stream = self._stream if getattr(opts, "asyncOp", True) else torch.accelerator.current_stream()
         number, self._issued = self._issued, self._issued + 1
-        said, heard = torch.zeros(TEXT, dtype=torch.uint8), torch.zeros(self.size() * TEXT, dtype=torch.uint8)
-        said[: len(words)] = torch.tensor(list(words.encode()))
+        said = _encoded(words)
+        heard = torch.zeros(self.size() * TEXT, dtype=torch.uint8, device="cpu")
         stages: list[Any] = []
 
         def progress(outs: list[torch.Tensor], values: list[torch.Tensor]) -> bool:
@@ -231,27 +292,49 @@ class StrictGroup(dist.ProcessGroup):
             return True
 
         self._device.counts["collectives"] += 1
-        return self._put(f"{name} of communicator {self._number}", reads, writes, stream, progress)
+        title = f"{name} of communicator {self._number}"
+        self.members[title] = [[self._name, *dist.get_process_group_ranks(self)]]
+        return self._put(title, reads, writes, stream, progress)
 
-    def _issue(
-        self,
-        name: str,
-        reads: list[torch.Tensor],
-        writes: list[torch.Tensor],
-        stream: torch.Stream,
-        begin: Any,
-    ) -> dist.Work:
-        under_way: list[Any] = []
+    def _exchange(self, ends: Sequence[_End], stream: torch.Stream) -> dist.Work:
+        name = f"message {' and '.join(map(str, ends))} on communicator {self._number}"
+        self._check("message", [end.tensor for end in ends])
+        ranks, me = dist.get_process_group_ranks(self), self.rank()
+        pairs = [(me, end.peer) if end.sends else (end.peer, me) for end in ends]
+        self.members[name] = [[self._name, ranks[source], ranks[to]] for source, to in pairs]
+        steps = [self._step(end) for end in ends]
+        under_way: list[_Messages] = []
 
         def progress(outs: list[torch.Tensor], values: list[torch.Tensor]) -> bool:
             if not under_way:
-                under_way.append(begin(outs, values))
+                under_way.append(_Messages(steps))
             if not under_way[0].is_completed():
                 return False
             under_way[0].wait()
             return True
 
-        return self._put(f"{name} on communicator {self._number}", reads, writes, stream, progress)
+        reads, writes = ([end.tensor for end in ends if end.sends is sends] for sends in (True, False))
+        return self._put(name, reads, writes, stream, progress)
+
+    def _step(self, end: _End) -> Callable[[], None]:
+        """Return what carries one message: each end hears what the other is about to do, then it travels."""
+        number = self._counts[end.peer, end.sends]
+        self._counts[end.peer, end.sends] += 1
+        view, words = self._device.native.host_view(end.tensor), _words("message", end.tensor)
+        ours, theirs = (0, 1) if end.sends else (1, 0)
+
+        def step() -> None:
+            said, heard = _encoded(words), torch.zeros(TEXT, dtype=torch.uint8, device="cpu")
+            sent = self._gloo.send([said], end.peer, 3 * number + ours)
+            self._gloo.recv([heard], end.peer, 3 * number + theirs).wait()
+            sent.wait()
+            if (other := _decoded(heard)).partition("\n")[0] != words.partition("\n")[0]:
+                must = f"both ends of message {number} must be alike"
+                raise StrictError(f"{must}; got {_each({self.rank(): words, end.peer: other})}")
+            carry = self._gloo.send if end.sends else self._gloo.recv
+            carry([view], end.peer, 3 * number + 2).wait()
+
+        return step
 
     def _put(
         self,
@@ -270,15 +353,21 @@ class StrictGroup(dist.ProcessGroup):
         ranges = [*accesses(reads, writes=False), *accesses(writes, writes=True)]
         self._device.launch(stream.stream_id, name, ranges, lambda: progress(outs, values))
         if stream == current:
-            return StreamWork(None, ())
-        return StreamWork(stream.record_event(), [*reads, *writes])
+            return StreamWork(None, (), stream, writes)
+        return StreamWork(stream.record_event(), [*reads, *writes], stream, writes)
 
     def _compare(self, number: int, heard: torch.Tensor) -> None:
-        texts = [bytes(part).rstrip(b"\0").decode() for part in heard.view(self.size(), TEXT).tolist()]
-        if len(set(texts)) > 1:
-            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(texts))
+        texts = dict(enumerate(map(_decoded, heard.view(self.size(), TEXT))))
+        if len({text.partition("\n")[0] for text in texts.values()}) > 1:
             must = f"all ranks must issue the same operation {number} on communicator {self._number}"
-            raise StrictError(f"{must}; got {each}")
+            raise StrictError(f"{must}; got {_each(texts)}")
+        rows = [text.split("\n  ")[1] for text in texts.values()]
+        given = [json.loads(of) for of in rows if of]
+        for sender, receiver in itertools.product(range(len(given)), repeat=2):
+            sent, due = given[sender]["send"][receiver], given[receiver]["receive"][sender]
+            if sent != due:
+                text = f"rank {sender} sends {sent} rows to rank {receiver}, which receives {due}"
+                raise StrictError(f"{text}; {_each(texts)}")
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -296,25 +385,54 @@ class StrictGroup(dist.ProcessGroup):
             sizes = f"{values.numel()} {values.dtype} and {out.numel()} {out.dtype}"
             raise StrictError(f"sizes and dtypes must fit {self.size()} ranks; got {sizes}")
 
-    def _compare_stalls(self, waiting: list[str]) -> None:
-        """Raise if all ranks have said twice that they wait, and not for the same collective."""
-        if any("message" in name for name in waiting):
-            return
+    def _compare_stalls(self, waiting: list[str], advanced: int) -> None:
+        """Raise if no rank has advanced between two looks, and nobody waits for what all others wait for."""
         keys = [f"strict/stalled/{rank}" for rank in range(self.size())]
-        self._store.set(keys[self.rank()], json.dumps([time.time(), waiting]))
+        parts = [part for name in waiting for part in self.members.get(name, ())]
+        self._store.set(keys[self.rank()], json.dumps([time.monotonic(), advanced, waiting, parts]))
         if not self._store.check(keys):
             return
         before, self._stalls = self._stalls, [json.loads(self._store.get(key)) for key in keys]
-        pairs = list(zip(before, self._stalls, strict=False))
-        still = bool(pairs) and all(old[1] == new[1] and old[0] < new[0] for old, new in pairs)
-        if still and len({str(names) for _, names in self._stalls}) > 1:
-            each = ", ".join(
-                f"rank {rank} in {' and '.join(of)}" for rank, (_, of) in enumerate(self._stalls)
-            )
-            raise StrictError(f"ranks wait for each other: {each}")
+        if not before or any(old[1:] != new[1:] for old, new in zip(before, self._stalls, strict=True)):
+            return
+        if max(old[0] for old in before) >= min(new[0] for new in self._stalls):
+            return  # one of them may have gone on meanwhile
+        held = [[tuple(part) for part in stall[3]] for stall in self._stalls]
+        if not any(all(part in held[rank] for rank in part[1:]) for part in held[self.rank()]):
+            each = (f"rank {rank} in {' and '.join(stall[2])}" for rank, stall in enumerate(self._stalls))
+            raise StrictError(f"ranks wait for each other: {', '.join(each)}")
 
 
-def register() -> None:
-    """Make `strict` the backend of the stand-in device."""
+def _words(name: str, tensor: torch.Tensor, counted: bool = True, splits: str = "") -> str:
+    """Describe an operation, below it the rows of an exchange, and where it was issued."""
+    what = f"{name} of {tensor.numel() if counted else 'rows of'} {str(tensor.dtype)[6:]}"
+    return "\n  ".join([what, splits, *lines(stack()[:5])])[:TEXT]
+
+
+def _encoded(words: str) -> torch.Tensor:
+    return torch.tensor(list(words.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8, device="cpu")
+
+
+def _decoded(heard: torch.Tensor) -> str:
+    return bytes(heard.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _each(texts: Mapping[int, str]) -> str:
+    return ", ".join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
+
+
+def _batch_isend_irecv(messages: list[dist.P2POp]) -> list[dist.Work]:
+    group = messages[0].group or dist.group.WORLD
+    return [group.batch(messages)] if isinstance(group, StrictGroup) else _original_batch(messages)
+
+
+_original_batch = dist.batch_isend_irecv
+
+
+def begin() -> None:
+    """Make `strict` the backend of the stand-in device, whose communicators are counted from zero."""
     if "strict" not in dist.Backend.backend_list:
         dist.Backend.register_backend("strict", StrictGroup, devices=[NAME])
+    StrictGroup.numbers = itertools.count()
+    StrictGroup.members.clear()
+    dist.batch_isend_irecv = _batch_isend_irecv

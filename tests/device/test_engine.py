@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,22 +14,28 @@ import torch.distributed as dist
 from tests.device.build import needs_device
 from tests.device.races import Race
 from tests.device.ranks import on_devices
-from tests.device.standin import ORDERS, Order, ordered
+from tests.device.standin import ORDERS, Order, install, ordered
 from tests.device.strict import StrictError
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, same, train
 from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
 from zerodrift.comm.native import CommunicationStream
+from zerodrift.engine.step import traversal
+from zerodrift.optim.offload import GradientDownloads
+from zerodrift.plan.schedule import prefetch_ends
 
 pytestmark = needs_device
 STEPS = 2
 
 
-def _train(device: torch.device, stage: int, mode: str, order: Order) -> Run:
+def _train(device: torch.device, stage: int, mode: str, order: Order, layers: int = 1, **rest: Any) -> Run:
     with ordered(order, seed=stage):
         engine = initialize(
-            GPT(moe=True).to(device), config=config(stage, mode), device=device.type, quiet=True
+            GPT(layers, moe=True).to(device),
+            config=config(stage, mode, **rest),
+            device=device.type,
+            quiet=True,
         )
         run = train(engine, STEPS, data=lambda *place: batch(*place).to(device))
         engine.destroy()
@@ -41,7 +48,7 @@ def _train(device: torch.device, stage: int, mode: str, order: Order) -> Run:
 
 
 def _on_cpu(mode: str) -> Run:
-    engine = initialize(GPT(moe=True), config=config(3, mode), device="cpu", quiet=True)
+    engine = initialize(GPT(1, moe=True), config=config(3, mode), device="cpu", quiet=True)
     run = train(engine, STEPS)
     engine.destroy()
     return run
@@ -92,28 +99,87 @@ def _waits_for_what_came_before(stream: CommunicationStream, *buffers: torch.Ten
     return lambda: stream._streams.current_stream(stream._device).wait_event(done)
 
 
-FAULTS: dict[str, tuple[str, Any]] = {
-    "a missing wait_stream": ("current", _not_behind_the_computation),
-    "a handle that never waits": ("wait_for_work", _never_waits),
-    "an event of the wrong stream": ("wait_for_work", _waits_for_what_came_before),
+@contextlib.contextmanager
+def _records_too_early(stream: CommunicationStream) -> Iterator[None]:
+    stream._stream.wait_stream(stream._streams.current_stream(stream._device))
+    early = stream._stream.record_event()
+    with stream._streams.stream(stream._stream):
+        yield
+    stream.wait_for_work = lambda *buffers: (  # type: ignore[method-assign]
+        lambda: stream._streams.current_stream(stream._device).wait_event(early)
+    )
+
+
+def _returns_pages_at_once(downloads: GradientDownloads, number: int) -> None:
+    _begin_download(downloads, number)
+    page = downloads._on_host[number]
+    downloads._free[page.numel(), page.dtype].append(page)
+
+
+def _one_unit_further(sizes: Sequence[int], budget: int) -> tuple[int, ...]:
+    ends = prefetch_ends(sizes, budget)
+    return tuple(min(end + dist.get_rank(), len(sizes)) for end in ends)
+
+
+_begin_download, _next_gradient = GradientDownloads._begin, GradientDownloads.__getitem__
+OFFLOAD: dict[str, Any] = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+
+FAULTS: dict[str, tuple[Any, str, Any, dict[str, Any], tuple[str, ...]]] = {
+    "a missing wait_stream": (
+        *(CommunicationStream, "current", _not_behind_the_computation, {}),
+        ("all-gather of communicator", "start_all_gather"),
+    ),
+    "a handle that never waits": (
+        *(CommunicationStream, "wait_for_work", _never_waits, {}),
+        ("all-gather of communicator", "start_all_gather"),
+    ),
+    "an event of the wrong stream": (
+        *(CommunicationStream, "wait_for_work", _waits_for_what_came_before, {}),
+        ("all-gather of communicator", "start_all_gather"),
+    ),
+    "an event recorded too early": (
+        *(CommunicationStream, "current", _records_too_early, {}),
+        ("all-gather of communicator", "start_all_gather"),
+    ),
+    "a page of an offload that is used again": (
+        *(GradientDownloads, "_begin", _returns_pages_at_once, OFFLOAD),
+        ("`the update` on the host reads", "offload.py", "`copy_` wrote"),
+    ),
+    "a prefetch one unit too far": (
+        *(traversal, "prefetch_ends", _one_unit_further, {}),
+        ("all ranks must issue the same operation", "start_all_gather", "start_reduce_scatter"),
+    ),
 }
 
 
-def _with_fault(device: torch.device, name: str) -> str:
-    method, fault = FAULTS[name]
-    setattr(CommunicationStream, method, fault)
-    try:
-        _train(device, 3, "fp32", "at once")
-    except Race as race:
-        return str(race)
+def _with_fault(device: torch.device, name: str | None, rest: dict[str, Any]) -> str:
+    def read(downloads: GradientDownloads, number: int) -> torch.Tensor:
+        gradient = _next_gradient(downloads, number)
+        install().on_host("the update", [gradient], [])
+        return gradient
+
+    with contextlib.ExitStack() as stack:
+        if name is not None:
+            stack.enter_context(mock.patch.object(*FAULTS[name][:3]))
+        stack.enter_context(mock.patch.object(GradientDownloads, "__getitem__", read))
+        try:
+            _train(device, 3, "fp32", "at once", layers=4 if rest == {} else 2, **rest)
+        except (Race, StrictError) as error:
+            return str(error)
     return ""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_of_the_streams_is_found(fault: str) -> None:
-    for text in on_devices(_with_fault, 2, fault):
-        assert "all-gather of communicator" in text and "no event orders the two" in text
-        assert "start_all_gather" in text
+def test_a_planted_fault_is_found_with_both_places(fault: str) -> None:
+    *_, rest, words = FAULTS[fault]
+    found = [text for text in on_devices(_with_fault, 2, fault, rest) if text]
+    assert found and all(word in text for text in found for word in words), found
+    places = ("rank 0", "rank 1") if "prefetch" in fault else ("Later:\n", "Earlier:\n")
+    assert all(place in text for place in places for text in found), found
+
+
+def test_offload_without_a_fault_passes() -> None:
+    assert on_devices(_with_fault, 2, None, OFFLOAD) == ["", ""]
 
 
 def _buffer_of_a_handle(device: torch.device, held: bool) -> str:
@@ -137,49 +203,3 @@ def test_a_handle_holds_its_buffers() -> None:
     assert on_devices(_buffer_of_a_handle, 1, True) == [""]
     (text,) = on_devices(_buffer_of_a_handle, 1, False)
     assert text.startswith("`allocation` on stream 0 writes 4096 bytes that `aten.mul_.Tensor` wrote")
-
-
-# --- the process group ---------------------------------------------------------------------------------
-
-
-def _differ(device: torch.device, what: str) -> str:
-    rank = dist.get_rank()
-    try:
-        if what == "sizes":
-            dist.all_reduce(torch.zeros(4 + rank, device=device))
-        elif what == "operations":
-            dist.all_reduce(torch.zeros(4, device=device)) if rank else dist.broadcast(
-                torch.zeros(4, device=device), 0
-            )
-        elif what == "dtypes":
-            dist.all_reduce(torch.zeros(4, device=device, dtype=torch.float32 if rank else torch.float64))
-        elif what == "host":
-            dist.all_reduce(torch.zeros(4))
-        elif what == "strides":
-            dist.all_reduce(torch.zeros(4, 4, device=device).t())
-        elif what == "fp8":
-            dist.all_reduce(torch.zeros(4, device=device).to(torch.float8_e4m3fn))
-        elif what == "two communicators":
-            groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-            for group in groups if rank else groups[::-1]:
-                dist.all_reduce(torch.zeros(4, device=device), group=group)
-        torch.accelerator.synchronize()
-    except StrictError as error:
-        return str(error)
-    return ""
-
-
-STRICT = {
-    "sizes": "got rank 0 all-reduce of 4 float32, rank 1 all-reduce of 5 float32",
-    "operations": "got rank 0 broadcast of 4 float32, rank 1 all-reduce of 4 float32",
-    "dtypes": "got rank 0 all-reduce of 4 float64, rank 1 all-reduce of 4 float32",
-    "host": "NCCL does not carry a tensor on cpu",
-    "strides": "NCCL does not carry a tensor that is not contiguous",
-    "fp8": "NCCL does not carry torch.float8_e4m3fn",
-    "two communicators": "ranks wait for each other: rank 0 in all-reduce of communicator",
-}
-
-
-@pytest.mark.parametrize("what", STRICT)
-def test_what_nccl_would_not_carry_is_an_error(what: str) -> None:
-    assert any(STRICT[what] in text for text in on_devices(_differ, 2, what))

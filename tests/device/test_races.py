@@ -90,6 +90,20 @@ def frees_what_is_recorded(device: torch.device, side: torch.Stream) -> object:
     return torch.empty(1000, device=device)
 
 
+def frees_in_a_hook(device: torch.device, side: torch.Stream) -> object:
+    values, held = _ones(device).requires_grad_(), [_ones(device)]
+
+    def _frees_in_a_hook(gradient: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            held[0].sum()
+        held.clear()
+        return gradient * 2
+
+    values.register_hook(_frees_in_a_hook)
+    return values.mul(3).sum().backward()
+
+
 def uses_a_page_again(device: torch.device, side: torch.Stream) -> object:
     page, values = torch.empty(1000, pin_memory=True), _ones(device)
     side.wait_stream(torch.accelerator.current_stream())
@@ -120,6 +134,7 @@ RACES = {
     overwrites_what_is_read: "`aten.zero_.default` on stream 0 writes 4000 bytes that `aten.sum",
     records_too_early: "`aten.add.Tensor` on stream 0 reads 4000 bytes that `aten.mul_.Tensor` wrote",
     frees_what_is_read: "`allocation` on stream 0 writes 4096 bytes that `aten.sum",
+    frees_in_a_hook: "`allocation` on stream 0 writes 4096 bytes that `aten.sum",
     uses_a_page_again: "`copy_` on stream 0 reads 4000 bytes that `copy_` wrote on stream 1",
 }
 ORDERED = [

@@ -210,7 +210,8 @@ TOOLS: Mapping[str, Tool] = {
             ),
         ),
         without="offload to NVMe; Lightning's `convert_zero_checkpoint_to_fp32_state_dict`: use "
-        "`zero_to_fp32.py` in the checkpoint",
+        "`zero_to_fp32.py` in the checkpoint; `WeightAveraging` at stage 3, which copies parameters that are "
+        "not gathered; `save_checkpoint` after `validate` or `test`, which make another engine: save before",
     ),
     "llamafactory": Tool(
         "LLaMA-Factory",
@@ -223,6 +224,7 @@ TOOLS: Mapping[str, Tool] = {
                 ("pretraining", "stage: pt\ndataset: text\n" + FULL),
                 ("DPO", "stage: dpo\ndataset: pairs\npref_beta: 0.1\n" + FULL),
                 ("LoRA", "stage: sft\ndataset: alpaca\n" + LORA_OF_LLAMAFACTORY),
+                ("reward model", "stage: rm\ndataset: pairs\nsave_steps: 2\n" + FULL),
             )
         ),
         {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"},

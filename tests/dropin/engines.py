@@ -32,6 +32,13 @@ def another_engine_of_the_same_model(run: Run) -> None:
         run.tell("weights", run.weights(net))
 
 
+def a_model_that_is_given_again(run: Run) -> None:
+    """`initialize` gets the model of an engine that nobody destroyed, as after Lightning's `fit`."""
+    net = Net()
+    for turn in range(3):
+        run.train(run.engine(net), 2, first=2 * turn)
+
+
 def weights_that_are_changed_between(run: Run) -> None:
     """Between two engines, inside `GatheredParameters`."""
     net = Net()
@@ -300,6 +307,7 @@ ZERO, BELOW_3 = (0,), (0, 1, 2)
 
 SCRIPTS = (
     Script(another_engine_of_the_same_model),
+    Script(a_model_that_is_given_again),
     Script(weights_that_are_changed_between),
     Script(another_stage_afterwards, alike=BELOW_3, why="stages below 3 take no slices"),
     Script(a_frozen_part_in_both),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,6 +98,49 @@ def _status(run: Run, parameter: Tensor, gathered: bool) -> str:
     return parameter.ds_status.name  # type: ignore[attr-defined, no-any-return]
 
 
+def a_part_that_is_copied(run: Run) -> None:
+    """`copy.deepcopy` of a module, as PEFT does for `modules_to_save`; the copy is trained, or is a model."""
+    net = in_pieces(run)
+    other = copy.deepcopy(net)
+    net.head = copy.deepcopy(net.head)
+    for model in (net, other):
+        engine = run.engine(model)
+        run.train(engine, 2)
+        run.end(engine)
+        run.tell("weights", run.weights(model))
+    run.train(run.engine(copy.deepcopy(other)), 1, first=2)
+
+
+def what_a_parameter_says(run: Run) -> None:
+    """Attributes that Lightning, PEFT and others read, before `initialize` and after it."""
+    net = in_pieces(run)
+    for turn in range(2):
+        run.tell("said", {name: _said(run, parameter) for name, parameter in net.named_parameters()})
+        if turn == 0:
+            run.engine(net)
+
+
+def _said(run: Run, parameter: Any) -> list[Any]:
+    """Numbers of a parameter, and its values from what the ranks hold of it."""
+    ranks, numel, shape = dist.get_world_size(), math.prod(parameter.shape), list(parameter.shape)
+    if run.is_plain:
+        part = math.ceil(numel / ranks)
+        sizes = [part, part * ranks, part * ranks - numel]
+        return [shape, numel, *sizes, False, False, run.rank, ranks, ranks, parameter.detach().view(-1)]
+    held: list[Any] = [None] * ranks
+    flat = parameter.detach() if parameter.ds_tensor is None else parameter.ds_tensor.clone()
+    dist.all_gather_object(held, flat.view(-1))
+    assert parameter.ds_summary()["ds_numel"] == parameter.ds_numel
+    group = parameter.ds_process_group
+    return [
+        list(parameter.ds_shape), parameter.ds_numel,
+        parameter.partition_numel(), parameter.aligned_size(), parameter.padding_size(),
+        parameter.ds_persist, parameter.is_external_param,
+        parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size, dist.get_world_size(group),
+        torch.cat(held)[: parameter.ds_numel],
+    ]  # fmt: skip
+
+
 def parameters_of_nobody(run: Run) -> None:
     """None, nothing, tensors and parameters that are whole pass through `GatheredParameters`."""
     whole_one = nn.Parameter(torch.ones(2))
@@ -111,5 +157,7 @@ SCRIPTS = (
     Script(models_that_are_not_cast, stages=THREE),
     Script(contexts_in_contexts, stages=THREE, alike=(), why="they may not overlap"),
     Script(is_it_there, stages=THREE),
+    Script(what_a_parameter_says, stages=THREE),
+    Script(a_part_that_is_copied, stages=THREE, alike=(), why="a copy has no values"),
     Script(parameters_of_nobody),
 )

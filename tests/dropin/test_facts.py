@@ -21,7 +21,7 @@ from tests.dropin.script import WIDTH, square
 from tests.ranks.harness import run_ranks
 from zerodrift.deepspeed.config import written_config
 from zerodrift.deepspeed.engine import OWN
-from zerodrift.errors import ConfigError, ModelError
+from zerodrift.errors import ConfigError, ModelError, UnsupportedError
 
 
 def config(stage: int, **rest: Any) -> dict[str, Any]:
@@ -143,6 +143,79 @@ def data_in_pieces_is_nobody_elses(made: bool) -> None:
     engine.destroy()
 
 
+def what_is_held_is_read_only(made: bool) -> None:
+    """`param.ds_tensor` is read and not written, and methods that would move values say what to use."""
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        net = Net()
+    engine = make(3, net) if made else None
+    weight = net.head.weight
+    held = weight.ds_tensor
+    before = held.clone()
+    assert (
+        type(before) is torch.Tensor and held.ds_numel == held.numel() and torch.equal(held.float(), before)
+    )
+    torch.zeros_like(before).copy_(held).add_(1.0)
+    for write in (
+        lambda: held.add_(1.0),
+        lambda: held.data[:1].fill_(1.0),
+        lambda: held.__setitem__(0, 1.0),
+        lambda: torch.add(before, 1.0, out=held.detach()),
+        lambda: setattr(held, "data", before),
+        lambda: torch._foreach_add_([held], 1.0),
+        lambda: torch.distributed.all_reduce(held),
+    ):
+        with pytest.raises(UnsupportedError, match=r"`param.ds_tensor`.*`modifier_rank`"):
+            write()
+    for name in ("all_gather", "partition"):
+        with pytest.raises(UnsupportedError, match=rf"`param.{name}`.*GatheredParameters"):
+            getattr(weight, name)()
+    with pytest.raises(UnsupportedError, match=r"engine.backward"):
+        weight.reduce_gradients_at_owner()
+    assert torch.equal(weight.ds_tensor, before)
+    engine = engine or make(3, net)
+    step(engine)
+    assert (not before.numel()) or not torch.equal(
+        weight.ds_tensor, before
+    )  # it is what the engine holds now
+    engine.destroy()
+
+
+class Renames(Net):
+    """A model whose `state_dict` has names of its own and leaves one out, as TRL's with a value head."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {
+            name.replace("blocks.", "layers."): value for name, value in state.items() if "into" not in name
+        }
+
+
+def a_state_dict_of_the_models_own(stage: int) -> None:
+    """It is whole, in the model's words; what is saved at stage 3 has the names of modules, as with
+    DeepSpeed."""
+    net = Renames()
+    net.head.requires_grad_(False)
+    engine = make(stage, net)
+    step(engine)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        whole = {name: p.detach().clone() for name, p in net.named_parameters()}
+        own = {name: value.clone() for name, value in net.state_dict().items()}
+    assert own.keys() != whole.keys()
+    for frozen in (False, True):
+        expected = [
+            {name: value for name, value in state.items() if not (frozen and "head" in name)}
+            for state in (own, whole if stage == 3 else own)
+        ]
+        state = engine.module_state_dict(exclude_frozen_parameters=frozen)
+        saved = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=frozen)
+        assert (saved is None) == (engine.global_rank > 0)
+        for found, wanted in zip((state, saved), expected, strict=True):
+            if found is not None:
+                assert list(found) == list(wanted)
+                assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    engine.destroy()
+
+
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
@@ -171,6 +244,8 @@ FACTS: dict[Callable[..., None], tuple[object, ...]] = {
     masters_take_what_is_loaded: (0, 2, 3),
     a_model_in_slices_says_so: (3,),
     data_in_pieces_is_nobody_elses: (False, True),
+    what_is_held_is_read_only: (False, True),
+    a_state_dict_of_the_models_own: (0, 2, 3),
     gradients_are_there_at_stage_0_and_named_elsewhere: (0, 1, 3),
 }
 """On ranks: a fact, and at which stages, or with which engine."""

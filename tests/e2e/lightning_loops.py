@@ -84,7 +84,6 @@ def trainer(stage: int, precision: str, steps: int, folder: str) -> Any:
         gradient_clip_val=0.5,
         default_root_dir=folder,
         enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=False,
         logger=False,
         use_distributed_sampler=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -37,9 +37,10 @@ def test_the_page_runs(
     )
     found = {path.name for path in (tmp_path / "runs" / "first" / "step-00000006").iterdir()}
     assert listed == found, "the page lists the files that there are"
-    commands = blocks("sh")[0].splitlines()
-    assert len(commands) == 3
-    for command in commands:
-        words = [sys.executable, "-m", *shlex.split(command)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    lines = blocks("sh")[0].splitlines()
+    assert len(lines) == 3
+    for command in lines:
+        program, *words = shlex.split(command)
+        done = commands.run(*words)
+        assert program == "zerodrift"
         assert done.returncode == 0 and "step-00000006" in done.stdout, done.stderr

@@ -40,7 +40,7 @@ ROWS = [{"prompt": "abc" * (n % 5), "completion": "xy" * (1 + n * n % 13 // 2)} 
 
 
 def uneven(folder: Path) -> str:
-    data = {"block": 128, "pack": False, "group_by_length": True}
+    data = {"format": "chat", "block": 128, "pack": False, "group_by_length": True}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": None}
     config = {"precision": {"mode": "fp32", "reduce": {"order": "tree"}}, **sizes}
     return str(job(folder, steps=6, rows=ROWS, data=data, config=config))

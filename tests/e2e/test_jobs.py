@@ -32,9 +32,11 @@ EVERY_JOB = pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 
 def few_steps(folder: Path, name: str, ranks: int, *more: str) -> None:
     """Train an example into a folder."""
+    file = f"examples/jobs/{name}.yaml"
     places = [f"run.folder={folder}/run", f"data.cache={folder}/cache"]
+    held_out = "validation" in yaml.safe_load((ROOT / file).read_text())["data"]
     run = on_a_rank if ranks == 1 else functools.partial(run_ranks, on_a_rank, ranks)
-    run(f"examples/jobs/{name}.yaml", [*SMALL, *places, *more])
+    run(file, [*SMALL, *["run.evaluate_blocks=4"] * held_out, *places, *more])
 
 
 def names_in(file: Path) -> list[str]:

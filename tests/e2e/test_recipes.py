@@ -1,4 +1,4 @@
-"""The quick start and the recipes, followed: their jobs are written, and their commands run, in their order.
+"""The tutorial and the recipes, followed: their jobs are written, and their commands run, in their order.
 
 Steps and blocks are few; the models are tiny ones, where the pages say so and where they name a real one.
 """
@@ -91,17 +91,43 @@ def follow(section: list[tuple[str, str]], folder: Path) -> list[str]:
     return ran
 
 
-def test_the_quick_start_is_followed(
-    materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def commands_of_the_notebook() -> list[str]:
+    cells = json.loads((ROOT / "examples/start.ipynb").read_text())["cells"]
+    lines = (
+        line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()
+    )
+    return [line[1:] for line in lines if line.startswith("!")]
+
+
+SHORTER = {
+    "train": ["--set", "run.steps=4", "--set", "run.digest_every=1", "--set", "run.checkpoint_every=2"],
+    "replay": ["--from", "2", "--to", "4"],
+}
+"""Verb -> arguments that make a command of the tutorial cheap."""
+
+
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_the_tutorial_is_followed(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(materials / "text", tmp_path / "text")
+    """As a notebook; what takes long, or starts a training of its own, only in the slow cell."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
-    ran = [line for section in sections("start.md") for line in follow(section, tmp_path)]
-    assert len(ran) == 8, ran
-    assert [line["kind"] for line in read(tmp_path / "runs" / "job" / "metrics.jsonl")].count("step") == 2
-    assert (tmp_path / "runs" / "job" / "report.html").is_file()
-    assert list((tmp_path / "runs" / "job" / "export").glob("*.safetensors"))
-    assert "The " in capfd.readouterr().out
+    for line in commands_of_the_notebook():
+        program, verb, *rest = shlex.split(line)
+        assert program == "zerodrift", line
+        if verb in ("check", "audit") and not whole:
+            continue
+        rest = [sys.executable if word == "python" else word for word in rest]
+        assert not app([verb, *rest, *([] if whole else SHORTER.get(verb, []))], standalone_mode=False), line
+    told = capfd.readouterr().out
+    assert "the same bits in 2 recorded steps, on 1 rank, where 2 recorded them" in told
+    assert "master same/" in told and "model.layers.*.mlp.gate.weight x4" in told
+    assert not whole or ("router-in-16-bits" in told and "no-master" in told and "pins" in told)
+    assert (tmp_path / "runs/lab/report.html").is_file()
+    assert list((tmp_path / "runs/lab/export").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -54,15 +54,8 @@ CONFIG = {
 
 def zerodrift(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [PYTHON, "-m", "zerodrift", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=250)
 
 
 @pytest.fixture
@@ -111,10 +104,7 @@ def test_a_script_trains_with_the_pins_and_keys_of_the_command_line(folder: Path
         (["--set", "precision.redcue=fp32"], "`--set precision.redcue=fp32`: must be a key of `precision`"),
         (["--set", "precision.reduce"], "`--set precision.reduce`: must be `dotted.path=value`"),
         (["--set", "precision.mode=bf17"], "`--set precision.mode=bf17`: must be"),
-        (
-            ["--set", "wall_clock_breakdown=true"],
-            "`--set wall_clock_breakdown=true`: must be a key that decides",
-        ),
+        (["--set", "wall_clock_breakdown=true"], "wall_clock_breakdown=true`: must be a key that decides"),
         (["--config", "ds.jsn"], "Did you mean `ds.json`?"),
         (["--as", "fsdp"], "`--as`: must be deepspeed; got 'fsdp'"),
         (["--"], "PYTHONPATH"),
@@ -204,21 +194,12 @@ def test_a_signal_is_the_commands(folder: Path) -> None:
 
 
 def test_the_command_deepspeed_is_there_where_deepspeed_is_not(folder: Path) -> None:
-    launch = ["deepspeed", "--num_gpus", "2", "--master_port", "29713", "train.py"]
-    done = zerodrift(
-        "run",
-        "--",
-        *launch,
-        "--deepspeed",
-        "--deepspeed_config",
-        "ds.json",
-        folder=folder,
-        PATH="/usr/bin:/bin",
-    )
+    def run(options: str) -> subprocess.CompletedProcess[str]:
+        return zerodrift("run", "--", "deepspeed", *options.split(), folder=folder, PATH="/usr/bin:/bin")
+
+    done = run("--num_gpus 2 --master_port 29713 train.py --deepspeed --deepspeed_config ds.json")
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):  # both may write into one line
         assert f"rank {rank} of 2 at {rank} {rank}" in done.stdout
-    done = zerodrift(
-        "run", "--", "deepspeed", "--num_nodes=2", "train.py", folder=folder, PATH="/usr/bin:/bin"
-    )
+    done = run("--num_nodes=2 train.py")
     assert done.returncode == 2 and "torchrun --nnodes" in done.stderr

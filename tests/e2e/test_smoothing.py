@@ -41,7 +41,7 @@ TALKS = [{"prompt": "abc" * (number % 9), "completion": "ij" * (1 + number % 4)}
 
 def masked(folder: Path, packed: bool, model: str = "llama", ranks: int = 1, **config: Any) -> str:
     """A job whose micro-batches have very different numbers of learned tokens."""
-    data = {"block": 64, "pack": packed, "label_smoothing": SHARE, "validation": 0.25}
+    data = {"format": "chat", "block": 64, "pack": packed, "label_smoothing": SHARE, "validation": 0.25}
     config = {
         "precision": {"mode": "fp32"},
         "train_batch_size": 8,

@@ -97,7 +97,7 @@ def test_samples_are_on_the_page_and_change_nothing(tmp_path: Path) -> None:
 def test_a_run_of_the_default_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     """And where the tree is asked for; uneven micro-batches and dropout, dealt in turns and by neighbours."""
     rows = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)} for number in range(64)]
-    data = {"block": 48, "validation": 0.2}
+    data = {"format": "chat", "block": 48, "validation": 0.2}
     ends, seen = set(), set()
     tree = {"reduce": {"order": "tree"}}
     for number, (ranks, stage, order) in enumerate(((1, 1, {}), (2, 1, {}), (2, 3, {}), (2, 2, tree))):
@@ -140,12 +140,12 @@ def test_a_run_that_was_begun_in_the_order_of_ranks_goes_on_in_it(tmp_path: Path
 
 def test_an_evaluation_is_of_all_that_is_held_out_however_it_is_cut(tmp_path: Path) -> None:
     rows = [{"prompt": f"why {number}?", "completion": "because " * (1 + number % 5)} for number in range(60)]
-    found = []
+    data, found = {"format": "chat", "block": 96, "validation": 0.3}, []
     for micro in (1, 3, 4, 12):
         folder = tmp_path / f"{micro}"
         batch = {"train_batch_size": 12, "gradient_accumulation_steps": 12 // micro}
         config = {"precision": {"mode": "fp32"}, **batch}
-        trained(folder, steps=1, rows=rows, data={"block": 96, "validation": 0.3}, config=config)
+        trained(folder, steps=1, rows=rows, data=data, config=config)
         (line,) = kinds(folder, "evaluation")
         found.append((line["labels"], line["validation_loss"]))
     labels, loss = found[0]

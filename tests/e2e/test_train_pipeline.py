@@ -64,7 +64,7 @@ CHAT = [{"prompt": "what decides?", "completion": "the plan" * (1 + number % 5)}
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_the_losses_are_those_without_a_pipeline(tmp_path: Path, kind: str) -> None:
     rows, block = (CHAT, 48) if kind == "chat" else (None, 16)
-    data = {"block": block, "validation": 0.2}
+    data = {"format": kind, "block": block, "validation": 0.2}
     trained(tmp_path / "whole", "plain", 5, rows=rows, config=WHOLE, data=data, run={"export": False})
     expected = losses(tmp_path / "whole")
     file = staged(tmp_path, steps=5, rows=rows, data=data, run={"evaluate_every": 2})

@@ -1,4 +1,4 @@
-"""Ranks that talk through NCCL: one, and as many as there are GPUs, up to four."""
+"""Ranks that talk through NCCL, or the strict group of the stand-in: one, two and four, a device each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.gpu.test_engine import waits_in
+from tests.gpu.device import COUNT, DEVICE, FEW_STEPS, needs_accelerator, waits_in
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, same, train
 from zerodrift.api import initialize
 
-COUNT = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not COUNT, reason="no CUDA device on this machine"),
-]
-SIZES = sorted({1, min(2, COUNT), min(4, COUNT)} - {0})
+pytestmark = needs_accelerator
+SIZES = (1, 2, 4)
+
+
+def on_so_many(world: int) -> Any:
+    """A parameter `world`, which is skipped on a machine with fewer devices."""
+    is_missing = pytest.mark.skipif(world > COUNT, reason=f"needs {world} GPUs; this machine has {COUNT}")
+    return pytest.param(world, marks=is_missing)
+
+
+on_sizes = pytest.mark.parametrize("world", [on_so_many(world) for world in SIZES])
 
 
 def on_each(function: Any, world: int, folder: Path, *args: Any) -> None:
-    """`function(device, *args)` on so many ranks, a GPU each; what one raises is raised here."""
+    """Run `function(device, *args)` on so many ranks, a device each; raise here what one raises."""
     mp.start_processes(_rank, (function, world, str(folder), args), nprocs=world, start_method="spawn")
 
 
@@ -33,11 +38,8 @@ def _rank(rank: int, function: Any, world: int, folder: str, args: tuple[Any, ..
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", rank)
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        backend = "nccl"
+    device, backend = torch.device(DEVICE.type, rank), dist.get_default_backend_for_device(DEVICE)
+    torch.accelerator.set_device_index(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     function(device, *args)
     dist.destroy_process_group()
@@ -49,13 +51,13 @@ def stages(device: torch.device, mode: str) -> None:
         engine = initialize(
             GPT(moe=True).to(device), config=config(stage, mode), device=device.type, quiet=True
         )
-        runs.append(train(engine, 6, data=lambda *place: batch(*place).to(device)))
+        runs.append(train(engine, FEW_STEPS, data=lambda *place: batch(*place).to(device)))
         engine.destroy()
     assert same(runs) == []
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast-bf16"])
-@pytest.mark.parametrize("world", SIZES)
+@on_sizes
 def test_all_stages_are_the_same_bits(world: int, mode: str, tmp_path: Path) -> None:
     on_each(stages, world, tmp_path, mode)
 
@@ -78,9 +80,9 @@ def digest(device: torch.device, folder: str) -> None:
 
 
 def test_the_same_bits_on_any_number_of_devices(tmp_path: Path) -> None:
-    if len(SIZES) < 2:
-        pytest.skip("one device")
-    for world in SIZES:
+    if COUNT < 2:
+        pytest.skip(f"needs 2 GPUs; this machine has {COUNT}")
+    for world in (size for size in SIZES if size <= COUNT):
         folder = tmp_path / str(world)
         folder.mkdir()
         on_each(digest, world, folder, str(tmp_path))
@@ -93,7 +95,7 @@ def lanes(device: torch.device) -> None:
     for room in (1, 1 << 30):
         settings = config(3, "bf16", 2, sharding={"prefetch": room})
         engine = initialize(GPT(layers=6).to(device), config=settings, device=device.type, quiet=True)
-        runs.append(train(engine, 6, 2, data=lambda *place: batch(*place).to(device)))
+        runs.append(train(engine, FEW_STEPS, 2, data=lambda *place: batch(*place).to(device)))
 
         def step(engine: Any = engine) -> None:
             for micro in tokens:
@@ -106,7 +108,7 @@ def lanes(device: torch.device) -> None:
     assert same(runs) == []
 
 
-@pytest.mark.parametrize("world", SIZES)
+@on_sizes
 def test_gathers_and_reductions_go_on_beside_the_computation(world: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     on_each(lanes, world, tmp_path)

@@ -1,22 +1,22 @@
 """The Triton programs against the CPU's kernels: the same bits in every scheme.
 
-On a CUDA device as everything in this folder; and on a CPU in Triton's interpreter, which
+On an accelerator as everything in this folder; and on a CPU in Triton's interpreter, which
 `TRITON_INTERPRET=1` chooses before Triton is imported: `tests/numerics/test_triton.py` runs this file so.
-There a program takes a while, so the products are thinner and the tiles larger.
+There, as on the stand-in, a program takes a while, so the products are thinner and the tiles larger.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests.device.programs import INTERPRETED, round_once
+from tests.gpu import device as place
 from tests.numerics.networks import GPT
 from tests.numerics.pieces import owned
 from tests.numerics.runs import config
@@ -36,6 +36,7 @@ from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.kernels import device
+from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
 from zerodrift.optim import fused
@@ -50,37 +51,13 @@ from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Master, State
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="neither a CUDA device nor TRITON_INTERPRET=1",
-)
-if not INTERPRETED:
-    pytestmark = [pytest.mark.gpu, pytestmark]
+IS_ON_CPU = INTERPRETED and not place.IS_STANDIN
+DEVICE = torch.device("cpu") if IS_ON_CPU else place.DEVICE
+pytestmark = [] if IS_ON_CPU else place.needs_accelerator
 
 
-@pytest.fixture(autouse=True)
-def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setattr(device, "TILE", 16)
-
-
-@pytest.fixture(autouse=True)
-def one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's fused product rounds once. Where the interpreter's rounds twice, torch's stands in."""
-    from triton._C.libtriton import interpreter as compiled
-    from triton.runtime import interpreter
-
-    if not INTERPRETED or hasattr(compiled, "fma_fp32"):
-        return
-
-    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
-        arrays = np.broadcast_arrays(x.data, y.data, z.data)
-        a, b, c = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
-        return interpreter.TensorHandle(torch.addcmul(c, a, b).numpy(), z.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+if INTERPRETED:
+    round_once()
 
 
 def schemes(states: Sequence[State]) -> list[tuple[Scheme, torch.dtype]]:
@@ -212,6 +189,14 @@ def test_square_sums(dtype: torch.dtype) -> None:
     assert sums.isfinite().sum() == 31 and sums[1] == torch.inf and sums[11].isnan()
 
 
+@pytest.mark.parametrize("count", [BYTES // 4, 3 * BYTES // 4, 70 * BYTES // 4])
+def test_prints(count: int) -> None:
+    words = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator(1), dtype=torch.int64).int()
+    out = torch.empty(count * 4 // BYTES, dtype=torch.int64, device=DEVICE)
+    assert torch.equal(device.prints(words.to(DEVICE), out).cpu(), reference_prints(words))
+    assert torch.equal(prints(words.to(DEVICE)).cpu(), reference_prints(words))
+
+
 def pieces(plan: Plan, where: torch.device) -> list[Owned]:
     values = {row.name: torch.randn(row.shape, generator=generator(3)) for row in plan.rows}
     return [
@@ -239,7 +224,7 @@ def test_an_updater_runs_the_programs(precision: dict[str, Any], monkeypatch: py
     for each in gradients:
         one.update(each, 0.25)
     with monkeypatch.context() as patched:
-        if INTERPRETED:
+        if IS_ON_CPU:
             patched.setattr("zerodrift.optim.fused.compiled_for", lambda where, step: None)
             patched.setattr(device, "works", lambda where: True)
         patched.setattr("zerodrift.optim.fused.reference_update", None)

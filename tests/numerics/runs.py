@@ -132,8 +132,9 @@ def whole_values(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
     filled: dict[tuple[str, str], torch.Tensor] = {}
     for parts in engine.comm.all_gather_object(held):
         for kind, name, shape, start, part in parts:
-            whole = found.setdefault(kind, {}).setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            known = filled.setdefault((kind, name), torch.zeros(whole.shape, dtype=torch.bool))
+            empty = torch.full(shape, torch.nan, device="cpu")
+            whole = found.setdefault(kind, {}).setdefault(name, empty).view(-1)
+            known = filled.setdefault((kind, name), torch.zeros_like(whole, dtype=torch.bool))
             span, here = slice(start, start + len(part)), torch.from_numpy(part)
             same = (whole[span] == here) | (whole[span].isnan() & here.isnan())
             assert (same | ~known[span]).all(), f"ranks hold different values of {kind} {name}"

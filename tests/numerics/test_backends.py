@@ -62,6 +62,7 @@ def differs(native: Run, fsdp2: Run) -> list[str]:
 # --- every cell of the support table ------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.cells(1)
 @pytest.mark.parametrize("mode", [str(mode) for mode in Mode])
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
@@ -99,6 +100,11 @@ OPTIMIZERS = (
     {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
 )
 KEEP = ("micro-batch", "step")
+EXPERTS: list[Case] = [
+    (stage, mode, 2, True, {"precision": PINNED})
+    for stage in (0, 1, 3)
+    for mode in ("fp32", "bf16", "autocast-bf16")
+]
 WAYS: dict[str, tuple[int, list[Case]]] = {
     "one rank": (1, [(3, "bf16", 2, False, {})]),
     "four ranks": (4, [(stage, "bf16", 1, False, {}) for stage in (0, 2, 3)]),
@@ -108,24 +114,18 @@ WAYS: dict[str, tuple[int, list[Case]]] = {
     "averages": (2, [(stage, "fp32", 2, False, way) for way in AVERAGES for stage in (0, 3)]),
     "optimizers": (2, [(3, "bf16", 1, False, {"optimizer": optimizer}) for optimizer in OPTIMIZERS]),
     # Experts that get no token on one rank only, too: the four of them share twelve tokens.
-    "experts with pinned routers": (
-        2,
-        [
-            (stage, mode, 2, True, {"precision": PINNED})
-            for stage in (0, 1, 3)
-            for mode in ("fp32", "bf16", "autocast-bf16")
-        ],
-    ),
+    "experts with pinned routers": (2, [EXPERTS[number] for number in (0, 4, 8)]),
+    "experts with pinned routers, the rest": (2, [EXPERTS[number] for number in (1, 2, 3, 5, 6, 7)]),
 }
 """Name -> ranks, and cases beyond the cells."""
 
 
 QUICK = ("one rank", "how long units stay", "experts with pinned routers")
+MARKS = {name: pytest.mark.long for name in WAYS if name not in QUICK}
+MARKS["experts with pinned routers, the rest"] = pytest.mark.slow  # each stage and each mode is in the others
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in WAYS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in WAYS])
 def test_every_way_is_the_native_bits(name: str) -> None:
     ranks, cases = WAYS[name]
     for rank, differences in enumerate(run_ranks(compared, ranks, cases, timeout=240)):

@@ -229,6 +229,7 @@ def test_what_is_sent_is_the_plan_and_an_exchange_of_tokens(mesh: str) -> None:
         assert [c.axis for c in log if c.op == "all_to_all"] == ["expert"] * (2 * MICRO * 5)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_the_observer_sees_the_plan() -> None:
     """Every column of every expert is what the plan says, and the tables show it."""
@@ -283,6 +284,7 @@ def state(engine: Engine) -> Run:
     return Run(masters=masters, states=states)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_checkpoints_do_not_know_of_expert_parallelism(tmp_path: Path) -> None:
     """A checkpoint of experts on several ranks is loaded into a run without, and back."""

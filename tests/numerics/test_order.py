@@ -347,6 +347,7 @@ WAYS: list[tuple[int, str, Carrier, int]] = [
 
 @pytest.mark.parametrize(("total", "model"), [(4, "dense"), (8, "dropout")])
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.long
 @on_ranks("world")
 def test_a_plain_loop_that_sums_by_the_tree_has_the_same_bits(world: int, total: int, model: str) -> None:
     expected = plain(total, model, 5)

@@ -111,6 +111,7 @@ def sums(
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_every_accumulation_dtype_is_honoured_at_every_stage_and_keeps_the_mean(half: int) -> None:
     """Elsewhere: ignored at stage 2, refused at stage 0; at stage 1 a dtype other than the model's loses

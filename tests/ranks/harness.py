@@ -31,6 +31,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,30 +85,42 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     dying: Collection[int] = (),
-    spawned: bool = False,
 ) -> list[Any]:
-    """`function(*args)` on every rank; the results in rank order.
-
-    `spawned` ranks begin as new interpreters, for what must come before the first backward of a process.
+    """`function(*args)` on every rank; the results in rank order. A way in `instead` runs it elsewhere.
 
     The function must be importable, its arguments and results picklable. A rank in `dying` is meant to end
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
     `timeout` seconds.
     """
+    if instead and not dying:
+        return instead[-1](function, world_size, *args, timeout=4 * timeout)
+    return run_here(function, world_size, *args, timeout=timeout, dying=dying)
+
+
+def run_here(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float,
+    dying: Collection[int] = (),
+    kind: str = "",
+) -> list[Any]:
+    """`run_ranks`, on ranks of the CPU. Those of one `kind` are kept for each other's calls: a function may
+    change its process for good."""
     # Pickled by hand: multiprocessing would share the memory of tensors with a process that may be gone.
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         ranks = []
         try:
             for number in range(world_size):
-                kept = _waiting[spawned]
-                ranks.append(kept.pop() if kept and not dying else _start(spawned))
+                kept = _waiting[kind]
+                ranks.append(kept.pop() if kept and not dying else _start())
                 ranks[-1].begin(_Work(number, world_size, Path(name), call, timeout))
             answers = _gather(ranks, function.__qualname__, time.monotonic() + timeout, dying)
             left = any(rank.outcome is None or rank.outcome.left for rank in ranks)
             if _keeping and not dying and not left:
                 # The first one asked for is the first one given.
-                _waiting[spawned].extend(reversed(ranks))
+                _waiting[kind].extend(reversed(ranks))
                 ranks = []
             return answers
         finally:
@@ -130,6 +143,12 @@ def destroy_at_the_end(engine: Any) -> Any:
     engine.destroy = destroy
     engines.append(engine)
     return engine
+
+
+def destroy_engines() -> None:
+    """Destroy the engines that the function of this rank has made."""
+    while _engines:
+        _engines[0].destroy()
 
 
 Test = Callable[..., Any]
@@ -230,13 +249,15 @@ class _Rank:
 
 _engines: list[Any] | None = None
 """Engines that the function of this rank has made; None where this is no rank."""
+instead: list[Callable[..., list[Any]]] = []
+"""Ways to run a function on ranks, the last of which `run_ranks` uses; the CPU's without any."""
 _keeping: list[bool] = []
-_waiting: dict[bool, list[_Rank]] = {False: [], True: []}
-"""Ranks that were kept, forked ones and spawned ones."""
+_waiting: dict[str, list[_Rank]] = defaultdict(list)
+"""Ranks that were kept, by kind."""
 
 
-def _start(spawned: bool) -> _Rank:
-    context: Any = multiprocessing.get_context("spawn") if spawned else forks()
+def _start() -> _Rank:
+    context = forks()
     ours, theirs = context.Pipe()
     process = context.Process(target=_rank, args=(theirs,), name="rank", daemon=True)
     process.start()
@@ -312,8 +333,7 @@ def _answer(work: _Work) -> bytes:
         )
         dist.barrier()  # nobody leaves while another is still connecting
         value = function(*args)
-        while _engines:
-            _engines[0].destroy()
+        destroy_engines()
         left = len(dist.distributed_c10d._world.pg_map) > 1
         answer = pickle.dumps(_Outcome(True, value, time.monotonic(), left))
     except BaseException:

@@ -96,7 +96,7 @@ def cost(**more: float) -> list[UpdateCost]:
         (plan(), {"own_places": [(place(size=1.0), 0.0)]}, None),
         (plan(), {}, None),
         (RULED, {"estimates": WORTH}, ("rounded", "head.weight")),
-        (RULED, {}, None),  # a cell that is worth nothing
+        (RULED, {}, ("rounded", "head.weight")),  # a rule is listed, however little its cell is worth
         (plan("bf16"), {"estimates": WORTH}, None),  # a cell that the mode has so
         (plan(), {"replayed": [replay("norm.weight", "storage", 8e-4, 4e-4)]}, ("rounded", "norm.weight")),
         (plan(), {"replayed": [replay("norm.weight", "storage", 8e-4, 9.9e-4)]}, None),

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.chosen import Cell, covering, factors
+from tests.chosen import ROOT, Cell, covering, factors, has_quick
 
 PRODUCT = [
     dict(zip(("stage", "mode", "world"), values, strict=True))
@@ -38,6 +38,17 @@ def test_cells_that_are_no_product_are_held_too() -> None:
     chosen = [ragged[number] for number in covering(ragged, 2, "a test")]
     assert holds(chosen, 2) == holds(ragged, 2)
     assert {"stage": "0"} in chosen and {} in chosen
+
+
+@pytest.mark.parametrize(
+    ("path", "has"),
+    [
+        *(("tests", True), ("tests/unit/test_chosen.py", True), ("tests/ranks", True), ("tests/e2e", False)),
+        *(("tests/ranks/test_mesh.py", True), ("tests/ranks/test_values.py", False)),
+    ],
+)
+def test_files_without_quick_tests_are_not_imported(path: str, has: bool) -> None:
+    assert has_quick(ROOT / path) is has
 
 
 @pytest.mark.parametrize("pair", [("one", 2)])

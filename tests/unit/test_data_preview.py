@@ -22,7 +22,7 @@ ROWS: list[dict[str, Any]] = [
 
 def shown(folder: Path, color: bool = False, width: int = 80, **data: Any) -> str:
     file = jsonl(folder / "a.jsonl", ROWS)
-    written = {"train": str(file), "block": 128, "validation": 0.2, "seed": 2, **data}
+    written = {"train": str(file), "block": 128, "validation": 0.2, "seed": 2, "format": "chat", **data}
     job, _ = read_job({"model": {"source": "a:b"}, "data": written, "run": {"folder": str(folder / "run")}})
     return preview(job, color=color, width=width)
 

@@ -89,7 +89,6 @@ def sharegpt(**said: str) -> Turns:
 SHAREGPT = sharegpt(human="Hi", gpt="Yo")
 SYSTEM, THOUGHT = said("system", "S"), {**YO, "reasoning_content": "Hm"}
 PART = {"type": "text", "text": "Hi", "image_url": None}
-YO_YOU = [{"type": "text", "text": "Yo, "}, {"text": "you"}]
 ROW = lines({"messages": TALK})
 FILES: dict[str, File] = {
     "messages": shape(TALK, messages=TALK),
@@ -189,8 +188,9 @@ def test_a_file_is_the_conversation_that_is_meant(
     file = FILES[name]
     tokens, learned = expected(letters.inner, file)
     assert len(tokens) < BLOCK
+    kind = "chat" if b"completion" in file.content else "auto"
     for tokenizer in (letters, unmarked):
-        found, labels = parts_of(read(tmp_path, tokenizer, file).train, 0)
+        found, labels = parts_of(read(tmp_path, tokenizer, file, format=kind).train, 0)
         assert found[0, : len(tokens)].tolist() == tokens
         assert (found[0, len(tokens) :] == letters.end).all()
         assert (labels[0] != IGNORED)[: len(tokens)].tolist() == learned
@@ -349,12 +349,17 @@ def test_a_template_is_given_what_it_writes(
     assert text.startswith(starts) and found == learned
 
 
-def test_a_text_is_continued_as_it_is_where_texts_are_asked_for(
-    tmp_path: Path, letters: TransformersTokenizer
+@pytest.mark.parametrize("keys", [{}, {"format": "text", "pack": False}])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_text_is_continued_as_it_is(
+    tmp_path: Path, letters: TransformersTokenizer, keys: dict[str, Any], is_ended: bool
 ) -> None:
-    """What TRL makes of two texts: no template, the completion is learned."""
-    file = File("a.jsonl", lines({"prompt": "The sky is", "completion": " blue."}), [])
-    found, labels = parts_of(read(tmp_path, letters, file, format="text", pack=False).train, 0)
+    """What TRL makes of two texts: no template, one end mark, the completion is learned."""
+    end = letters.inner.eos_token if is_ended else ""
+    file = File("a.jsonl", lines({"prompt": "The sky is", "completion": f" blue.{end}"}), [])
+    made = read(tmp_path, letters, file, **keys)
+    assert "without a chat template" in dict(made.sets[0].counts.facts())["made of"]
+    found, labels = parts_of(made.train, 0)
     text = [*letters.encode("The sky is blue."), letters.end]
     assert found[0, : len(text)].tolist() == text
     assert np.flatnonzero(labels[0] != IGNORED).tolist() == list(range(10, 17))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import zerodrift
+import zerodrift.errors as errors_module
 from tests.unit.models import parameter
 from tests.unit.test_cli_surface import SURFACE
 from tests.unit.test_layers import ROOMS
+from tests.unit.tools import load_tool
+from zerodrift.inspect.audit.results import FindingKind
+from zerodrift.inspect.check.findings import Kind
 from zerodrift.model.spec import ModelSpec
 from zerodrift.plan.bill import Cost
 from zerodrift.policy.decisions import COLUMNS
@@ -23,10 +28,10 @@ from zerodrift.policy.decisions import COLUMNS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 RUNNING = (
-    *("README.md", "docs/plan.md", "docs/late.md", "docs/export.md", "docs/backends.md"),
+    *("README.md", "docs/plan.md", "docs/pipelines.md", "docs/weights.md"),
     *("docs/migrating.md", "docs/engine.md", "docs/api.md"),
 )
-"""Pages whose Python is whole; elsewhere it is an excerpt."""
+"""Pages whose Python is whole, except below `<!-- excerpt -->`; elsewhere it is an excerpt."""
 
 MODEL = "examples/qwen3-moe-tiny"
 
@@ -45,7 +50,8 @@ def blocks(language: str, names: tuple[str, ...] = ()) -> list[Any]:
     for path in PAGES:
         if names and name_of(path) not in names:
             continue
-        texts = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        pattern = rf"^(?<!<!-- excerpt -->\n)```{language}\n(.*?)^```"
+        texts = re.findall(pattern, path.read_text(), flags=re.MULTILINE | re.DOTALL)
         found += [pytest.param(text, id=f"{name_of(path)}-{n}") for n, text in enumerate(texts)]
     return found
 
@@ -76,23 +82,69 @@ def test_yaml_on_a_page_plans(text: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def refresh() -> ModuleType:
     """`tools/refresh.py`, which writes what is checked here."""
-    spec = importlib.util.spec_from_file_location("refresh", ROOT / "tools" / "refresh.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("refresh")
+
+
+@pytest.fixture(scope="module")
+def generated(refresh: ModuleType) -> dict[str, str]:
+    """Pages that are generated as a whole, by name."""
+    return refresh.generated()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_a_page_is_fresh(path: Path, refresh: ModuleType) -> None:
+def test_a_page_is_fresh(path: Path, refresh: ModuleType, generated: dict[str, str]) -> None:
     pytest.importorskip("transformers")
     text = path.read_text(encoding="utf-8")
-    assert text == refresh.generated().get(path.name, refresh.fresh(text)), "run `make docs`"
+    wanted = generated[path.name] if path.name in generated else refresh.fresh(text)
+    assert text == wanted, "run `make docs`"
 
 
-def test_the_readme_shows_the_plan_from_its_first_line_to_its_reasons() -> None:
-    shown = page("README.md").partition("--world-size 2\n")[2].partition("```")[0]
-    assert shown.startswith("zerodrift plan") and "\nwhy\n" in shown and "\ndecisions" not in shown
+def test_the_notebook_is_the_tutorial(refresh: ModuleType) -> None:
+    assert page("examples/start.ipynb") == refresh.notebook(), "run `make docs`"
+
+
+def test_the_readme_is_short_and_shows_a_finding_and_the_table_of_a_plan() -> None:
+    text = page("README.md")
+    assert len(text.splitlines()) <= 150
+    assert "no-master" in text.partition("$ zerodrift check ")[2].partition("```")[0]
+    shown = text.partition("--world-size 2\n")[2].partition("```")[0]
+    assert shown.startswith("set ") and "mlp.gate.weight" in shown
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/*.md")), ids=name_of)
+def test_a_page_is_headed_by_the_question_that_it_answers(path: Path) -> None:
+    assert re.search(r"^# (.*)$", path.read_text(), flags=re.MULTILINE)[1].endswith("?")  # type: ignore[index]
+    assert len(list(ROOT.glob("docs/*.md"))) <= 25
+
+
+def test_the_website_has_every_page_and_no_dead_link(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tools/website.py", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for address in ("index.html", "plan.html", "errors.html"):
+        text = (tmp_path / "site" / address).read_text()
+        assert 'rel="stylesheet" href="site.css"' in text and not re.search(
+            r'(src|href)="https?://[^"]*\.(js|css)', text
+        )
+    assert "no-master" in (tmp_path / "site" / "search.js").read_text()
+
+
+# --- errors and findings ------------------------------------------------------------------------------
+
+
+def test_every_kind_of_error_and_finding_is_explained() -> None:
+    text = page("docs/errors.md")
+    headings = set(re.findall(r"^### (.*)$", text, flags=re.MULTILINE))
+    errors = [
+        each
+        for each in vars(errors_module).values()
+        if isinstance(each, type) and issubclass(each, Exception)
+    ]
+    kinds = {error.kind for error in errors} | {kind for kind, _ in errors_module.KINDS}
+    findings = {*get_args(Kind), *(kind.replace(" ", "-") for kind in get_args(FindingKind))}
+    assert headings == kinds | findings
+    for section in text.split("\n### ")[1:]:
+        assert section.count("**Cause.**") == section.count("**Mend.**") == 1, section.partition("\n")[0]
 
 
 # --- numbers ----------------------------------------------------------------------------------------

@@ -211,6 +211,7 @@ def test_made_modules_are_like_any_other() -> None:
         importlib.import_module("zerodrift.deepspeed.nothing_of_the_kind")
 
 
+@pytest.mark.long
 def test_a_made_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "zerodrift.deepspeed.utils.zero_to_fp32", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -430,6 +431,7 @@ def there(name: str) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_what_a_framework_reaches_for_is_there(framework: str) -> None:
     spec = importlib.util.find_spec(framework)

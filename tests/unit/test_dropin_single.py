@@ -6,6 +6,7 @@ import argparse
 import base64
 import contextlib
 import copy
+import gc
 import importlib
 import json
 from collections.abc import Iterator
@@ -213,6 +214,12 @@ def test_the_optimizer_is_live() -> None:
     assert engine.get_lr() == [5e-3]
     assert optimizer.cur_scale == optimizer.loss_scale == 1.0 and optimizer.overflow is False
     assert not hasattr(optimizer, "bit16_groups")
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert optimizer.state == {}  # Lightning asks when it tears down
+    with pytest.raises(UnsupportedError, match="Keep the engine"):
+        optimizer.param_groups  # noqa: B018
 
 
 def test_schedules_come_as_objects_functions_or_blocks() -> None:
@@ -302,6 +309,43 @@ def test_leaf_modules_are_marked() -> None:
         assert mark(net, ["1"], flag=False) == ([net[1]], []) and not deepspeed.utils.z3_leaf_module(net[1])
     with pytest.raises(ValueError, match="No modules"):
         deepspeed.utils.set_z3_leaf_modules(net, [nn.GRU])
+
+
+@pytest.mark.parametrize(
+    ("block", "marked", "warns"),
+    [
+        ({"names": ["2"]}, ["2"], False),
+        ({"name_suffixes": "0"}, ["0"], False),
+        ({"classes": ["torch.nn.modules.linear.Linear"]}, ["0", "2"], False),
+        ({"names": ["2", "head"]}, ["2"], True),
+        (None, [], False),
+    ],
+)
+def test_leaf_modules_of_the_config_are_marked(
+    block: Any, marked: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, optimizer, *_ = make({**CONFIG, "zero_optimization": {"stage": 3, "leaf_module": block}})
+    modules = [engine.module.get_submodule(path) for path in marked]
+    assert deepspeed.utils.get_z3_leaf_modules(engine.module) == modules
+    expected = {module: list(module.parameters()) for module in modules}
+    assert {module: [*map(id, held)] for module, held in optimizer.leaf_parameters.items()} == {
+        module: [*map(id, held)] for module, held in expected.items()
+    }
+    assert ("leaf_module" in caplog.text) is warns
+    engine.destroy()
+    assert not any(map(deepspeed.utils.z3_leaf_parameter, engine.module.parameters()))
+
+
+def test_groups_without_deepspeeds_experts_are_as_they_were() -> None:
+    moe, parameters = importlib.import_module("zerodrift.deepspeed.moe.utils"), list(model().parameters())
+    group = {"params": parameters, "name": "all"}
+    for given in (group, [group], (group,)):
+        assert moe.split_params_into_different_moe_groups_for_optimizer(given) == [group]
+    assert moe.configure_moe_param_groups(parameters) == [{"params": parameters, "name": "dense-params"}]
+    assert moe.configure_moe_param_groups([group]) == [group]
+    assert moe.split_params_into_shared_and_expert_params(parameters) == (parameters, [])
+    with pytest.raises(ValueError, match="group type"):
+        moe.split_params_into_different_moe_groups_for_optimizer("group")
 
 
 # --- files ------------------------------------------------------------------------------------------------

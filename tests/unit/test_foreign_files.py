@@ -20,6 +20,7 @@ import torch
 import zerodrift as zd
 from tests.described import seal
 from tests.unit.laid_out import lay_out, values
+from tests.unit.sources import PATHS, name_of, tree
 from zerodrift.api import initialize
 from zerodrift.checkpoint.folder import CheckpointFolder, latest_text, read_latest
 from zerodrift.checkpoint.inspection import inspect
@@ -154,9 +155,8 @@ def test_nothing_in_a_deepspeed_file_runs(what: str, pattern: str, tmp_path: Pat
 def test_every_place_that_unpickles_is_restricted() -> None:
     """By reading the source: who adds one has to say here why it is safe."""
     found = set()
-    root = Path(zd.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in PATHS:
+        for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func)
@@ -166,7 +166,7 @@ def test_every_place_that_unpickles_is_restricted() -> None:
             runs |= name.partition(".")[0] in ("pickle", "marshal", "shelve", "dill", "joblib", "dcp")
             runs |= name in ("eval", "exec", "FileSystemReader")
             if runs:
-                found.add(f"{path.relative_to(root)}: {name}")
+                found.add(f"{name_of(path)}: {name}")
     # `trust` is what a person says of files of their own; `dumps` writes, for a hash.
     assert found == {"comm/collectives.py: pickle.dumps", "weights/deepspeed/files.py: torch.load"}
 

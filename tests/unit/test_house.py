@@ -6,33 +6,27 @@ What texts cite, notes and verbs among it, is looked at by `test_cited.py`.
 from __future__ import annotations
 
 import ast
-import functools
 import symtable
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import pytest
 
-from tests.unit.test_layers import PACKAGE, imports
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+from tests.unit.sources import PATHS, module_of, source, tree
+from tests.unit.test_layers import imports
 
 
 def trees() -> dict[str, ast.Module]:
     """Module, without the package's name -> its source; the root is `""`."""
-    return {module_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {module_of(path): tree(path) for path in PATHS}
 
 
 def edges(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
     """Module -> the modules that it imports; a package only where a name of its own is taken."""
     found: dict[str, set[str]] = {module: set() for module in sources}
-    for module, tree in sources.items():
-        for name, _ in imports(tree):
+    for module, parsed in sources.items():
+        for name, _ in imports(parsed):
             first, _, rest = name.partition(".")
             while first == "zerodrift" and rest not in sources:
                 rest = rest.rpartition(".")[0]
@@ -61,31 +55,24 @@ def circles(graph: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
 def twice(sources: Mapping[str, ast.AST]) -> dict[str, list[str]]:
     """Name -> the modules that define a class of it, where there is more than one."""
     found: dict[str, list[str]] = defaultdict(list)
-    for module, tree in sources.items():
-        for node in ast.walk(tree):
+    for module, parsed in sources.items():
+        for node in ast.walk(parsed):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
-@functools.cache
-def house() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
-    """The imports of the package, and the names that two of its classes have. Its sources are not kept."""
-    sources = trees()
-    return edges(sources), twice(sources)
-
-
 def test_no_circle_of_files() -> None:
     """In a function or under TYPE_CHECKING too. The root imports nearly everything, and nothing imports it;
     `__main__` is run, not imported."""
-    graph, _ = house()
+    graph = edges(trees())
     assert not [module for module, targets in graph.items() if "" in targets and module != "__main__"]
     inside = {module: targets - {""} for module, targets in graph.items() if module}
     assert not [sorted(circle) for circle in circles(inside)]
 
 
 def test_no_class_has_anothers_name() -> None:
-    assert not house()[1]
+    assert not twice(trees())
 
 
 def reused(table: symtable.SymbolTable) -> list[str]:
@@ -103,7 +90,7 @@ def reused(table: symtable.SymbolTable) -> list[str]:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="symtable knows no scope of comprehensions any more")
 def test_no_comprehension_takes_the_name_of_what_its_function_closes_over() -> None:
-    tables = {path: symtable.symtable(path.read_text(), str(path), "exec") for path in PACKAGE.rglob("*.py")}
+    tables = {path: symtable.symtable(source(path), str(path), "exec") for path in PATHS}
     assert {str(path): names for path, table in tables.items() if (names := reused(table))} == {}
     inner = "        show = lambda: own\n        return show(), [{name} for {name} in pairs]\n"
     text = "def outer(own):\n    def before(pairs):\n" + inner + "    return before\n"

@@ -6,9 +6,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+from tests.unit.sources import PACKAGE, PATHS, module_of, name_of, tree
 from zerodrift.faces import homes_of
-
-PACKAGE = Path(__file__).parents[2] / "src" / "zerodrift"
 
 ROOMS: dict[str, set[str]] = {
     "faces": set(),
@@ -64,83 +63,27 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "mesh", "record"},
     },
     "api": {
-        *{
-            "backends",
-            "weights",
-            "config",
-            "model",
-            "plan",
-            "policy",
-            "mesh",
-            "engine",
-            "comm",
-            "report",
-            "optim",
-        },
+        *{"backends", "weights", "config", "model", "plan", "policy", "mesh", "engine", "comm"},
+        *{"report", "optim"},
         *{"pipeline", "dtypes", "errors", "versions"},
     },
     "train": {
-        *{
-            "api",
-            "inspect.trace",
-            "inspect.check",
-            "inspect.audit",
-            "pipeline",
-            "config",
-            "engine",
-            "checkpoint",
-            "weights",
-            "comm",
-            "kernels",
-            "plan",
-            "policy",
-            "report",
-            "model",
-        },
+        *{"api", "inspect.trace", "inspect.check", "inspect.audit", "pipeline", "config", "engine"},
+        *{"checkpoint", "weights", "comm", "kernels", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "files", "legible", "mesh", "versions"},
     },
     "lightning": {"api", "checkpoint", "config", "engine", "errors"},
     "verl": {"api", "checkpoint", "comm", "config", "engine", "weights", "errors"},
     "deepspeed": {
-        *{
-            "api",
-            "checkpoint",
-            "weights",
-            "config",
-            "engine",
-            "comm",
-            "inspect.trace",
-            "inspect.check",
-            "optim",
-            "plan",
-            "policy",
-        },
+        *{"api", "checkpoint", "weights", "config", "engine", "comm", "inspect.trace", "inspect.check"},
+        *{"optim", "plan", "policy"},
         *{"dtypes", "errors"},
         *{"optimizers", "alias", "versions"},
     },
     "cli": {
-        "alias",
-        "startup",
-        "inspect.trace",
-        "inspect.check",
-        "inspect.audit",
-        "inspect.drift",
-        "inspect.simulate",
-        "train",
-        "api",
-        "pipeline",
-        "checkpoint",
-        "weights",
-        "config",
-        "model",
-        "plan",
-        "policy",
-        "report",
-        "errors",
-        "mesh",
-        "legible",
-        "files",
-        "versions",
+        *{"alias", "startup", "inspect.trace", "inspect.check", "inspect.audit", "inspect.drift"},
+        *{"inspect.simulate", "train", "api", "pipeline", "checkpoint", "weights", "config", "model"},
+        *{"plan", "policy", "report", "errors", "mesh", "legible", "files", "versions"},
     },
 }
 """Room -> the rooms it may import. `__init__` and `__main__` of the package may import everything."""
@@ -160,7 +103,7 @@ def room(module: str) -> str:
 
 
 def room_of(path: Path) -> str:
-    return room(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    return room(module_of(path))
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int]]:
@@ -176,7 +119,7 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
     return found
 
 
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[:2] != "__")
+FILES = [path for path in PATHS if path.parent != PACKAGE or path.stem[:2] != "__"]
 
 
 def test_a_room_imports_only_rooms_above_it() -> None:
@@ -184,11 +127,11 @@ def test_a_room_imports_only_rooms_above_it() -> None:
     wrong = []
     for path in FILES:
         own = room_of(path)
-        for name, line in imports(ast.parse(path.read_text())):
+        for name, line in imports(tree(path)):
             package, _, rest = name.partition(".")
             target = room(rest)
             if package == "zerodrift" and target in ROOMS and target not in {own, "faces", *ROOMS[own]}:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {own} must not import {target}")
+                wrong.append(f"{name_of(path)}:{line}: {own} must not import {target}")
     assert wrong == []
 
 
@@ -197,7 +140,7 @@ def test_other_rooms_names_come_from_their_faces() -> None:
     faces = {room_of(init.parent): homes_of(init.read_bytes()) for init in inits if init.exists()}
     used, wrong = defaultdict(set), []
     for path in [*FILES, PACKAGE / "__init__.py", PACKAGE / "__main__.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("zerodrift."):
                 continue
             _, _, module = str(node.module).partition(".")
@@ -206,9 +149,9 @@ def test_other_rooms_names_come_from_their_faces() -> None:
                 continue
             used[target] |= names
             if path.stem[:2] != "__" and (module != target or not names <= faces[target].keys()):
-                wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {sorted(names)} of {module}")
+                wrong.append(f"{name_of(path)}:{node.lineno}: {sorted(names)} of {module}")
     assert wrong == []
-    # for scripts: docs/late.md
+    # for scripts: docs/pipelines.md
     used["pipeline"] |= {"BatchResult", "Parts", "WeightQueue", "defer_weight_grads"}
     unused = {name: sorted(face.keys() - used[name]) for name, face in faces.items()}
     assert {name: names for name, names in unused.items() if names} == {}
@@ -217,7 +160,7 @@ def test_other_rooms_names_come_from_their_faces() -> None:
 def test_pure_rooms_do_not_import_torch_at_the_top() -> None:
     wrong = []
     for path in FILES:
-        top = ast.parse(path.read_text()).body if room_of(path) in TORCH_FREE else []
+        top = tree(path).body if room_of(path) in TORCH_FREE else []
         names = [
             name
             for node in top
@@ -225,7 +168,7 @@ def test_pure_rooms_do_not_import_torch_at_the_top() -> None:
             for name, _ in imports(node)
         ]
         heavy = [name for name in names if name.split(".")[0] in ("torch", "transformers")]
-        wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in heavy]
+        wrong += [f"{name_of(path)}: {name}" for name in heavy]
     assert wrong == []
 
 
@@ -250,9 +193,9 @@ def test_only_comm_calls_collectives() -> None:
     allowed = {f"comm/{name}.py" for name in ("collectives", "native", "pairs", "shared", "watch")}
     allowed.add("deepspeed/collectives.py")
     for path in FILES:
-        if path.relative_to(PACKAGE).as_posix() in allowed:
+        if name_of(path) in allowed:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr in calls:
                 assert not (isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")), (
                     path
@@ -263,12 +206,13 @@ def test_no_room_reads_the_environment_but_those_that_may() -> None:
     allowed = {
         *("comm/mesh.py", "comm/rendezvous.py", "cli/streams.py"),
         *("startup.py", "train/loop/launcher.py", "deepspeed/collectives.py", "deepspeed/runner.py"),
-        "engine/habits/microbatch_state.py",  # sets what cuBLAS reads
+        "engine/habits/determinism.py",  # sets what cuBLAS and flash-attention read
+        "versions.py",  # the first rank speaks for all
         "train/data/hub.py",  # looks where huggingface_hub does
     }
     for path in FILES:
-        name = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        name = name_of(path)
+        for node in ast.walk(tree(path)):
             reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
             assert not reads or name in allowed or name.startswith("kernels/"), (
                 f"{name} reads the environment"

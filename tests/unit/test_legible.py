@@ -41,7 +41,6 @@ ODD = (
     "\uff37\uff29\uff24\uff25" * 80,
     "wide \u6f22\u5b57 " * 700,
 )
-BLANK = " \u00a0"
 
 
 def is_legible(text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from zerodrift import ConfigError, MeshShape, load, resolve
 from zerodrift.policy.modes import from_flags
 
-PAGE = (Path(__file__).parents[2] / "docs" / "auto.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
 CELLS = r"^\| ((?:not )?\w+) \| ((?:not )?\w+) \| (\w+) \| "
 RULE = re.findall(CELLS, PAGE.partition("| reason |\n")[2].partition("\n\n")[0], re.MULTILINE)
 WRITTEN = {"true": True, "false": False, "auto": "auto"}

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     assert (reading.cut, reading.cut_tokens) == (2, lost)
     asked = {"prompt": "a question that fills the whole block by itself", "completion": "?"}
     rows = [asked, {"prompt": "q", "completion": "answer"}, {"messages": TALK[:1]}]
-    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32)).sets[0].counts
+    reading = made(tmp_path, data(jsonl(tmp_path / "b.jsonl", rows), block=32, format="chat")).sets[0].counts
     assert reading.reasons() == [
         "1 conversation cut at the end of a block, by 41 tokens in all",
         "1 conversation without a turn of the assistant to learn",

@@ -340,7 +340,8 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
     rules = [{"match": "*.router.weight", "pin": "fp32"}]
     message = (
         r"`precision\.rules\[0\]: .*`: must leave all parameters of a module one `compute` dtype; got weight "
-        r"fp32, bias bf16 in `layers\.0\.router` and 1 more\. Match them together: `layers\.\*\.router\.\*`"
+        r"fp32, bias bf16 in `layers\.0\.router` and 1 more\. Match them together: "
+        r'`\{match: "layers\.\*\.router\.\*", pin: fp32\}`\.'
     )
     with pytest.raises(ConfigError, match=message):
         plan(at(3, rules=rules), biased)

@@ -10,6 +10,7 @@ from torch import nn
 
 from zerodrift.api import make_plan
 from zerodrift.inspect.check.hidden_casts import computes, hidden
+from zerodrift.inspect.check.nondeterminism import nondeterministic
 from zerodrift.plan.table import Plan
 from zerodrift.plan.trace import Refusal, Trace, TracedOperation, TracedTensor
 from zerodrift.report.trace import dtypes, hidden_lines, operation_runs, trace_text, traced_modules
@@ -22,8 +23,8 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(12))
 
 
-def plan(mode: str = "bf16") -> Plan:
-    precision = {"mode": mode, "rules": [{"match": "router.weight", "pin": "fp32"}]}
+def plan(mode: str = "bf16", **keys: Any) -> Plan:
+    precision = {"mode": mode, "rules": [{"match": "router.weight", "pin": "fp32"}], **keys}
     return make_plan({"precision": precision, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, Net())
 
 
@@ -64,6 +65,42 @@ def found(
 
 def test_a_step_as_planned_has_no_findings() -> None:
     assert found([]) == []
+
+
+# --- not deterministic on CUDA ---------------------------------------------------------------------------
+
+WHOLE = [cast("3 int64", "4 fp32", line="moe.py:1"), op("histc", "4 fp32", "5 fp32")]
+
+
+@pytest.mark.parametrize(
+    ("operations", "says"),
+    [
+        ([op("grid_sampler_2d_backward", "1 fp32, 2 fp32", "3 fp32, 4 fp32", backward=True)], "`gather`"),
+        ([op("_adaptive_avg_pool2d_backward", "1 fp32", "3 fp32")], "refused by torch under"),
+        ([op("adaptive_max_pool3d_backward", "1 fp32", "3 fp32")], "which torch does not notice"),
+        ([op("histc", "1 fp32", "3 fp32")], "whole numbers"),
+        ([op("bincount", "1 int64, 2 fp32", "3 fp32")], "`index_add`"),
+        ([op("median", "1 fp32", "3 fp32, 4 int64")], "`kthvalue`"),
+        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 0, 4 fp32 0")], "flat"),
+        ([op("put_", "1 fp32, 2 int64, 3 fp32", "1 fp32")] * 3, "`index_put`"),
+        (WHOLE, ""),
+        ([op("bincount", "1 int64", "3 int64")], ""),
+        ([op("median", "1 fp32", "3 fp32 0")], ""),
+        ([op("nll_loss2d_forward", "1 fp32, 2 int64", "3 fp32 3, 4 fp32 0")], ""),
+        ([op("cumsum", "1 fp32", "3 fp32"), op("index_add_", "1 fp32", "1 fp32")], ""),
+        ([op("_scaled_dot_product_flash_attention_for_cpu_backward", "1 bf16", "3 bf16")], ""),
+    ],
+)
+def test_operations_without_the_same_bits_are_named_for_cuda_alone(
+    operations: list[TracedOperation], says: str
+) -> None:
+    trace, rank, tree = traced([*used(), *operations]), plan(), plan(reduce={"order": "tree"})
+    assert not list(nondeterministic(tree, trace, "cpu"))
+    assert not list(nondeterministic(rank, trace, "cuda"))
+    named = list(nondeterministic(tree, trace, "cuda"))
+    assert len(list(nondeterministic(rank, trace, "cuda", digest_every=5))) == len(named)
+    assert len(named) == bool(says)
+    assert not says or says in f"{named[0].what} {named[0].do}"
 
 
 # --- promotions ---------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def shard(
         handles += group.attach_after(backwards)
         for name, parameter in held.items():
             if spreads[name] is None:
-                placing.free_parameter(parameter)
+                placing.free_parameter(parameter, parameter.device)
     with raise_on_all_ranks(comm):
         buffers = placing.read_buffers(plan, comm, sources)
     placing.place_buffers(plan, model, comm, buffers)
@@ -172,7 +172,7 @@ def _set_values(
 ) -> None:
     """Give a parameter its values; a DTensor is replaced by another object."""
     if layout is None:
-        placing.free_parameter(parameter)
+        placing.free_parameter(parameter, values.device)
         parameter.data = values
         return
     register(places, nn.Parameter(layout.of(values), requires_grad=parameter.requires_grad))

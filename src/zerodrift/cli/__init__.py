@@ -19,7 +19,6 @@ from zerodrift.versions import __version__
 app = typer.Typer(
     name="zerodrift",
     add_completion=True,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
@@ -39,21 +38,37 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
+QUESTIONS = (
+    ("What is wrong with my run?", "zerodrift check -- torchrun train.py"),
+    ("What will my config do?", "zerodrift plan config.yaml --model X"),
+    ("Can I keep my DeepSpeed script?", "zerodrift run -- deepspeed train.py"),
+    ("How do I train a model?", "zerodrift train job.yaml"),
+    ("What does each dtype cost?", "zerodrift audit job.yaml"),
+    ("How do trainer and sampler differ?", "zerodrift drift config.yaml --model X"),
+    ("What does this error mean?", "zerodrift help NAME"),
+    ("What does this machine have?", "zerodrift doctor"),
+    ("Where do I begin?", "zerodrift examples --copy"),
+    ("What else is there?", "zerodrift --help"),
+)
+"""Question -> the command that answers it."""
+
+
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Sharded mixed-precision training in which every dtype is decided in one readable table.
 
-    \b
-    Start here:
-      zerodrift doctor
-      zerodrift examples --copy
-      zerodrift plan config.yaml --model path/to/model --world-size 8
-      zerodrift train job.yaml --dry-run
+    `zerodrift` alone lists questions and the commands that answer them; `zerodrift help NAME` explains an
+    error or a finding.
     """
+    if context.invoked_subcommand is None:
+        with streams.errors(debug=False):
+            lines = [f"  {question:35} {command}" for question, command in QUESTIONS]
+            streams.emit("\n".join([f"zerodrift {__version__}", "", *lines, ""]))
 
 
 for verb, line in (
@@ -76,3 +91,4 @@ for verb, line in (
     (machine.doctor, "Show what this machine has, what is slow on it, and why."),
 ):
     app.command(short_help=line)(verb)
+app.command("help", short_help="Explain an error or a finding by its name.")(machine.explain_name)

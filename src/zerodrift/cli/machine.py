@@ -1,4 +1,4 @@
-"""Start on a new machine: `examples`, `doctor`.
+"""Start on a new machine: `examples`, `doctor`, `help`.
 
 Invariant: no existing file is changed.
 """
@@ -6,13 +6,18 @@ Invariant: no existing file is changed.
 from __future__ import annotations
 
 import json as json_module
+import re
 import shutil
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from zerodrift.cli import options, streams
-from zerodrift.errors import ZerodriftError
+from zerodrift.errors import ZerodriftError, did_you_mean
 from zerodrift.legible import legible
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -59,6 +64,80 @@ def doctor(json: options.Json = False, debug: options.Debug = False) -> None:
             streams.emit(json_module.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         else:
             streams.emit(doctor_text(findings, **streams.layout()))
+
+
+def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: options.Debug = False) -> None:
+    """Explain an error or a finding by the name that is printed with it, without a network.
+
+    \b
+    Examples:
+      zerodrift help
+      zerodrift help unknown-key
+      zerodrift help plan
+    """
+    with streams.errors(debug):
+        topics, wanted = _topics(), name.strip("`").replace(" ", "-")
+        command = _command(context, wanted)
+        if command is not None:
+            streams.emit(command)
+        elif not wanted:
+            end = ["", "`zerodrift help NAME` explains one of them.", ""]
+            streams.emit("\n".join([*_listing(topics, streams.layout()["width"]), *end]))
+        elif wanted in topics:
+            streams.emit(_rendered(f"## {wanted}\n{topics[wanted]}"))
+        else:
+            todo = did_you_mean(wanted, topics) or "`zerodrift help` lists all names."
+            raise ZerodriftError(
+                "NAME", "must match an error, a finding or a command", got=repr(name), do=todo
+            )
+
+
+def _topics() -> dict[str, str]:
+    """Return the sections of docs/errors.md: name -> text."""
+    page = DOCS / "errors.md"
+    if not page.is_file():
+        must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
+        raise ZerodriftError(page, must, got="no such file", do=todo)
+    parts = re.split(r"^### (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    names, texts = parts[::2], (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in parts[1::2])
+    return {name.strip("`"): text.strip() + "\n" for name, text in zip(names, texts, strict=True)}
+
+
+def _command(context: typer.Context, name: str) -> str | None:
+    """Return the help of a command, or None if there is none of that name."""
+    above: Any = context.parent
+    command = above.command.get_command(above, name)
+    if command is None:
+        return None
+    made = command.make_context(f"zerodrift {name}", [], resilient_parsing=True)
+    return f"{command.get_help(made)}\n"
+
+
+def _listing(topics: Mapping[str, str], width: int) -> list[str]:
+    """Return each name with the first sentence of its section."""
+    lines, indent = [], " " * (2 + max(map(len, topics)))
+    for name, text in topics.items():
+        cause = " ".join(text.removeprefix("**Cause.** ").split()).replace("`", "")
+        first = f"{name:{len(indent)}}{re.split(r'[.:] ', cause)[0].rstrip('.')}"
+        lines += textwrap.wrap(first, width, subsequent_indent=indent)
+    return lines
+
+
+def _rendered(text: str) -> str:
+    """Return Markdown as it reads on this terminal."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    layout = streams.layout()
+    plain = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)  # a link within the pages
+    console = Console(
+        width=layout["width"],
+        force_terminal=layout["color"],
+        color_system="auto" if layout["color"] else None,
+    )
+    with console.capture() as captured:
+        console.print(Markdown(plain, hyperlinks=False))
+    return captured.get()
 
 
 def _files() -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -65,6 +65,10 @@ Inputs = Annotated[
         "FUNCTION",
         "For --trace and --simulate: package.module:function that returns the model's arguments.",
     ),
+]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None,
+    _option("--device", "DEVICE", "With --trace: cpu or cuda, if it is not the job's or this machine's."),
 ]
 Simulate = Annotated[
     str | None,
@@ -280,4 +284,8 @@ Chat = Annotated[bool, _flag("--chat", "Treat the prompt as the user's turn in a
 CopyExamples = Annotated[bool, _flag("--copy", "Copy the examples into FOLDER.")]
 ExamplesFolder = Annotated[
     Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)
+]
+HelpTopic = Annotated[
+    str,
+    _argument("[NAME]", "A kind of error, a finding or a command. Default: list them.", show_default=False),
 ]

@@ -37,6 +37,7 @@ def plan(
     html: options.Html = None,
     trace: options.Trace = False,
     inputs: options.Inputs = None,
+    device: options.Device = None,
     simulate: options.Simulate = None,
     sweep: options.Sweep = False,
     tokens: options.TokensOfSample = None,
@@ -49,25 +50,13 @@ def plan(
 
     \b
     Examples:
-      zerodrift plan ds_config.json --model path/to/model --world-size 64
-      zerodrift plan config.yaml --model path/to/model --rows '*.router.*'
-      zerodrift plan config.yaml --model path/to/model --html plan.html
-      zerodrift plan config.yaml --model path/to/model --trace
-      zerodrift plan config.yaml --model path/to/model --set precision.mode=bf16
-      zerodrift plan config.yaml --model path/to/model --world-size 64 \\
-        --simulate h100 --tokens 4096
       zerodrift plan job.yaml --world-size 8
+      zerodrift plan config.yaml --model path/to/model --html plan.html
+      zerodrift plan config.yaml --model X --simulate h100 --tokens 4096
 
-    --rows limits what is printed, as text or as JSON. The HTML page always shows the whole plan.
-
-    --trace runs one forward and backward without weights, in seconds, and prints the dtypes of every
-    operation in place of the plan. Values that are widened and rounded again, pins that the model's code
-    casts and operations that torch would refuse come first. They do not change the exit code. A model of
-    transformers is called with what its class takes; for any other, --inputs names a function that returns
-    a dict of arguments, a tuple or a tensor, unless its forward takes input_ids.
-
-    --simulate prints what a step would take on the machines of a YAML file, in the order of the engine: time,
-    what nothing hides, memory. --sweep ranks stages, wires, orders, replicas and recomputation.
+    --trace runs one forward and backward without weights, and prints the dtypes of every operation in
+    place of the plan; with --device cuda also those that are not deterministic there, where the plan asks
+    for the same bits. --simulate prints what a step would take. Pages: docs/plan.md, docs/simulate.md.
     """
     with streams.errors(debug):
         simulated = simulate is not None
@@ -75,6 +64,7 @@ def plan(
         for is_wrong, must in (
             (trace and rows is not None, "give --trace or --rows, not both"),
             (inputs and not trace and not simulated, "--inputs is for --trace and --simulate"),
+            (device and not trace, "--device is for --trace"),
             (
                 not simulated and (sweep or recompute or tokens is not None),
                 "--sweep, --tokens and --recompute are for --simulate",
@@ -94,7 +84,7 @@ def plan(
                 text = _simulation_text(source, simulate, sweep, tokens, recompute, inputs, json)
             else:
                 planned = source.plans(())
-                traced = _trace_text(planned, source.model, inputs, json) if trace else ""
+                traced = _trace_text(planned, source, inputs, device, json) if trace else ""
                 text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
                 text = traced or text
         streams.emit(text)
@@ -138,7 +128,7 @@ def support(
     \b
     Examples:
       zerodrift support
-      zerodrift support --markdown > docs/support.md
+      zerodrift support --markdown > support.md
     """
     with streams.errors(debug):
         from zerodrift.policy import states, table
@@ -166,6 +156,10 @@ class PlanSource:
     """Tokens of a sample. None for a config, which does not say it."""
     recompute: bool | None = None
     """True if a job recomputes activations. None for a config."""
+    device: str = "auto"
+    """`run.device` of a job."""
+    digest_every: int = 0
+    """`run.digest_every` of a job."""
 
 
 def _plan_source(
@@ -207,7 +201,10 @@ def _job_source(
     def of_job(more: Sequence[str]) -> Plan:
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
-    return PlanSource(of_job, job.model.source, job.data.block, job.model.activation_checkpointing)
+    of, run = job.model, job.run
+    return PlanSource(
+        of_job, of.source, job.data.block, of.activation_checkpointing, run.device, run.digest_every
+    )
 
 
 def is_job(source: str) -> bool:
@@ -249,15 +246,20 @@ def _plan_text(
     return terminal.rows_text(planned, list_rows(planned, chosen), **streams.layout())
 
 
-def _trace_text(planned: Plan, model: str, inputs: str | None, json: bool) -> str:
-    from zerodrift.inspect.check import hidden
+def _trace_text(planned: Plan, source: PlanSource, inputs: str | None, device: str | None, json: bool) -> str:
+    import torch
+
+    from zerodrift.inspect.check import hidden, nondeterministic
     from zerodrift.inspect.trace import trace
     from zerodrift.model import build_runnable, inputs_for
     from zerodrift.report import as_json, trace_text
 
-    module = build_runnable(model)
+    module = build_runnable(source.model)
     seen = trace(planned, module, inputs_for(module, inputs))
     found = hidden(planned, seen)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or (here if source.device == "auto" else source.device)
+    found = [*nondeterministic(planned, seen, device, source.digest_every), *found]
     if json:
         return as_json.trace_json(planned, seen, found)
     return trace_text(planned, seen, found, color=streams.color())

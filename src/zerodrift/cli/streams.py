@@ -34,16 +34,20 @@ def errors(debug: bool) -> Iterator[None]:
     except ZerodriftError as error:
         if debug:
             traceback.print_exc()
-        print(f"zerodrift: error: {error}", file=sys.stderr)
+        _print_refusal(error)
         raise typer.Exit(USAGE) from None
     except OSError as error:
         refused = refused_by_system(error)
         if refused is None or debug:
             raise
-        print(f"zerodrift: error: {refused}", file=sys.stderr)
+        _print_refusal(refused)
         raise typer.Exit(USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _print_refusal(error: ZerodriftError) -> None:
+    print(f"zerodrift: error: {error}\n{error.see()}", file=sys.stderr)
 
 
 def color() -> bool:

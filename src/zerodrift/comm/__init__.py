@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.comm.call_stack import is_the_users
     from zerodrift.comm.collectives import Collectives, DIRECT, HALVING, Handle, Recorded
     from zerodrift.comm.fold import Sum, carries, leftovers
-    from zerodrift.comm.mesh import AxisName, Mesh, leave_slowly, start, started
+    from zerodrift.comm.mesh import AxisName, Mesh, leave_slowly, start, started, usable_accelerator
     from zerodrift.comm.shared import can_share
     from zerodrift.comm.shared_errors import Alarm, raise_on_all_ranks
 

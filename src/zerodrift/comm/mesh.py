@@ -185,6 +185,12 @@ def start(
     return Mesh(shape, place, axes, tuple(created), shared)
 
 
+def usable_accelerator() -> torch.device | None:
+    """Return the accelerator that this torch has, if there is one on this machine and it has streams."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and hasattr(torch.get_device_module(found), "Stream") else None
+
+
 def leave_slowly() -> None:
     """Let the interpreter's exit wait a moment for gloo's threads. Call it where a process group is started.
 
@@ -245,7 +251,8 @@ def _local_rank(rank: int) -> int:
 
 def _device(process: _Process, asked: torch.device | str | None) -> torch.device:
     if asked is None:
-        asked = "cuda" if torch.cuda.is_available() and _carries(process, "cuda") else "cpu"
+        found = usable_accelerator()
+        asked = found if found is not None and _carries(process, found.type) else "cpu"
     device = torch.device(asked)
     if device.type == "cpu":
         return device
@@ -296,7 +303,7 @@ def _world_group(process: _Process, device: torch.device, timeout: float) -> dis
             rank=process.rank,
             world_size=process.world,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if device.type == "cpu" else device,
         )
     except RuntimeError as error:
         must = f"all {process.world} ranks must join within {timeout:g} s"

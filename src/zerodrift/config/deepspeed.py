@@ -1,10 +1,10 @@
 """The table of DeepSpeed's keys: what each one becomes here. `tree` acts on it, and the docs print it.
 
-Every key that DeepSpeed 0.19.6 reads has one of three fates. *Used*: the key decides something, named by our
-column or decision; its type is in `schema.py`. *Ignored*: the key tunes machinery that is not here, so the
-same model is trained without it; the entry names what decides instead. *Refused*: dropping the key would
-train, place or save something other than the config says. A refused key is accepted at its harmless values,
-which ask for nothing.
+Every key that DeepSpeed 0.19.6 reads, and every key that came until 0.19.8, has one of three fates. *Used*:
+the key decides something, named by our column or decision; its type is in `schema.py`. *Ignored*: the key
+tunes machinery that is not here, so the same model is trained without it; the entry names what decides
+instead. *Refused*: dropping the key would train, place or save something other than the config says. A
+refused key is accepted at its harmless values, which ask for nothing.
 
 A key may end in `.*`, for a block whose keys share one fate; an exact entry goes before it. Keys that share a
 fate and a text stand in one row, separated by spaces. `off` lists the harmless values of a refused key, false
@@ -68,13 +68,13 @@ ignored dataloader_drop_last: the caller makes the loaders: pass `drop_last` to 
 used steps_per_print: the interval of the printed line; 0 or infinity is never
 
 # Precision
-used bf16.enabled: `precision.mode`, by the rule of [auto.md](auto.md)
+used bf16.enabled: `precision.mode`, by the rule of [`auto`](config.md#what-auto-means)
 alias bfloat16: bf16
 used bf16.bf16_master_weights_and_grads: `master: same` and `accumulate: bf16`
 used bf16.bf16_optimizer_states: `state: bf16-stochastic`
 used bf16.check_grad_overflow: skip a step with a non-finite gradient, or raise; at every stage
 ignored bf16.immediate_grad_update: gradients are always added in place
-used fp16.enabled: `precision.mode`, by the rule of [auto.md](auto.md)
+used fp16.enabled: `precision.mode`, by the rule of [`auto`](config.md#what-auto-means)
 used fp16.auto_cast: the model's floating inputs are always cast to `compute`
 used fp16.loss_scale: the loss scale, static; also for fp16 autocast
 used fp16.initial_scale_power: the loss scale, dynamic: where it starts
@@ -91,6 +91,8 @@ used gradient_accumulation_dtype: `accumulate`, at every stage. DeepSpeed drops 
 used data_types.grad_accum_dtype: `accumulate`, at every stage
 used data_types.param_dtype: a check: it must agree with the mode
 used data_types.buffer_dtype: `precision.buffers`
+ignored data_types.keep_in_fp32_modules: `zero.Init` rounds nothing, so buffers keep the dtype in which the
+    model made them, unless `data_types.buffer_dtype` casts all
 used communication_data_type: the wire dtype of `reduce`, for every parameter that is not pinned
 ignored seq_parallel_communication_data_type: there is no sequence parallelism here;
     `communication_data_type` is for the data axis
@@ -116,6 +118,8 @@ ignored use_multi_rank_bucket_allreduce: every stage runs the same reduction, on
 ignored allgather_partitions: updated shards always come back in one gather
 ignored allgather_bucket_size: parameters are gathered and reduced in units: `sharding.units`
 ignored overlap_comm: the engine overlaps wherever the backend can
+ignored parameter_alignment: parameters always start on a multiple of 256 elements
+ignored compute_grad_norm: the norm of a step is always computed
 ignored round_robin_gradients: ranks own equal contiguous slices of a segment
 ignored sub_group_size: the optimizer updates segment by segment
 refused legacy_stage1: there is one implementation of every stage
@@ -274,6 +278,7 @@ refused compile.deepcompile: the engine's hooks are not compiled into the graph
     instead: Call `torch.compile` on the model's blocks.
 ignored compile.*: DeepCompile is off, or refused by `compile.deepcompile`
 ignored graph_harvesting: no graphs are captured and replayed
+ignored disable_python_gc: when Python collects garbage is the script's: `gc.disable()`
 
 # What is measured and printed
 ignored activation_checkpointing.*: activation checkpointing is the model's own: `torch.utils.checkpoint`,

@@ -188,7 +188,7 @@ class Precision(ColumnKeys):
     """Every precision decision. One key per column sets the default; `rules` refine it by name or class."""
 
     mode: Mode | None = None
-    """The recipe that the columns start from; `auto` follows the stated rule of `docs/auto.md`."""
+    """The recipe that the columns start from; `auto` follows the stated rule of `docs/config.md`."""
     buffers: Buffers | Literal["keep"] | None = None
     """Floating buffers: `keep` them as they are, or cast them. Same as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None

@@ -304,20 +304,60 @@ def model_state(engine: Engine, prefix: str, without_frozen: bool, everywhere: b
         for row, value in zip(rows, whole_values(engine, rows, keep), strict=True):
             if value is not None:
                 values |= dict.fromkeys(row.names, value if everywhere else value.cpu())
+    with native(engine.executor).guard.names_only():
+        state = engine.module.state_dict()
+    if not _parameter_names(engine, without_frozen) <= state.keys():
+        if everywhere or not any(segment.sharded for segment in native(engine.executor).segments):
+            with engine.gathered():
+                return _by_memory(engine.module, values, prefix, everywhere) if keep else {}
+        state = _by_modules(engine.module)
     if not keep:
         return {}
     whole: dict[str, Any] = {}
-    with native(engine.executor).guard.names_only():
-        state = engine.module.state_dict()
     for name, value in state.items():
         if name in values:
             whole[prefix + name] = values[name]
         elif engine.plan.row(name) is None:  # a buffer
-            if isinstance(value, torch.Tensor):
-                value = value.detach().clone()
-                value = value if everywhere else value.cpu()
-            whole[prefix + name] = value
+            whole[prefix + name] = _copy(value, everywhere)
     return whole
+
+
+def _parameter_names(engine: Engine, without_frozen: bool) -> set[str]:
+    """Return all names of parameters, tied ones too."""
+    rows = [row for row in engine.plan.rows if row.trained or not without_frozen]
+    return {name for row in rows for name in row.names}
+
+
+def _by_modules(module: nn.Module) -> dict[str, Any]:
+    """Return parameters and persistent buffers by the paths of their modules, in the order of a state dict.
+    DeepSpeed saves a model whose own `state_dict` renames its parameters, or leaves some out, in this way."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        buffers = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
+        found |= {
+            start + n: value for n, value in {**part._parameters, **buffers}.items() if value is not None
+        }
+    return found
+
+
+def _by_memory(module: nn.Module, values: dict[str, Any], prefix: str, everywhere: bool) -> dict[str, Any]:
+    """Return the state dict that the module itself makes, with `values` in place of the parameters, which are
+    gathered and found by their addresses."""
+    places = {(p.data_ptr(), p.shape): name for name, p in module.named_parameters(remove_duplicate=False)}
+    whole: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        held = places.get((value.data_ptr(), value.shape)) if isinstance(value, torch.Tensor) else None
+        if held is None or held in values:  # else it is frozen, and left out
+            whole[prefix + name] = _copy(value, everywhere) if held is None else values[held]
+    return whole
+
+
+def _copy(value: Any, everywhere: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.detach().clone()
+    return copy if everywhere else copy.cpu()
 
 
 def write_state(state: dict[str, Any], path: Path, safe: bool) -> None:

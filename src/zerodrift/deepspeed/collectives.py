@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerodrift.comm import leave_slowly
+from zerodrift.comm import leave_slowly, usable_accelerator
 from zerodrift.deepspeed.functions import logger
 from zerodrift.errors import MeshError, RankError, first_line
 
@@ -58,7 +58,8 @@ def init_distributed(
     if auto_mpi_discovery and init_method is None:
         _translate(distributed_port)
     leave_slowly()
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = usable_accelerator() or torch.device("cpu")
+    backend = dist_backend or dist.get_default_backend_for_device(device)
     try:
         if init_method is not None or "RANK" in os.environ or rank >= 0:
             dist.init_process_group(

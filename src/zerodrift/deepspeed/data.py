@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zerodrift.comm import usable_accelerator
 from zerodrift.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ class DeepSpeedDataLoader:
             sampler=sampler,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory and usable_accelerator() is not None,
         )
         self._batches: Iterator[Any] | None = None
 

@@ -1,6 +1,7 @@
-"""`deepspeed.accelerator`: CUDA or the CPU as one object.
+"""`deepspeed.accelerator`: an accelerator or the CPU as one object.
 
-Any name that is not in the tables below is looked up in `torch.cuda` or `torch.cpu`.
+Any name that is not in the tables below is looked up in `torch.cuda`, `torch.cpu`, or the module
+of another accelerator.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerodrift.comm import usable_accelerator
 from zerodrift.deepspeed.modules import NotHereError, absent
 
 ON_CPU: Mapping[str, Any] = {
@@ -26,7 +28,7 @@ ON_CPU: Mapping[str, Any] = {
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0
     ),
 }
-"""Functions of `torch.cuda` -> what they do or return on a CPU."""
+"""Functions of an accelerator's module -> what they do or return on a CPU."""
 
 CONSTANT: Mapping[str, Any] = {
     "is_available": True,
@@ -40,20 +42,21 @@ CONSTANT: Mapping[str, Any] = {
 
 
 class Accelerator:
-    """CUDA if available, else the CPU."""
+    """The accelerator of this torch if there is one, else the CPU."""
 
     def __init__(self) -> None:
-        self._cuda = torch.cuda.is_available()
-        self._name = "cuda" if self._cuda else "cpu"
+        self._name = (usable_accelerator() or torch.device("cpu")).type
+        self._is_cpu = self._name == "cpu"
+        self._module: Any = torch.get_device_module(self._name)
 
     def __getattr__(self, name: str) -> Any:
         if name in CONSTANT:
             return lambda: CONSTANT[name]
         if name in ON_CPU:
-            return functools.partial(self._call, getattr(torch.cuda, name) if self._cuda else ON_CPU[name])
-        module = getattr(torch, self._name)
-        if not name.startswith("__") and hasattr(module, name):
-            return getattr(module, name)
+            do = ON_CPU[name] if self._is_cpu else getattr(self._module, name)
+            return functools.partial(self._call, do)
+        if not name.startswith("__") and hasattr(self._module, name):
+            return getattr(self._module, name)
         raise absent(f"get_accelerator().{name}", f"Use `torch.{self._name}`.")
 
     @staticmethod
@@ -63,31 +66,31 @@ class Accelerator:
         return do(*given) if callable(do) else do
 
     def device_name(self, device_index: int | None = None) -> str:
-        return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
+        return self._name if device_index is None or self._is_cpu else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        return torch.cuda.device(device_index) if self._cuda else torch.device("cpu")
+        return torch.device("cpu") if self._is_cpu else self._module.device(device_index)
 
     def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
+        return "cpu" if self._is_cpu else f"{self._name}:{self._module.current_device()}"
 
     def is_synchronized_device(self) -> bool:
-        return not self._cuda
+        return self._is_cpu
 
     def total_memory(self, device_index: int | None = None) -> int:
-        if not self._cuda:
+        if self._is_cpu:
             must = "must be asked of a GPU"
             raise NotHereError("get_accelerator().total_memory", must, got="a CPU", do="Use `psutil`.")
-        return torch.cuda.get_device_properties(device_index or 0).total_memory
+        return torch.accelerator.get_memory_info(device_index or 0)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return self.total_memory(device_index) - torch.cuda.memory_allocated(device_index)
+        return self.total_memory(device_index) - torch.accelerator.memory_allocated(device_index)
 
     def communication_backend_name(self) -> str:
-        return "nccl" if self._cuda else "gloo"
+        return torch.distributed.get_default_backend_for_device(self._name)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor.pin_memory() if self._cuda else tensor
+        return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
@@ -96,10 +99,10 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_push(msg) if self._cuda else None
+        return torch.cuda.nvtx.range_push(msg) if self._name == "cuda" else None
 
     def range_pop(self, domain: str | None = None) -> Any:
-        return torch.cuda.nvtx.range_pop() if self._cuda else None
+        return torch.cuda.nvtx.range_pop() if self._name == "cuda" else None
 
 
 def get_accelerator() -> Accelerator:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerodrift.alias import run_settings
 from zerodrift.deepspeed.checkpoints import CheckpointedEngine, attach_loading
@@ -24,12 +25,13 @@ from zerodrift.deepspeed.collectives import get_world_group, local_rank
 from zerodrift.deepspeed.config import MANAGED
 from zerodrift.deepspeed.curves import DeepSpeedMonitorConfig, MonitorMaster
 from zerodrift.deepspeed.data import DeepSpeedDataLoader
+from zerodrift.deepspeed.functions import logger, mark_configured_leaves
 from zerodrift.deepspeed.getters import GETTERS, wire_dtype
 from zerodrift.deepspeed.modules import MisuseError, absent, unknown
 from zerodrift.deepspeed.names import ENGINE_ABSENT
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zerodrift.deepspeed.parameter_shards import forget_shards, keep_shards
-from zerodrift.deepspeed.parameters import mark_parameters, unmark
+from zerodrift.deepspeed.parameters import engine_parameter, mark_parameters, unmark_parameters
 from zerodrift.engine import Engine, native
 from zerodrift.errors import PrecisionError, Problem, UnsupportedError
 from zerodrift.inspect.check import compare
@@ -79,6 +81,8 @@ class DeepSpeedEngine(CheckpointedEngine):
             self.optimizer = ParameterOffload(engine.module)
         self._first_step = FirstStep(engine) if run_settings() is not None and trains else None
         forget_shards(self.module)
+        if stage:
+            mark_configured_leaves(self.module, (written.get("zero_optimization") or {}).get("leaf_module"))
         mark_parameters(engine)
         if stage == 0:
             native(engine.executor).gradients.exposure_scale = engine.progress.unscale_of
@@ -337,16 +341,31 @@ class DeepSpeedEngine(CheckpointedEngine):
             return
         if self._first_step is not None:
             self._first_step.leave()
-        attach_shards = keep_shards(self._engine)
-        self._engine.destroy()
         self._checkpoints = None
-        for parameter in self.module.parameters():
-            unmark(parameter)
-        attach_shards()
+        end_engine(self._engine)
 
 
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
+
+
+def end_engine(engine: Engine) -> None:
+    """Destroy an engine. Its parameters stay as they are, sharded at stage 3."""
+    attach_shards = keep_shards(engine)
+    engine.destroy()
+    unmark_parameters(engine.module)
+    attach_shards()
+
+
+def end_engines_of(model: nn.Module) -> None:
+    """Destroy engines that still run all of their parameters in this model, because another will run them.
+    Lightning sets a model up for each of `fit`, `validate` and `test`, and destroys no engine."""
+    found = [place.engine() for place in map(engine_parameter, model.parameters()) if place is not None]
+    here = {id(parameter) for parameter in model.parameters()}
+    for engine in {id(engine): engine for engine in found if engine is not None}.values():
+        if not engine.progress.closed and here.issuperset(map(id, engine.module.parameters())):
+            logger.warning("an engine that ran this model was destroyed, because `initialize` got it again")
+            end_engine(engine)
 
 
 def _require_loss(loss: Any) -> None:

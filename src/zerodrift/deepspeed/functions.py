@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from zerodrift.comm import usable_accelerator
 from zerodrift.versions import numbers
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -45,8 +46,9 @@ def warning_once(message: str) -> None:
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the GPU memory of this process if `force` is set and there is a GPU."""
-    if force and torch.cuda.is_available():
-        now, most = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    if force and usable_accelerator() is not None:
+        sizes = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
+        now, most = (count / 2**30 for count in sizes)
         logger.info("%s: %.2f GiB allocated, %.2f GiB at most", message, now, most)
 
 
@@ -178,12 +180,67 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
     return bool(param_group.get("moe", False))
 
 
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178956971
+) -> list[dict[str, Any]]:
+    """Return the groups: none has parameters of DeepSpeed's expert layers, which would get their own."""
+    if not isinstance(param_groups, (dict, list, tuple)):
+        raise ValueError(f"Unknown param group type of {type(param_groups)}")
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Return the groups, or one group of the parameters."""
+    if not isinstance(model_parameters, list):
+        raise AssertionError("model_parameters must be a list")
+    if model_parameters and isinstance(model_parameters[0], dict):
+        return model_parameters
+    return [{"params": model_parameters, "name": "dense-params"}]
+
+
+def split_params_into_shared_and_expert_params(
+    params: Sequence[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return all parameters as shared ones."""
+    return list(params), []
+
+
+LEAF_MODULE = "ds_z3_leaf_module"
+"""The attribute of a parameter at stage 3 whose module is marked."""
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{family}.modeling_{family}.{block}"
+    for family, block in (
+        ("mixtral", "MixtralSparseMoeBlock"),
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock"),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    )
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+def mark_configured_leaves(model: nn.Module, block: Mapping[str, Any] | None) -> None:
+    """Mark the modules that `zero_optimization.leaf_module` names, or else DeepSpeed's own choice of them."""
+    given = {
+        key: [value] if isinstance(value, str) else list(value or ())
+        for key, value in (block if isinstance(block, Mapping) else {}).items()
+    }
+    classes, names, ends = (given.get(key, []) for key in ("classes", "names", "name_suffixes"))
+    kinds = given.get("classes", DEFAULT_LEAF_MODULE_CLASSES)
+    found = set_z3_leaf_modules(model, kinds, raise_if_not_found=False)
+    named, no_names = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    ended, no_ends = set_z3_leaf_modules_by_suffix(model, ends, raise_if_not_found=False)
+    missing = [*no_names, *no_ends] if found or named or ended else [*classes, *names, *ends]
+    if missing:
+        logger.warning("`zero_optimization.leaf_module` names what is not in the model: %s", missing)
+
+
 def z3_leaf_module(model: nn.Module) -> bool:
     return bool(model.__dict__.get("_z3_leaf", False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    return hasattr(model, "ds_z3_leaf_module")
+    return hasattr(model, LEAF_MODULE)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:

@@ -22,7 +22,7 @@ from zerodrift.config import Config, load
 from zerodrift.deepspeed.collectives import PORT, init_distributed, local_rank
 from zerodrift.deepspeed.config import MANAGED, with_additions, written_config
 from zerodrift.deepspeed.curves import MONITORS, MonitorMaster, get_monitor_config
-from zerodrift.deepspeed.engine import DeepSpeedEngine
+from zerodrift.deepspeed.engine import DeepSpeedEngine, end_engines_of
 from zerodrift.deepspeed.modules import RefusedConfigError
 from zerodrift.deepspeed.optimizer import DeepSpeedOptimizer
 from zerodrift.deepspeed.optimizers import OVER_PARAMETERS
@@ -74,6 +74,7 @@ def initialize(  # DeepSpeed's thirteen parameters
             has_optimizer = built is not None or loaded.optimizer is not None
             schedule = schedule if has_optimizer else None
             quiet = run_settings() is None
+            end_engines_of(model)
             engine = make_engine(model, built, loaded, schedule=schedule, quiet=quiet)
         with raise_on_all_ranks(engine.comm):
             monitor = MonitorMaster(curves)

@@ -48,11 +48,14 @@ PRESENT: Mapping[str, str] = {
     "functions": """
         checkpoint.utils: clone_tensors_for_torch_save
         moe
-        moe.utils: has_moe_layers is_moe_param is_moe_param_group
+        moe.utils: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+            split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params
         runtime.activation_checkpointing
         runtime.activation_checkpointing.checkpointing: checkpoint configure is_configured
             non_reentrant_checkpoint reset
         runtime.utils: move_to_device see_memory_usage
+        runtime.zero.leaf_module_config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
+            DEFAULT_LEAF_MODULE_NAME_SUFFIXES
         runtime.zero.partition_parameters: _orig_torch_arange zero_wrapper_for_fp_tensor_constructor
         runtime.zero.stage3: estimate_zero3_model_states_mem_needs
             estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
@@ -88,7 +91,7 @@ PRESENT: Mapping[str, str] = {
             FPQuantizerBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder TransformerBuilder
             StochasticTransformerBuilder InferenceBuilder InferenceCoreBuilder RaggedOpsBuilder
             EvoformerAttnBuilder
-        git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED
+        git_version_info: compatible_ops=COMPATIBLE installed_ops=INSTALLED torch_info=TORCH_INFO
     """,
     "parameters": """
         runtime.torch_autocast: PARAM_COMM_DTYPE_ATTR_NAME get_all_comm_dtypes get_comm_dtype
@@ -100,6 +103,8 @@ PRESENT: Mapping[str, str] = {
             safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
             safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
             safe_update_full_grad_vectorized
+    """,
+    "parameter_attributes": """
         zero runtime.zero runtime.zero.partition_parameters: ZeroParamStatus ZeroParamType
     """,
     "runner": """
@@ -170,8 +175,7 @@ ABSENT: Mapping[str, str] = {
     """,
     "A mixture of experts in plain modules is sharded like any other part of the model.": """
         moe.experts moe.layer moe.mappings moe.sharded_moe
-        moe.utils: split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups
-            split_params_into_shared_and_expert_params split_params_grads_into_shared_and_expert_params
+        moe.utils: split_params_grads_into_shared_and_expert_params
     """,
     "Use a plain module with `zero_optimization.stage: 3`.": """
         pipe runtime.pipe runtime.pipe.engine runtime.pipe.module runtime.pipe.schedule runtime.pipe.topology

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import groups, put_groups, put_scale
+from zerodrift.deepspeed.functions import LEAF_MODULE, z3_leaf_parameter
 from zerodrift.deepspeed.modules import absent
 from zerodrift.deepspeed.parameters import engine_gone
 from zerodrift.dtypes import DType
@@ -131,7 +132,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        """The optimizer's state; none after its engine, which Lightning asks for when it tears down."""
+        return {} if self._engine() is None else self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -145,6 +147,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DeepSpeedOptimizer({self.optimizer})"
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is marked as a leaf. Stage 3 only."""
+        if self.stage != 3:
+            raise AttributeError("leaf_parameters")
+        found: dict[nn.Module, list[nn.Parameter]] = {}
+        for parameter in self._running().module.parameters():
+            if z3_leaf_parameter(parameter):
+                found.setdefault(getattr(parameter, LEAF_MODULE), []).append(parameter)
+        return found
 
     # --- the loss scale ---------------------------------------------------------------------------------
 

@@ -171,3 +171,6 @@ for _pair in f"{NEEDLESS} {OTHERS}".split():
     ALL_OPS[_op] = globals()[f"{_kind}Builder"] = type(f"{_kind}Builder", (OpBuilder,), _members)
 COMPATIBLE = {name: kind.needless for name, kind in ALL_OPS.items()}
 INSTALLED = dict.fromkeys(ALL_OPS, False)
+_NUMBERS = ("version", "cuda_version", "hip_version", "nccl_version")
+TORCH_INFO = {**dict.fromkeys(_NUMBERS, "0.0"), "bf16_support": False}
+"""The torch that operations were compiled with: none."""

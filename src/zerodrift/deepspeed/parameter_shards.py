@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerodrift.deepspeed import collectives as comm
-from zerodrift.deepspeed.parameters import mark, unmark
+from zerodrift.deepspeed.parameter_attributes import mark, show_shard
+from zerodrift.deepspeed.parameters import unmark_parameters
 from zerodrift.engine import (
     ELSEWHERE,
     STAYS,
@@ -132,10 +133,17 @@ class ParameterShard:
         """Replace the parameter's values by a placeholder."""
         self.placeholder = _placeholder(self.flat.dtype, self.flat.device)
         self.casts = {}
-        self.absent.cast = staticmethod(self.cast)
+        self.absent.cast, self.absent.whole = staticmethod(self.cast), staticmethod(self.values_of)
         mark_gathered([parameter])
         parameter.data = self.placeholder.expand(self.shape)
         mark_absent([parameter], [self.absent])
+        self._show(parameter)
+
+    def _show(self, parameter: nn.Parameter) -> None:
+        """Let `ds_tensor` be this rank's part, without its padding."""
+        left = math.prod(self.shape) - dist.get_rank() * self.flat.numel()
+        padded = self.spans is None and left < self.flat.numel()
+        show_shard(parameter, self.flat[: max(left, 0)] if padded else self.flat)
 
     def take_back(self) -> None:
         """Shard a lent parameter again. Rank 0's values are kept. Collective."""
@@ -167,6 +175,7 @@ class ParameterShard:
         if cast is None or place != cast.data_ptr():
             return False
         self.flat, self.placeholder, self.casts = self.flat.to(cast.dtype), cast, {}
+        self._show(parameter)
         return True
 
 
@@ -246,7 +255,7 @@ def forget_shards(model: nn.Module) -> None:
     for parameter in model.parameters():
         if shard_of(parameter) is not None:
             delattr(parameter, SHARD)
-        unmark(parameter)
+    unmark_parameters(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _require_gathered]:

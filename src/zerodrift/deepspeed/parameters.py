@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zerodrift.deepspeed.functions import LEAF_MODULE, get_z3_leaf_modules
+from zerodrift.deepspeed.parameter_attributes import mark, show_shard, unmark
 from zerodrift.engine import (
     STAYS,
     AbsentParameter,
@@ -43,8 +45,6 @@ ENGINE_PARAMETER = "_zerodrift_owner"
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 ZERO_OPTIMIZATION = "zero_optimization"
 
-DS_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_param_type", "ds_active_sub_modules")
-
 GATHER = (
     "Do so inside `zero.GatheredParameters`, with a `modifier_rank` to change it, or in a forward of its "
     "module. `engine.module_state_dict()` and `accelerator.get_state_dict(model)` are whole."
@@ -53,8 +53,6 @@ GATHER = (
 
 # --- enums of DeepSpeed, with its values ------------------------------------------------------------------
 
-ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
-ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
 ZeroStageEnum = enum.Enum(
     "ZeroStageEnum",
     {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
@@ -91,9 +89,9 @@ class EngineParameter:
 
 def engine_gone(name: str) -> UnsupportedError:
     """Return the error for an object that is used after its engine is gone."""
-    return UnsupportedError(
-        name, "must be used while its engine exists", got="one that is gone", do="Keep the engine."
-    )
+    must, got = "must be used while its engine exists", "one that is gone"
+    do = "Keep the engine. Lightning makes another one for `validate` and `test`: save before those."
+    return UnsupportedError(name, must, got=got, do=do)
 
 
 def engine_parameter(parameter: torch.Tensor) -> EngineParameter | None:
@@ -126,12 +124,17 @@ def mark_parameters(engine: Engine) -> None:
             wire = update.reduce.wire.torch
             if wire is policy.mode.dtype.torch:
                 setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, wire)
+        segment = segments[row.segment]
         if policy.sharding.stage == 3:
-            mark(parameter, number)
-        if segments[row.segment].sharded:
+            mark(parameter, number, engine.mesh.group(segment.axis))
+            show_shard(parameter, segment.storage[_span(segment.storage, segment, row)])
+        if segment.sharded:
             if isinstance(parameter, AbsentParameter):
                 type(parameter).advice = GATHER
             setattr(parameter, STAYS, True)  # DeepSpeed's shards stay where they are, too
+    for module in get_z3_leaf_modules(engine.module) if policy.sharding.stage == 3 else ():
+        for parameter in module.parameters():
+            vars(parameter).setdefault(LEAF_MODULE, module)  # the outermost
     native(engine.executor).guard.allow_absent_values()  # Lightning takes a state dict, and drops it
     if any(segment.sharded for segment in segments):
         for module in engine.module.modules():
@@ -139,20 +142,13 @@ def mark_parameters(engine: Engine) -> None:
             module.ds_external_parameters = {}.items  # type: ignore[assignment]
 
 
-def mark(parameter: nn.Parameter, number: int) -> None:
-    """Set the attributes that DeepSpeed sets at stage 3, on parameters that are whole here too. The status is
-    AVAILABLE only inside `GatheredParameters`."""
-    status, kind, modules = ZeroParamStatus.NOT_AVAILABLE, ZeroParamType.PARTITIONED, set[nn.Module]()
-    values = number, parameter.shape, parameter.numel(), status, kind, modules
-    for name, value in zip(DS_ATTRIBUTES, values, strict=True):
-        setattr(parameter, name, value)
-
-
-def unmark(parameter: nn.Parameter) -> None:
-    """Remove the attributes of `mark` and `mark_parameters`."""
-    for name in (*DS_ATTRIBUTES, PARAM_COMM_DTYPE_ATTR_NAME, STAYS, ENGINE_PARAMETER):
-        if hasattr(parameter, name):
-            delattr(parameter, name)
+def unmark_parameters(module: nn.Module) -> None:
+    """Remove the attributes of `mark_parameters`."""
+    for parameter in module.parameters():
+        unmark(parameter)
+        for name in (PARAM_COMM_DTYPE_ATTR_NAME, STAYS, ENGINE_PARAMETER, LEAF_MODULE):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
 
 
 # --- whole values -----------------------------------------------------------------------------------------

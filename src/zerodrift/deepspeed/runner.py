@@ -75,7 +75,9 @@ def main(args: Sequence[str] | None = None) -> None:
     environment = dict(os.environ)
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    count = given.num_gpus if given.num_gpus > 0 else len(devices or ()) or torch.cuda.device_count() or 1
+    count = (
+        given.num_gpus if given.num_gpus > 0 else len(devices or ()) or torch.accelerator.device_count() or 1
+    )
     code = subprocess.call(command(given, count), env=environment)
     if code:
         sys.exit(code if code > 0 else 128 - code)

@@ -33,8 +33,9 @@ from torch.nn.modules import module as registration
 
 from zerodrift.deepspeed import collectives as comm
 from zerodrift.deepspeed.functions import register_external_parameter
+from zerodrift.deepspeed.parameter_attributes import ZeroParamStatus
 from zerodrift.deepspeed.parameter_shards import ParameterShard, guard, shard_of, shard_parameter
-from zerodrift.deepspeed.parameters import ZeroParamStatus, engine_parameter
+from zerodrift.deepspeed.parameters import engine_parameter
 from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, Problems, UnsupportedError
 

@@ -19,7 +19,7 @@ import torch
 
 from zerodrift.comm import Collectives
 from zerodrift.dtypes import BLOCK
-from zerodrift.engine.habits.microbatch_state import workspace
+from zerodrift.engine.habits.determinism import cuda_switches
 from zerodrift.engine.shards import SegmentShard, Span
 from zerodrift.errors import RankError
 from zerodrift.kernels import block_digests, native
@@ -146,9 +146,10 @@ def computed_by(device: torch.device) -> dict[str, Any]:
         "processor": native.processor().partition("\n")[0].partition(":")[2].strip() or native.processor(),
         "kernels": "compiled" if compiled else "plain",
     }
+    if device.type != "cpu":
+        found["device"] = torch.get_device_module(device).get_device_name(device)
     if device.type == "cuda":
-        name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
-        found |= {"device": name, "cuda": cuda, "workspace": workspace()}
+        found |= {"cuda": str(torch.version.cuda), **cuda_switches()}
     return found
 
 

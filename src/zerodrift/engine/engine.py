@@ -23,14 +23,12 @@ from torch import nn
 from zerodrift.comm import Collectives, Mesh, raise_on_all_ranks
 from zerodrift.engine.digest import Digest, gradient_digest, state_digest
 from zerodrift.engine.executor import BatchResult, Executor, LossOf, SequentialRunner
-from zerodrift.engine.habits.microbatch_state import (
-    MicrobatchState,
-    need_determinism,
+from zerodrift.engine.habits.determinism import (
+    Determinism,
     nondeterministic_operation,
     release_determinism,
-    seed_generators,
-    seed_of,
 )
+from zerodrift.engine.habits.microbatch_state import MicrobatchState, seed_generators, seed_of
 from zerodrift.engine.progress import Scaler, StepResult, TrainingProgress, refusal
 from zerodrift.engine.shards import SegmentShard
 from zerodrift.engine.step.gradients import BackwardCallbacks
@@ -39,6 +37,7 @@ from zerodrift.engine.values import ParameterHandle, WholeValues, row_of
 from zerodrift.errors import RankError
 from zerodrift.optim import OptimizerState, make_schedule
 from zerodrift.plan import Plan, rank_micro_batches
+from zerodrift.policy import need_of
 from zerodrift.report import Explanation, UpdateReport, explain
 
 
@@ -78,11 +77,11 @@ class Engine:
         self.progress = TrainingProgress(plan, self.updater, schedule, shows=mesh.rank() == 0)
         callbacks = BackwardCallbacks(self.progress.is_last, self._backward_ended, self._backward_failed)
         self.executor.follow(self.progress, callbacks)
-        user = object()
-        self._release = weakref.finalize(self, release_determinism, user)
+        self.determinism = Determinism(self.module, mesh.device)
+        self._release = weakref.finalize(self, release_determinism, self.determinism)
         self._state: MicrobatchState | None = None
+        self.determinism.ask(need_of(plan.policy.requires_tree))
         if plan.policy.requires_tree:
-            need_determinism(user, mesh.device)
             self._state = MicrobatchState(self.module, mesh.device)
 
     # --- a micro-batch ----------------------------------------------------------------------------------
@@ -145,7 +144,8 @@ class Engine:
             raise  # there is nobody to finish with what is under way
         except BaseException as error:
             recover()
-            refused = nondeterministic_operation(error) if self.plan.policy.requires_tree else None
+            need = self.determinism.need
+            refused = None if need is None else nondeterministic_operation(error, need)
             if refused is not None:
                 raise refused from error
             raise

@@ -90,7 +90,7 @@ def place(
         for row, parameter in zip(rows, held, strict=True):
             if row.name not in sources.rows:
                 give(row, parameter, filler, comm)
-            free_parameter(parameter)
+            free_parameter(parameter, comm.mesh.device)
         segment.adopt()
         segments.append(segment)
         fillers.append(filler)
@@ -306,15 +306,15 @@ def give(row: Row, parameter: nn.Parameter, rest: Any, comm: Collectives) -> Non
             rest.give(row.offset + low - own, values[low - first : high - first])
 
 
-def free_parameter(parameter: nn.Parameter) -> None:
-    """Free a parameter's memory; one on the meta device comes to this one, as the same object. torch refuses
-    `.data` between devices, and an optimizer knows the object."""
-    if not parameter.is_meta:
+def free_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    """Free a parameter's memory. One that torch gives no `.data` on this device, as it is on the meta device,
+    comes there as the same object, which an optimizer knows."""
+    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+    if torch._has_compatible_shallow_copy_type(parameter.data, empty):
         parameter.data = parameter.data.new_empty(0)
         return
     attributes = {key: value for key, value in parameter.__dict__.items() if key != recipe.ATTRIBUTE}
-    real = torch.empty(0, dtype=parameter.dtype)
-    torch.utils.swap_tensors(parameter, nn.Parameter(real, parameter.requires_grad))
+    torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
     parameter.__dict__.update(attributes)
 
 

@@ -37,8 +37,8 @@ _log = logging.getLogger("zerodrift")
 
 
 def works(device: torch.device) -> bool:
-    """Return True if programs run on this device; warn once on a CUDA device where they do not."""
-    return device.type == "cuda" and _works(device)
+    """Return True if programs run on this device; warn once on an accelerator where they do not."""
+    return device.type != "cpu" and _works(device)
 
 
 @functools.cache
@@ -81,12 +81,18 @@ def sums(parts: Tensor, out: Tensor) -> None:
     _launch("sums", out, _SPAN, as_bits(parts), as_bits(out), *counts, narrow=narrow, tile=_SPAN)
 
 
+def prints(words: Tensor, out: Tensor) -> Tensor:
+    """Write the print of each 128 int32 words of a flat contiguous tensor to int64 `out`."""
+    _launch("prints", out, TILE, words, out, out.numel(), tile=TILE)
+    return out
+
+
 def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:
     """Launch a program for every so many elements of a flat tensor, on its device."""
     from zerodrift.kernels import programs
 
     grid = (-(-flat.numel() // elements),)
-    with torch.cuda.device_of(flat):
+    with torch.accelerator.device_index(flat.device.index):
         getattr(programs, name)[grid](*arguments, **choices, **_options(flat.device))
 
 
@@ -97,10 +103,12 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _options(device: torch.device) -> dict[str, Any]:
-    """Return the options of a launch; none for Triton's interpreter, which takes CPU tensors."""
-    if device.type == "cpu":
-        return {}
+    """Return the options of a launch; none for Triton's interpreter, which compiles nothing."""
+    from triton import knobs
     from triton.runtime import driver
+
+    if knobs.runtime.interpret:
+        return {}
 
     return strict_options(driver.active.get_current_target())
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Triton programs: one optimizer step in one pass, sums of squares per block, and sums of parts.
+"""Triton programs: one optimizer step in one pass, sums of squares per block, sums of parts, and prints.
 
 The programs are the counterpart of `native.cpp` on a GPU: the same blocks of 256 elements, the same table of
 coefficients, the same kinds. A program takes a few blocks as a tile `[blocks, 256]`, converts to fp32,
@@ -25,6 +25,7 @@ LANES = tl.constexpr(16)
 LEVELS = tl.constexpr(8)
 WIDTH = tl.constexpr(12)  # numbers per group, as in `struct Group`
 CODE = tl.constexpr(24 + 256)  # numbers per code, as in `struct Code`
+PRINT_STEP, PRINT_TURN, PRINT_FOLD = (tl.constexpr(n) for n in (0x9E3779B1, 15, 0x9E3779B97F4A7C15))
 
 MASTER_FP32, MASTER_SPLIT = tl.constexpr(0), tl.constexpr(1)
 STATE_FP32, STATE_BF16, STATE_STOCHASTIC, STATE_8BIT = (tl.constexpr(kind) for kind in range(4))
@@ -349,6 +350,24 @@ def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
         elif narrow == FP16_SUM:
             total = total.to(tl.float16).to(tl.float32)
     tl.store(out + at, _narrowed(total, narrow), mask=mask)
+
+
+@triton.jit
+def prints(words, out, count, tile: tl.constexpr):
+    """Write the prints of `tile` blocks of 128 int32 words, as `reference_prints` defines them."""
+    block = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    lane = tl.arange(0, LANES)[None, :]
+    there = block[:, None] < count
+    lanes = (block[:, None] + lane * 0).to(tl.uint32)
+    power = (lane * 0 + 1).to(tl.uint64)
+    for step in tl.static_range(8):
+        word = tl.load(words + block[:, None] * 8 * LANES + step * LANES + lane, mask=there, other=0)
+        lanes = (lanes ^ word.to(tl.uint32, bitcast=True)) * PRINT_STEP
+        lanes = (lanes << PRINT_TURN) | (lanes >> (32 - PRINT_TURN))
+    for following in tl.static_range(1, LANES):  # a lane is multiplied once for each that follows it
+        power = tl.where(lane < following, power * PRINT_FOLD, power)
+    total = tl.sum(lanes.to(tl.uint64) * power, 1)
+    tl.store(out + block, total.to(tl.int64, bitcast=True), mask=block < count)
 
 
 @triton.jit

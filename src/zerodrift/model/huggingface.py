@@ -166,7 +166,7 @@ def _kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
             f"transformers {transformers.__version__}",
             "must name the parameters that it keeps in fp32, by `_get_dtype_plan`",
             got="no such method",
-            do="Install a version that docs/versions.md names.",
+            do="Install a version that docs/support.md names.",
         )
     return {pattern.replace("*", ".*"): wide for pattern, wide in plan.items()}
 

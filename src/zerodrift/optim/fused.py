@@ -222,8 +222,8 @@ def coefficient_table(step: UpdateStep, device: torch.device = CPU) -> Tensor:
     fields = tuple(Coefficients.__dataclass_fields__)
     groups = [ARITHMETIC[step.algorithm].coefficients(hyper) for hyper in step.hypers]
     rows = [[getattr(group, field) for field in fields] for group in groups]
-    table = torch.tensor(rows, dtype=torch.float32)
-    table[:, 0] *= torch.tensor(step.multiplier, dtype=torch.float32)
+    table = torch.tensor(rows, dtype=torch.float32, device=CPU)
+    table[:, 0] *= torch.tensor(step.multiplier, dtype=torch.float32, device=CPU)
     if device.type == "cpu":
         return table
     # By way of pinned memory, so that the host does not wait for the device.

@@ -211,7 +211,7 @@ class SideStreams:
         return torch.device(self._device) if not self._pinned else self._streams.device(self._device)
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def begin(self) -> None:
         with self._on_device():

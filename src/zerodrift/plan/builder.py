@@ -100,7 +100,7 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
     columns = [columns_of(parameter) for parameter in model.parameters]
     columns_of.problems.raise_as(ConfigError)
     if not policy.mode.autocast:
-        require_one_compute(model, columns, columns_of.problems)
+        require_one_compute(model, columns, policy.rules, columns_of.problems)
         columns_of.problems.raise_as(ConfigError)
     return columns
 

@@ -1,7 +1,8 @@
 """The trace of one forward and backward, operation by operation, and its findings.
 
 `inspect/trace/dry_run.py` runs a model on tensors without values and writes a trace,
-`inspect/check/hidden_casts.py` finds hidden casts in it, and `report/trace.py` prints it. Views are no
+`inspect/check/hidden_casts.py` finds hidden casts in it, `inspect/check/nondeterminism.py` finds operations
+without the same bits each time, and `report/trace.py` prints it. Views are no
 operations: they neither compute nor cast.
 
 Invariant: values only. Tensors have the same memory number exactly if they share memory.
@@ -16,7 +17,7 @@ from typing import Literal
 CastBy = Literal["", "the model", "autocast", "a boundary", "a pin", "autograd", "torch"]
 """The origin of a cast: `torch` is a cast inside one of torch's functions, `""` is no cast."""
 
-HiddenKind = Literal["refused", "pin cast", "promotion", "compute", "unused"]
+HiddenKind = Literal["refused", "not deterministic", "pin cast", "promotion", "compute", "unused"]
 
 
 @dataclass(frozen=True, slots=True)

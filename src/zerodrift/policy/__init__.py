@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Batch, COLUMNS, Columns, ComponentSpec, LossScale, Master, Mode, MuonUpdate, OPTIONS, Order, Output,
         Pipelining, Placed, Placement, Policy, Reduction, ResolvedRule, Schedule, State, Update,
     )  # fmt: skip
+    from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
     from zerodrift.policy.order import (
         BY_RANK, CARRIED, DEFAULT_RANK, GIVEN_UP, KEY, ORDER, REFUSED, TIED, When, accumulators, assignment,

@@ -1,7 +1,7 @@
 """The mode of a config: the rule for `auto`, and for flags that contradict each other.
 
-The rule is the table of flags in `docs/auto.md`, the same on every backend; a test checks every row. Nothing
-else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
+The rule is the table of flags in `docs/config.md`, the same on every backend; a test checks every row.
+Nothing else in zerodrift reads `bf16.enabled`, `fp16.enabled` or `torch_autocast.enabled`.
 
 Invariant: the mode depends on the written flags only, never on a device, a backend or a model.
 """

@@ -147,7 +147,7 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     """Return the page `docs/support.md`."""
     matrix = _Matrix(cells)
     lines = [
-        "# Support",
+        "# What is supported?",
         "",
         "What runs, by mode, accumulate dtype, stage, pipeline and backend. This page is the output of",
         "`zerodrift support --markdown`, and the config check asks the same table.",

@@ -27,6 +27,7 @@ WIDTH = 80
 _MODULE, _DTYPES = 30, 17
 _KINDS = {
     "refused": "refused by torch",
+    "not deterministic": "not deterministic on CUDA",
     "pin cast": "pinned, and cast for all that",
     "promotion": "widened, and rounded again",
     "compute": "used in another dtype than planned",

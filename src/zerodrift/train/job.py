@@ -82,13 +82,14 @@ class Data(Block):
     format: Literal["auto", "text", "chat", "tokens", "files"] = "auto"
     """`text` is a document per text file or row, `chat` a conversation per row, `tokens` a map of token
     numbers, `files` a document per file, whatever is in it. `auto` looks into the files, and at the first
-    row."""
+    row: `prompt` and `completion` that are texts are joined as they are, and `chat` puts them into the chat
+    template."""
     field: str = ""
     """The column of rows that has the text. Default `text`, or the only one that has texts."""
     messages: str = "messages"
     """The column that has the conversation, a list of `role` and `content`, or of `from` and `value`. Rows
-    with `conversations`, `prompt` and `completion`, `instruction` and `output`, or `question` and `answer`
-    and the like are conversations too."""
+    with `conversations`, `prompt` and `completion` of turns, `instruction` and `output`, or `question` and
+    `answer` and the like are conversations too."""
     pattern: str = ""
     """Glob on file names in folders, such as `*.py`. Default: every file with a known suffix."""
     tokenizer: str = "auto"
@@ -100,7 +101,7 @@ class Data(Block):
     """Tokens of a sample."""
     pack: Flag | None = None
     """Put several documents into a block: texts are concatenated and cut, conversations stay whole. If false,
-    each document is a block, cut or padded. Default true for text, false for chat."""
+    each document is a block, cut or padded. Default true for text, false for conversations and prompts."""
     group_by_length: Flag = False
     """Blocks of like length share a micro-batch, which is cut to the longest, so that little padding is
     computed. Every block still comes once in an epoch."""
@@ -186,7 +187,8 @@ class Run(Block):
     """Steps between printed lines if there is no terminal; metrics are written for every step."""
     digest_every: Natural = 0
     """Steps between digests of the state and the gradients in the metrics, which `zerodrift replay` compares;
-    0 for none. Each takes about as long as an update. Checkpoints have one anyway."""
+    0 for none. Each takes about as long as an update. Checkpoints have one anyway. torch's deterministic
+    operations are on in a run with digests, and operations that have no such form are refused."""
     max_skips: Natural = 5
     """How many steps in a row may be skipped because a loss or gradient is not finite. Overflows of a dynamic
     loss scale do not count."""

@@ -183,7 +183,7 @@ def _loader() -> Any:
     except (ImportError, AttributeError) as error:
         where = f"transformers {transformers.__version__}"
         must = "must have the functions by which weights of its models are converted"
-        do = "Install a version that docs/versions.md names."
+        do = "Install a version that docs/support.md names."
         raise UnsupportedError(where, must, got=str(error), do=do) from error
     return loading
 

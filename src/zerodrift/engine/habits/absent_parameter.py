@@ -65,6 +65,8 @@ class AbsentParameter(nn.Parameter):
     cast: Callable[[Any, torch.dtype], torch.Tensor | None] = staticmethod(lambda parameter, dtype: None)
     """Returns a placeholder in another dtype, where the holder of its values will cast them if the parameter
     becomes that, as `module.half()` makes it; else None."""
+    whole: Callable[[Any], torch.Tensor] | None = None
+    """Gathers the values for a copy, on all ranks; None where an engine has them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,6 +97,12 @@ class AbsentParameter(nn.Parameter):
                 if cast is not None:
                     return cast
         raise _refusal(parameter, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        gather = type(self).whole
+        if gather is not None and id(self) not in memo:
+            memo[id(self)] = type(self).kind(gather(self), self.requires_grad)
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "pickle")

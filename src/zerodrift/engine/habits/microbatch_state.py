@@ -2,12 +2,11 @@
 
 Under `reduce.order: tree` a gradient follows from the weights, a micro-batch and its number. Random numbers
 from a generator that goes on from one micro-batch to the next, and buffers that a forward in training writes,
-would add which micro-batches its rank has had before. Both are refused. torch's deterministic operations are
-on while an engine of the process needs them.
+would add which micro-batches its rank has had before. Both are refused. torch's switches are in
+`determinism.py`.
 
-Invariants: the seed of (seed, step, micro-batch) is the same on every machine and in every version, because a
-resumed run depends on it. When the last engine that needs deterministic operations ends, torch's switches are
-as the first one found them.
+Invariant: the seed of (seed, step, micro-batch) is the same on every machine and in every version, because a
+resumed run depends on it.
 
 [Note: fresh] Random numbers belong to a micro-batch if it was seeded by its number, or if a generator had
 drawn nothing since it was last seeded when the first forward of the micro-batch began.
@@ -16,8 +15,6 @@ drawn nothing since it was last seeded when the first forward of the micro-batch
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from collections.abc import Iterator
 
 import torch
@@ -25,7 +22,6 @@ from torch import nn
 
 from zerodrift.engine.progress import refusal
 from zerodrift.engine.step.segment import is_due
-from zerodrift.errors import UnsupportedError
 from zerodrift.optim import parameter_key
 
 
@@ -109,58 +105,3 @@ def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     bits = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*bits)
-
-
-# --- torch's deterministic operations, a switch of the whole process --------------------------------------
-
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Without it cuBLAS may choose otherwise in each run; read when CUDA is first used."""
-
-_REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
-_users: set[object] = set()
-_before: tuple[bool, bool, bool] | None = None
-
-
-def need_determinism(user: object, device: torch.device) -> None:
-    """Turn deterministic operations on until `release_determinism`. torch would also fill memory that is not
-    written yet; nothing here reads such memory, so that is off."""
-    global _before
-    if _before is None:
-        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        _before = torch.are_deterministic_algorithms_enabled(), warns, fills
-        if not _before[0]:
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True)
-    if device.type == "cuda":
-        os.environ.setdefault(WORKSPACE, ":4096:8")
-    _users.add(user)
-
-
-def release_determinism(user: object) -> None:
-    """End one user's need."""
-    global _before
-    _users.discard(user)
-    if _users or _before is None:
-        return
-    enabled, warns, fills = _before
-    _before = None
-    torch.use_deterministic_algorithms(enabled, warn_only=warns)
-    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-
-
-def workspace() -> str:
-    return os.environ.get(WORKSPACE, "")
-
-
-def nondeterministic_operation(error: BaseException) -> UnsupportedError | None:
-    """Return our error for an operation that torch refuses in this mode; None for anything else."""
-    found = _REFUSED.match(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None:
-        return None
-    return UnsupportedError(
-        "precision.reduce.order",
-        f"must be `rank` with `{found[1]}`, whose result is not the same each time",
-        got="tree",
-        do="Use another operation in the model, or leave `order` out.",
-    )

@@ -58,14 +58,14 @@ def candidates(plan: Plan, worth: Mapping[str, float]) -> list[Candidate]:
         square = sum(worth.get(name, 0.0) for name in narrow)
         if square > 0:
             names, numel = tuple(row.name for row in rows), sum(row.whole_numel for row in rows)
-            made.append(Candidate(_pattern(plan, names), names, numel, square))
+            made.append(Candidate(pattern_of(plan, names), names, numel, square))
     return sorted(made, key=lambda candidate: -candidate.density)
 
 
-def _pattern(plan: Plan, names: Sequence[str]) -> str:
+def pattern_of(plan: Plan, names: Sequence[str]) -> str:
     """One glob for exactly these parameters, or the first name if there is none."""
     folded = {re.sub(r"\d+", "*", name) for name in names}
-    paths = {name.rpartition(".")[0] for name in folded}
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in (*folded, *names))
     for pattern in (*(folded if len(folded) == 1 else ()), *(f"{path}.*" for path in paths)):
         found = {row.name for row in plan.rows if any(map(glob(pattern), row.names))}
         if found == set(names) and not re.search(r"[\[\]?]", pattern):

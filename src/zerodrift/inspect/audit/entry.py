@@ -20,12 +20,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerodrift.comm import started
+from zerodrift.comm import started, usable_accelerator
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
-from zerodrift.inspect.audit.findings import find_defects
+from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
 from zerodrift.inspect.audit.results import ByteKind, CellReplay, GradientLine, UpdateCost
 from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
@@ -78,12 +78,14 @@ def audit_subject(
         got = f"{plan.mesh.world} planned, {world} started"
         do = f"Plan for {world}, or start {plan.mesh.world} with torchrun."
         raise MeshError("plan", "must be for as many ranks as were started", got=got, do=do)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    accelerator = usable_accelerator()
+    devices = [torch.accelerator.current_device_index()] if accelerator is not None else []
+    kind = "cuda" if accelerator is None else accelerator.type
     progress = told or (lambda what, done, count: None)
     whole = variants.for_micro_batches(plan.policy, len(batches), plan.mesh.data)
     setup = AuditSetup(subject, variants.without_update(whole), plan.mesh, check_batches(batches))
     advice, replayed = None, []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, device_type=kind):
         progress("shortlist", 0, 1)
         results, ran = estimates.run_three_passes(setup)
         ran = replace(ran, policy=setup.policy)
@@ -92,7 +94,7 @@ def audit_subject(
         progress("updates", 0, 1)
         updates = update_costs(setup, whole)
         progress("updates", 1, 1)
-        chosen = _cells_to_replay(results, confirm)
+        chosen = _cells_to_replay(ran, results, confirm)
         for number, choice in enumerate(chosen):
             progress("replays", number, len(chosen))
             if (one := _replay(setup, ran, results, choice)) is not None:
@@ -151,8 +153,9 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
     ]
 
 
-def _cells_to_replay(results: PassResults, confirm: int) -> list[Choice]:
-    """The cells that are worth most, and every router's, because no estimate counts flips."""
+def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Choice]:
+    """The cells that are worth most, every router's, because no estimate counts flips, and those that a rule
+    made narrower than the mode, however little they are worth."""
     if not confirm:
         return []
     chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
@@ -162,6 +165,12 @@ def _cells_to_replay(results: PassResults, confirm: int) -> list[Choice]:
         routes = any(module == path or module.startswith(f"{path}.gate") for path in routers)
         if routes and estimate.choice not in chosen and len(chosen) < 2 * confirm:
             chosen.append(estimate.choice)
+    for (_, why), names in narrowed_groups(plan).items():
+        worth = [each.choice for each in results.estimates if set(each.choice.names) & set(names)]
+        if worth and why.startswith("precision.rules") and not set(worth) & set(chosen):
+            chosen.append(
+                replace(worth[0], pattern=names[0], names=tuple(names)) if len(names) > 1 else worth[0]
+            )
     return chosen
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
@@ -50,7 +51,7 @@ def find_defects(
         *_narrow_code(results),
         *_buffers(plan),
         *_rounded(plan, results, replayed),
-        *_routing(results, replayed),
+        *_routing(plan, results, replayed),
         *_columns(plan, gradients, updates),
         *_scaled(plan, subject, gradients),
         *_no_gradient(gradients, results),
@@ -127,19 +128,17 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         what += f"those of {whole} other parameters were not"
         do = "Take them from where they are whole: a cast and a cast back lose what lies between."
         yield AuditFinding("rounded", name, what, do, 90.0, (name,))
-    mode = plan.policy.mode.dtype
-    for row in plan.rows:
-        columns = row.columns
-        dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
-        narrow = {cell: d for cell, d in dtypes.items() if d.is_floating and not d.holds(mode)}
-        runs = [each.alone for each in replayed if narrow and row.name in each.choice.names]
-        worth = [e.rms for e in results.estimates if narrow and row.name in e.choice.names]
-        alone = max([run.rms for run in runs] + worth, default=0.0)
-        if alone > NOISE or any(run.flips for run in runs):
-            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
-            what = f"{cells} where the mode has {mode}: {alone:.2g} of a log-probability"
-            do = "Leave the column out of the rule, or pin the parameter."
-            yield AuditFinding("rounded", row.name, what, do, 100.0 + alone, (row.name,))
+    for (cells, why), names in narrowed_groups(plan).items():
+        runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
+        worth = [e.rms for e in results.estimates if set(e.choice.names) & set(names)]
+        alone = max([run.rms for run in runs] or worth, default=0.0)
+        by_rule = why.startswith("precision.rules")
+        if by_rule or alone > NOISE or any(run.flips for run in runs):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "
+            what += f"{'' if runs else 'an estimated '}{alone:.2g} of a log-probability"
+            do = "Leave the column out of the rule, unless that is meant, or pin the parameter."
+            yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, tuple(names))
     numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
     for each in replayed if square else ():
         name = each.choice.names[0]
@@ -148,10 +147,27 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         if size <= SMALL and removed > LARGE and share > LARGE and each.alone.rms > NOISE:
             what = f"`{each.choice.cell}` is worth {percent(min(1.0, share))} of the squared drift, with "
             what += f"{percent(size)} of the elements; in fp32 {percent(removed)} is gone"
-            yield AuditFinding("rounded", name, what, _pin(name), 20.0 + removed, (name,))
+            yield AuditFinding("rounded", name, what, _pin(plan, name), 20.0 + removed, (name,))
 
 
-def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
+def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
+    """Return (narrow cells, their reason) -> the parameters whose forward is narrower than the mode."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    mode = plan.policy.mode.dtype
+    for row in plan.rows:
+        columns, why = row.columns, row.columns.reasons()
+        dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
+        narrow = {
+            cell: dtype for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
+        }
+        if narrow:
+            cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
+            asked = [why[cell] for cell in narrow if why[cell].startswith("precision.")]
+            groups.setdefault((cells, (asked or [why[next(iter(narrow))]])[0]), []).append(row.name)
+    return groups
+
+
+def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
     routers = {key.rpartition("#")[0] for routes in results.reference.routes for key in routes}
     for each in replayed:
         name, alone = each.choice.names[0], each.alone
@@ -161,11 +177,19 @@ def _routing(results: PassResults, replayed: Sequence[CellReplay]) -> Findings:
             share = alone.flips / max(1, alone.choices)
             what = f"`{each.choice.cell}` in 16 bits alone sends {alone.flips} of {alone.choices} choices to "
             what += f"other experts ({percent(share)})"
-            yield AuditFinding("routing", name, what, _pin(name), 50.0 + share, (name,))
+            yield AuditFinding("routing", name, what, _pin(plan, name), 50.0 + share, (name,))
 
 
-def _pin(name: str) -> str:
-    return f'Pin it: `{{match: "{name}", pin: fp32}}`.'
+def _pin(plan: Plan, name: str) -> str:
+    """Write the rule that pins a parameter, with all others of its module, which computes in one dtype."""
+    path = name.rpartition(".")[0]
+    beside = [
+        row.name
+        for row in plan.rows
+        if row.name.rpartition(".")[0] == path and row.columns.compute.is_floating
+    ]
+    pattern = pattern_of(plan, beside) if len(beside) > 1 else name
+    return f'Pin it: `{{match: "{pattern}", pin: fp32}}`.'
 
 
 def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str, weight: float) -> Findings:

@@ -23,7 +23,7 @@ from zerodrift.config import load
 from zerodrift.dtypes import DType, from_torch, lost
 from zerodrift.errors import ConfigError, PrecisionError, Problem
 from zerodrift.inspect.check import table as tables
-from zerodrift.inspect.check.findings import Kind, RunFinding
+from zerodrift.inspect.check.run_finding import Kind, RunFinding
 from zerodrift.inspect.trace import (
     Column,
     EngineRecord,

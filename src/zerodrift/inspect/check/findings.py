@@ -10,42 +10,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Literal
 
+from zerodrift.inspect.check.run_finding import BITS, RunFinding, advice, finding, library
+from zerodrift.inspect.check.script_findings import (
+    kept_findings,
+    loss_findings,
+    wire_error,
+    wire_findings,
+)  # fmt: skip
 from zerodrift.inspect.check.table import same_model
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
-Kind = Literal[
-    "no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow",
-    "rounded-before-accumulation", "router-in-16-bits", "buffer-rounded", "never-updated", "not-averaged",
-    "not-accumulated", "norm-of-scaled-gradients", "untied", "ranks-differ", "narrow-export",
-    "key-without-effect", "not-as-expected",
-]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RunFinding:
-    """One fault, of every parameter that has it."""
-
-    kind: Kind
-    column: Column | None
-    names: tuple[str, ...]  # names of parameters, or of buffers; empty for a fault of the whole run
-    what: str  # the fault, and what it costs
-    do: str  # how to mend it with the library that runs
-    line: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
-    """Return all findings about a run, the most expensive first."""
+    """Return all findings about a run: by what to do about them, the most expensive first."""
     found: list[RunFinding] = []
+    if processes:
+        found += [*loss_findings(processes), *kept_findings(processes)]
     for model in processes[0].models if processes else ():
         if model.trained:
-            for rule in (_never_updated, _narrow, _untied, _narrow_export, _not_averaged, _ranks_differ):
+            for rule in _RULES:
                 found += rule(processes, model)
         elif not any(other.trained for other in processes[0].models):
             found += _never_updated(processes, model)
@@ -56,7 +41,12 @@ def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     do = "Call `scaler.unscale_(optimizer)` before clipping."
     events = processes[0].events if processes else ()
     lines = [event["line"] for event in events if event["kind"] == "clipped_scaled"]
-    return found + [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
+    found += [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
+    worst: dict[str, float] = {}
+    for one in found:
+        worst[one.do] = max(worst.get(one.do, 0.0), one.cost)
+    places = {do: place for place, do in enumerate(worst)}
+    return sorted(found, key=lambda one: (-worst[one.do], places[one.do], -one.cost))
 
 
 _MASTERS = {
@@ -81,28 +71,6 @@ _AVERAGES = {
 }
 
 
-def _library(model: ModelRecord) -> str:
-    if "DeepSpeedEngine" in model.wrappers:
-        return "deepspeed"
-    if any(parameter.layout.startswith("sharded") for parameter in model.parameters):
-        return "fully_shard"
-    return "fsdp" if "FullyShardedDataParallel" in model.wrappers else ""
-
-
-def _advice(texts: dict[str, str], model: ModelRecord) -> str:
-    return texts.get(_library(model), texts[""])
-
-
-def _finding(
-    kind: Kind, column: Column | None, names: Iterable[str], what: str, do: str, line: str = ""
-) -> list[RunFinding]:
-    """Return a finding, unless no parameter has the fault."""
-    names = tuple(names)
-    return [RunFinding(kind, column, names, what, do, line)] if names else []
-
-
-_BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand
-
 _WIDTH = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -113,44 +81,56 @@ def _names(parameters: Iterable[ParameterRecord]) -> tuple[str, ...]:
 def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
     """Find values that 16 bits round: weights, their computation, states, sums, routers, buffers."""
     parameters, micro_batches, steps = model.parameters, processes[0].micro_batches, processes[0].steps
-    masters = _advice(_MASTERS, model)
-    for dtype, bits in _BITS.items():
+    masters = advice(_MASTERS, model)
+    for dtype, bits in BITS.items():
         bare = [p for p in parameters if p.dtypes("master") == ("same",) and p.dtypes("storage") == (dtype,)]
         norms = [parameter for parameter in bare if _is_norm(parameter)]
         wide = [p for p in bare if min((_WIDTH.get(d, 0) for d in p.dtypes("compute")), default=0) > 16]
         sums = [p for p in parameters if micro_batches > 1 and p.facts.get("gradients", 0) > steps]
         still = sum(parameter.facts.get("changed") is False for parameter in norms)
         lost = f"an update smaller than 1/{2**bits} of a weight is lost"
-        what = f"The optimizer updates {dtype} weights in place: {lost}."
-        yield from _finding("no-master", "master", _names(p for p in bare if not _is_norm(p)), what, masters)
+        others = [parameter for parameter in bare if not _is_norm(parameter)]
+        share = _share_lost(others)
+        what = f"The optimizer updates {dtype} weights in place: {lost}"
+        what += "." if share is None else f"; {share:.0%} of the sampled elements did not change in a step."
+        cost = 0.5 if share is None else max(share, 1 / 2**bits)
+        yield from finding("no-master", "master", _names(others), what, masters, "", cost)
         what = f"Gains of norms are {dtype} and updated in place: near 1.0, {lost}"
         what += f"; {still} of {len(norms)} did not change at all." if still else "."
-        yield from _finding("norm-in-16-bits", "master", _names(norms), what, masters)
+        cost = _share_lost(norms) or 0.5
+        yield from finding("norm-in-16-bits", "master", _names(norms), what, masters, "", cost)
         cast = wide[0].dtypes("compute")[0] if wide else ""
         what = f"Weights rest in {dtype} and are cast to {cast} where they compute: every update rounds them "
         what += f"to {bits} bits before, and a cast adds none."
-        yield from _finding("upcast-without-effect", "compute", _names(wide), what, masters)
+        yield from finding("upcast-without-effect", "compute", _names(wide), what, masters, "", 1 / 2**bits)
         states = _names(p for p in parameters if p.has("state", dtype))
         what = f"Optimizer states are {dtype}: a second moment shrinks by 1/1000 of itself a step, which "
         what += f"{dtype} rounds away, so it can grow and never shrink."
-        yield from _finding("state-too-narrow", "state", states, what, masters)
+        yield from finding("state-too-narrow", "state", states, what, masters, "", 0.4)
         rounded = _names(p for p in sums if p.has("accumulate", dtype))
         what = f"Gradients of {micro_batches} micro-batches are added in {dtype}: each addition keeps {bits} "
         what += "bits."
-        do = _advice(_SUMS, model)
-        yield from _finding("rounded-before-accumulation", "accumulate", rounded, what, do)
+        do = masters if set(rounded) & set(_names(bare)) and not library(model) else advice(_SUMS, model)
+        cost = wire_error(dtype, micro_batches)
+        yield from finding("rounded-before-accumulation", "accumulate", rounded, what, do, "", cost)
         routers = _names(p for p in parameters if p.has("compute", dtype) and _is_router(p, model))
         what = (
             f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to other "
         )
         what += "experts."
         do = "Compute the router's logits in fp32: cast its weight and its input up, with autocast off."
-        yield from _finding("router-in-16-bits", "compute", routers, what, do)
+        yield from finding("router-in-16-bits", "compute", routers, what, do, "", 1 / 2**bits)
         buffers = [name for name, held in model.buffers.items() if held == dtype]
         what = f"Buffers are {dtype}: constants such as frequencies of positions or running statistics were "
         what += "rounded with the weights."
         do = "Cast parameters alone, not the module, or restore the buffers after the cast."
-        yield from _finding("buffer-rounded", None, buffers, what, do)
+        yield from finding("buffer-rounded", None, buffers, what, do, "", 1 / 2**bits)
+
+
+def _share_lost(parameters: Sequence[ParameterRecord]) -> float | None:
+    """Return the share of sampled elements that updates did not change; None if none was sampled."""
+    known = [(p.facts["lost"], p.numel) for p in parameters if "lost" in p.facts]
+    return sum(share * numel for share, numel in known) / sum(n for _, n in known) if known else None
 
 
 def _is_norm(parameter: ParameterRecord) -> bool:
@@ -179,21 +159,29 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     do = (
         "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast or "
     )
-    yield from _finding("never-updated", "master", left_out, what, do + "moved.")
+    yield from finding("never-updated", "master", left_out, what, do + "moved.")
+    events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
+    rounded = {name for event in events for name in event["names"]}
     still = _names(
         p
         for p in trained
         if p.facts.get("optimized")
         and p.facts.get("changed") is False
+        and "follows" not in p.facts
+        and p.name not in rounded
         and any(p.facts.get("used") or ())
-        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & _BITS.keys())
+        and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & BITS.keys())
     )
     what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
     do = (
         "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, and "
     )
     do += "at whether the optimizer holds the tensors that the model computes with."
-    yield from _finding("never-updated", "storage", still if steps > 1 else (), what, do)
+    yield from finding("never-updated", "storage", still if steps > 1 else (), what, do)
+    apart = _names(p for p in trained if p.facts.get("follows") is False)
+    what = "The optimizer updates copies, and the parameter has not their values after the step."
+    do = "Copy each master into its parameter after every step: `parameter.copy_(master)`, without gradients."
+    yield from finding("never-updated", "master", apart, what, do)
 
 
 def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -217,7 +205,7 @@ def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
             if not model.ties:
                 what, do = f"They {apart}", f"Are they meant to be one parameter? Then tie {tie}"
                 do += " A copy by intent is as it should be."
-            yield from _finding("untied", "storage", _names(alike), what, do)
+            yield from finding("untied", "storage", _names(alike), what, do)
 
 
 def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -229,7 +217,7 @@ def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
         export, storage = narrow[0].cells["export"][0], narrow[0].dtypes("storage")[0]
         what = f"Files have {export.dtype} of weights that are {storage}: what was trained is rounded."
         do = "Write the weights as they are trained, and round where they are served."
-        yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line)
+        yield RunFinding("narrow-export", "export", _names(narrow), what, do, export.line, 0.004)
 
 
 def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -241,21 +229,21 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         "What the optimizer was given is the gradient of its own rank, not the average: each rank trains on "
     )
     what += "its part of the batch."
-    yield from _finding("not-averaged", "reduce", given.get("own", ()), what, _advice(_AVERAGES, model))
+    yield from finding("not-averaged", "reduce", given.get("own", ()), what, advice(_AVERAGES, model))
     what = (
         f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: steps "
     )
     what += f"are {ranks} times as long, or clipped as often."
     do = "Divide by the number of ranks, unless the loss was divided by it."
-    yield from _finding("not-averaged", "reduce", given.get("sum", ()), what, do)
+    yield from finding("not-averaged", "reduce", given.get("sum", ()), what, do)
     lost = given.get("neither", ())
-    if _library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
+    if library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
         what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
         do = (
             "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
         )
         do += "each, or mark the last with `engine.set_gradient_accumulation_boundary`."
-        yield from _finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
+        yield from finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
 
 
 def _kind_of_gradient(name: str, model: ModelRecord, processes: Sequence[ProcessRecord]) -> str:
@@ -303,14 +291,14 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
             continue
         pairs = [(p, q) for p in model.parameters if (q := same.parameter(p.name)) is not None]
         for column in COLUMNS:
-            if _library(model) == "deepspeed" and column == "accumulate":
+            if library(model) == "deepspeed" and column == "accumulate":
                 continue  # each rank reduces the part that it updates into another tensor
             cells = [(p.name, p.dtypes(column), q.dtypes(column)) for p, q in pairs]
             unlike = {name: (a, b) for name, a, b in cells if a and b and set(a) != set(b)}
             do = "Build the model and its optimizer alike on every rank."
             for a, b in [*unlike.values()][:1]:
                 what = f"Rank {rank} has {', '.join(a)}, rank {other.rank} {', '.join(b)}."
-                yield from _finding("ranks-differ", column, unlike, what, do)
+                yield from finding("ranks-differ", column, unlike, what, do)
         apart = []
         for p, q in pairs:
             digests = p.facts.get("digest"), q.facts.get("digest")
@@ -320,5 +308,10 @@ def _ranks_differ(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
             what = f"Values on rank {rank} and rank {other.rank} differ, and each has all of it: they train "
             do = "Begin with the same values on every rank (a seed before the model is built, or a "
             do += "broadcast), and average gradients."
-            yield from _finding("ranks-differ", "storage", apart, what + "apart.", do)
+            yield from finding("ranks-differ", "storage", apart, what + "apart.", do)
             return
+
+
+_RULES = (
+    _never_updated, _narrow, wire_findings, _untied, _narrow_export, _not_averaged, _ranks_differ,
+)  # fmt: skip

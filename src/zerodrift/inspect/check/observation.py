@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from zerodrift.errors import ModelError, ZerodriftError
-from zerodrift.inspect.check.findings import RunFinding, run_findings
+from zerodrift.inspect.check.findings import run_findings
+from zerodrift.inspect.check.run_finding import RunFinding
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord, Watcher
 
 _FOREVER = 1 << 62

@@ -6,13 +6,14 @@ The text is 80 columns wide on any terminal, so that it can be pasted into an is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from zerodrift.inspect.check.findings import RunFinding
+from zerodrift.inspect.check.mending import mending
+from zerodrift.inspect.check.run_finding import RunFinding
 from zerodrift.inspect.check.table import ParameterGroup, cell, elements, folded, groups, short
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord, Sighting
 from zerodrift.report import (
@@ -22,6 +23,7 @@ from zerodrift.report import (
     PageSection,
     PageTable,
     Paragraph,
+    Preformatted,
     dtype_cell,
     elide,
     figures,
@@ -80,9 +82,13 @@ def run_text(
     parts: list[RenderableType] = [title("check", "", WIDTH), pairs(facts(processes), width=WIDTH)]
     for model in first.models:
         parts += _model(model)
-    parts.append(section("findings", "" if findings else "none"))
-    for finding in findings:
-        parts += [_finding(finding, _trained(first)), Text()]
+    parts += _findings(findings, _trained(first))
+    blocks = mending(processes, findings)
+    if blocks:
+        parts.append(section("config", "that mends them"))
+    for block in blocks:
+        parts.append(Text(block.library, style="dim"))
+        parts += [Padding(Text(block.text), (0, 0, 0, 2)), Text()]
     listed = [("!", note) for note in (*notes, *first.notes)]
     if listed:
         parts += [section("notes"), grid(listed, (1,), ("bold yellow",), WIDTH)]
@@ -140,12 +146,28 @@ def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:
     return grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), WIDTH)
 
 
-def _finding(finding: RunFinding, trained: Sequence[str]) -> RenderableType:
-    head = finding.kind + (f", {finding.column}" if finding.column else "")
-    line = f"{finding.line}: " if finding.line else ""
-    lines = [_finding_names(finding, trained), line + finding.what, finding.do]
-    rows = [("!", head), *(("", text) for text in lines if text)]
-    return grid(rows, (1,), ("bold yellow",), WIDTH)
+def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> list[RenderableType]:
+    """Return what to do, each with the findings that it mends; the first is what costs most."""
+    causes = _by_cause(findings)
+    of = f", with {len(causes)} causes; the costliest first" if len(causes) > 1 else ""
+    many = f"{len(findings)}{of}"
+    parts: list[RenderableType] = [section("findings", many if findings else "none")]
+    for number, alike in enumerate(causes, 1):
+        parts.append(grid([(str(number), alike[0].do)], (2,), ("bold yellow",), WIDTH))
+        for finding in alike:
+            head = finding.kind + (f", {finding.column}" if finding.column else "")
+            line = f"{finding.line}: " if finding.line else ""
+            lines = [_finding_names(finding, trained), line + finding.what]
+            below = grid([("", text) for text in lines if text], (1,), ("",), WIDTH - 3)
+            parts += [Padding(Text(head, style="bold"), (0, 0, 0, 3)), Padding(below, (0, 0, 0, 2))]
+        if number < len(causes):
+            parts.append(Text())
+    return parts
+
+
+def _by_cause(findings: Sequence[RunFinding]) -> list[list[RunFinding]]:
+    """Group findings that one thing to do mends, in their order."""
+    return [list(alike) for _, alike in groupby(findings, key=lambda finding: finding.do)]
 
 
 def run_page(
@@ -155,15 +177,20 @@ def run_page(
     first = processes[0]
     listed, trained = [*notes, *first.notes], _trained(first)
     rows = [
-        (f.kind, f.column or "", _finding_names(f, trained), f"{f.line} {f.what}".strip(), f.do)
-        for f in findings
-    ]
-    heads = ("finding", "column", "parameters", "what it costs", "what to do")
+        (*(("", "") if place else (str(number), f.do)), f.kind, f.column or "", _finding_names(f, trained),
+         f"{f.line} {f.what}".strip())
+        for number, alike in enumerate(_by_cause(findings), 1)
+        for place, f in enumerate(alike)
+    ]  # fmt: skip
+    heads = ("", "what to do", "finding", "column", "parameters", "what it costs")
     found = PageTable(heads, rows) if rows else Paragraph("None.", "")
     sections = [
         PageSection("", "", [NoteList(listed)] if listed else ()),
         PageSection("Findings", "findings", [found]),
     ]
+    blocks = mending(processes, findings)
+    texts = [part for block in blocks for part in (Paragraph(block.library, ""), Preformatted(block.text))]
+    sections += [PageSection("Config that mends them", "config", texts)] if blocks else []
     for number, model in enumerate(first.models):
         title = " in ".join([model.name, *reversed(model.wrappers)])
         lines = [_row(parameter) for _, parameters in groups(model) for parameter in parameters]

@@ -20,9 +20,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from zerodrift.inspect.trace.gradients import GradientWatch
 from zerodrift.inspect.trace.model import is_compiled
-from zerodrift.inspect.trace.operations import CASTS, anything_compiled, computing, every_operation, floating
+from zerodrift.inspect.trace.operations import (
+    CASTS,
+    anything_compiled,
+    computing,
+    every_operation,
+    floating,
+    name_of,
+)  # fmt: skip
 from zerodrift.inspect.trace.places import is_from_script, line_of_script
 from zerodrift.inspect.trace.records import dtype_name
+from zerodrift.inspect.trace.script.losses import is_product
+from zerodrift.inspect.trace.script.watch import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
 
 CallKind = tuple[Any, ...]  # see [Note: once is enough]
@@ -31,9 +40,9 @@ CallKind = tuple[Any, ...]  # see [Note: once is enough]
 class ForwardWatch:
     """Hooks on every module: the one whose forward a script called, and all inside of it."""
 
-    def __init__(self, state: WatchState, gradients: GradientWatch) -> None:
+    def __init__(self, state: WatchState, gradients: GradientWatch, script: ScriptWatch) -> None:
         self.state = state
-        self._gradients = gradients
+        self._gradients, self._script = gradients, script
         self._mode = every_operation(self._called, compiled=False)
         self._entered = -1
         """Number of modules that were under way when the mode was entered; -1 outside of it."""
@@ -73,9 +82,10 @@ class ForwardWatch:
                 state.may_finish()
             if not state.active or any(adapter.claims(module) for adapter in state.adapters):
                 return
+            if trains and state.only is not None and not self._is_part(module):
+                return
+            self._script.leave()
             if trains:
-                if state.only is not None and not self._is_part(module):
-                    return
                 self._root_begins(module)
         kind: CallKind = ()
         if self._is_training and not self._compiles:
@@ -107,6 +117,8 @@ class ForwardWatch:
             state.safely(lambda: self._look(module, is_watched=False), None)
         if not calls:
             self._is_training = False
+            if state.models and not self._compiles:
+                state.safely(self._script.enter, None)
 
     def _is_part(self, module: torch.nn.Module) -> bool:
         only = self.state.only
@@ -115,6 +127,7 @@ class ForwardWatch:
 
     def _root_begins(self, module: torch.nn.Module) -> None:
         state = self.state
+        self._script.copies.rests()
         model = state.model_of(module)
         changed = model.look()
         if changed:
@@ -148,8 +161,16 @@ class ForwardWatch:
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = computing(func)
-        if name and self._is_training and not self.state.packed:  # else a library packs and unpacks
+        if not self._is_training or self.state.packed:  # else a library packs and unpacks
+            return
+        if name:
             self._computed(name, args, kwargs, out)
+        if not torch.is_grad_enabled() and func.namespace == "aten":  # as where an average is updated
+            self._copies(name_of(func), args, kwargs, out)
+
+    @guarded
+    def _copies(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        self._script.copies.computed(name, args, kwargs, out, False)
 
     @guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -157,6 +178,12 @@ class ForwardWatch:
         if not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
+        module = self._calls[-1][0]
+        path = next((path for model in state.models if (path := model.path(module)) is not None), "")
+        owners = (state.memory.of(tensor) for tensor in floating(args, kwargs) if is_product(operation))
+        weight = next((owner.record.name for owner in owners if owner is not None), None)
+        home = path if weight is None else weight.rpartition(".")[0]
+        self._script.losses.computed(operation, args, kwargs, out, home)
         for tensor in floating(args, kwargs):
             parameter = state.memory.of(tensor)
             if parameter is None:
@@ -165,8 +192,6 @@ class ForwardWatch:
                 state.memory.put(out, parameter)
             elif tensor.dtype not in parameter.computed_in:
                 parameter.computed_in.add(tensor.dtype)
-                module = self._calls[-1][0]
-                path = next((path for model in state.models if (path := model.path(module)) is not None), "")
                 dtype = dtype_name(tensor.dtype)
                 parameter.record.add("compute", dtype, operation, path, line_of_script)
 

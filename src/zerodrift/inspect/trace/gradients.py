@@ -17,14 +17,16 @@ from zerodrift.inspect.trace.operations import floating
 from zerodrift.inspect.trace.parameter import PLAIN, LiveParameter, local
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import Column, dtype_name
+from zerodrift.inspect.trace.script.watch import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState, guarded
 
 
 class GradientWatch:
     """Hooks on leaves: tensors that modules compute with, and parameters that rest."""
 
-    def __init__(self, state: WatchState) -> None:
+    def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
+        self._script = script
 
     def begin(self) -> None:
         replace = self.state.patches.replace
@@ -47,22 +49,34 @@ class GradientWatch:
                 replace(module, name, clips)
         for name in ("scale", "unscale_", "update"):
             replace(torch.amp.GradScaler, name, scales)
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            replace(torch.nn.parallel.DistributedDataParallel, name, self._registers_hook)
+
+    def _registers_hook(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self.state
+        if state.active:
+            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
+            name = getattr(hook, "__qualname__", "") or str(hook).rpartition(".")[2]
+            state.event("communication-hook", line_of_script(), name=name)
+        return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self.state
         if not state.active or threading.get_ident() != state.thread:
             return original(*args, **kwargs)
         if not state.in_backward:
-            self._begins()
-        state.in_backward += 1
-        try:
-            return original(*args, **kwargs)
-        finally:
-            state.in_backward -= 1
+            self._begins(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        with self._script.paused():
+            state.in_backward += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                state.in_backward -= 1
 
     @guarded
-    def _begins(self) -> None:
+    def _begins(self, losses: Any) -> None:
         state = self.state
+        self._script.reaches(losses)
         state.passes += 1
         state.gradient_memory.forget_freed()
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
@@ -152,7 +166,9 @@ class CollectiveWatch:
         column: Column = "reduce" if "reduce" in operation else "gather"
         reduction = "reduce_scatter" if "scatter" in operation else "all_reduce"
         name = "all_gather" if column == "gather" else reduction
-        for tensor in floating((args[operation in _SECOND_SENT],), None, also_bytes=column == "gather"):
+        if column == "gather" and self.state.in_backward and not self.state.packed and self._replicated():
+            column = "reduce"  # a hook of DDP's that gathers what it has quantized
+        for tensor in floating((args[operation in _SECOND_SENT],), None, also_bytes="gather" in name):
             if type(tensor) not in PLAIN or torch._is_functional_tensor(tensor):
                 continue  # one without values, of code that is being compiled
             for parameter in self._carried(column, tensor):
@@ -160,6 +176,11 @@ class CollectiveWatch:
                 if column == "gather" and tensor.dtype is torch.uint8:
                     dtype = parameter.gather_dtype or dtype
                 parameter.record.add(column, dtype, name, "", line_of_script)
+
+    def _replicated(self) -> list[LiveParameter]:
+        """Return the trained parameters of DDP's models."""
+        replicated = [m for m in self.state.models if "DistributedDataParallel" in m.wrappers]
+        return [p for model in replicated for p in model.parameters if p.record.trained]
 
     def _carried(self, column: Column, tensor: torch.Tensor) -> Sequence[LiveParameter]:
         state = self.state
@@ -174,8 +195,7 @@ class CollectiveWatch:
             return ()
         if column == "reduce" and state.in_backward:
             # DDP's parameters of a bucket's dtype, or all of them if a hook cast the bucket.
-            replicated = [m for m in state.models if "DistributedDataParallel" in m.wrappers]
-            trained = [p for model in replicated for p in model.parameters if p.record.trained]
+            trained = self._replicated()
             if trained:
                 return [p for p in trained if p.record.has("grad", dtype_name(tensor.dtype))] or trained
         for adapter in state.adapters:

@@ -173,6 +173,14 @@ class LiveModel:
             if isinstance(tensor, torch.Tensor) and local(tensor).numel():
                 yield parameter, tensor
 
+    def buffers_in(self, tensor: torch.Tensor) -> Iterator[str]:
+        """Yield the names of the buffers in a tensor's memory."""
+        storage = local(tensor).untyped_storage()._cdata
+        for path, module in _modules_of(self.root):
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and local(buffer).untyped_storage()._cdata == storage:
+                    yield _join(path, leaf)
+
     def record(self, world: int) -> ModelRecord:
         inner = self._wrapping()[-1]
         ties = getattr(getattr(inner, "config", None), "tie_word_embeddings", None)

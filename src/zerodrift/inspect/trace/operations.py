@@ -99,7 +99,7 @@ def floating(args: Any, kwargs: Any, also_bytes: bool = False) -> Iterator[torch
     """Yield floating tensors among arguments, in lists too."""
     for item in args:
         if isinstance(item, torch.Tensor):
-            if item.is_floating_point() or (also_bytes and item.dtype is torch.uint8):
+            if item.is_floating_point() or (also_bytes and item.dtype in (torch.uint8, torch.int8)):
                 yield item
         elif isinstance(item, (list, tuple)):
             yield from floating(item, None, also_bytes)

@@ -149,6 +149,7 @@ class LiveParameter:
         """Returns the tensor of its module's last forward."""
         self.compute_dtype: torch.dtype | None = None  # dtype of that tensor; operations may cast it
         self.computed_in: set[torch.dtype] = set()
+        self.is_written = False  # whether the script was seen to copy a master into it
         self._arrived = self._arrived_before = 0
         self._arrived_in: set[torch.dtype] = set()
         self._was_used = False
@@ -168,6 +169,11 @@ class LiveParameter:
             return False
         self.computed_with, self.compute_dtype = weakref.ref(tensor), tensor.dtype
         return True
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient of it arrived."""
+        return self._arrived > 0
 
     @property
     def is_used_unseen(self) -> bool:

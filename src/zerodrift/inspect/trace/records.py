@@ -55,6 +55,10 @@ class Facts(TypedDict, total=False):
     """Digest of its last values, where this rank holds all of them."""
     own: list[float]
     """Sampled elements of this rank's gradients, summed in fp64; empty if some gradients were not sampled."""
+    lost: float
+    """Share of sampled elements, of a tensor of 16 bits, that its optimizer's updates did not change."""
+    follows: bool
+    """Whether it has the rounded values of a master that an optimizer updates in its place."""
     used: list[float | None]
     """The same elements of the gradient that the optimizer was given."""
 

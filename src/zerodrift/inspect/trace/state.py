@@ -166,8 +166,8 @@ class WatchState:
         self.process.micro_batches = micro_batches
         self.see_place()
 
-    def event(self, kind: str, line: str) -> None:
-        event = {"kind": kind, "line": line}
+    def event(self, kind: str, line: str, **rest: str) -> None:
+        event = {"kind": kind, "line": line, **rest}
         if event not in self.process.events:
             self.process.events.append(event)
 

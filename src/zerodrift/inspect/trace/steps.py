@@ -13,13 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerodrift.inspect.trace.hooks import Patches, when_imported
 from zerodrift.inspect.trace.model import LiveModel
-from zerodrift.inspect.trace.parameter import local
+from zerodrift.inspect.trace.parameter import LiveParameter, local
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
+from zerodrift.inspect.trace.script.losses import NARROW
+from zerodrift.inspect.trace.script.rounding import RoundingWatch
+from zerodrift.inspect.trace.script.watch import ScriptWatch
 from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _OptimizedTensor:
     """A tensor that an optimizer updates."""
 
@@ -27,14 +30,16 @@ class _OptimizedTensor:
     parts: Sequence[OptimizedPart]
     given: set[torch.dtype | None] = field(default_factory=set)
     """Dtypes of gradients that it was given; None for no gradient."""
-    kept: list[Any] = field(default_factory=list)  # dtypes of its state when that was last looked at
+    kept: list[Any] | None = field(default_factory=list)  # dtypes of its state when that was last seen
 
 
 class StepWatch:
     """Hooks on every `torch.optim.Optimizer`."""
 
-    def __init__(self, state: WatchState) -> None:
+    def __init__(self, state: WatchState, script: ScriptWatch) -> None:
         self.state = state
+        self._script, self._rounding = script, RoundingWatch()
+        self._first_hook: Any = None  # hook on the optimizer under way, before those of the script
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._under_way: tuple[Any, list[tuple[torch.Tensor, _OptimizedTensor]]] = (None, [])
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -64,7 +69,15 @@ class StepWatch:
     @guarded
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._under_way = optimizer, self._updated(optimizer)
+        self._script.in_step = True
+        if type(optimizer).__module__.startswith("torch.optim"):
+            self._script.leave()
+        own = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if own:  # a hook of the script's may copy weights
+            self._first_hook = optimizer.register_step_post_hook(self._has_updated)
+            own.move_to_end(self._first_hook.id, last=False)
         for tensor, updated in self._under_way[1]:
+            self._rounding.begins(updated, tensor, _states(optimizer, tensor))
             gradient = tensor.grad
             dtype = None if gradient is None else gradient.dtype
             if dtype not in updated.given:
@@ -75,15 +88,28 @@ class StepWatch:
                 if gradient is not None and (self.state.several or not part.parameter.has_gradient):
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
 
+    def _has_updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._script.in_step = False
+        self.state.safely(self._script.enter, None)
+
     @guarded
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         state, (begun, pairs) = self.state, self._under_way
         self._under_way = None, []
         if begun is not optimizer:
             pairs = self._updated(optimizer)
+        self._script.in_step = False
+        if self._first_hook is not None:
+            self._first_hook.remove()
+            self._first_hook = None
         for tensor, updated in pairs:
-            held = getattr(optimizer, "state", {}).get(tensor)
-            held = held if isinstance(held, dict) else {}
+            held = _states(optimizer, tensor)
+            for part in updated.parts:
+                _see_master(part.parameter, tensor, held)
+            self._rounding.ends(updated, tensor, held)
+            updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
+            if not any(parameter.has_arrived for parameter in updates):
+                self._script.copies.stepped(tensor, updated)
             kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
                 updated.kept = kept
@@ -94,6 +120,25 @@ class StepWatch:
         if since or not state.passes:  # none for a group of a step that was counted
             self._stepped[optimizer] = state.passes
             state.has_stepped(parameters[0] if parameters else optimizer, min(since, arrived or since))
+        self._script.enter()
+
+    def record(self) -> None:
+        """Hand over what was rounded between steps, and whether parameters follow their masters."""
+        for key, dtype, owners in self._rounding.rounded():
+            names = [part.parameter.record.name for updated in owners for part in updated.parts]
+            event = {"kind": "rounded-between-steps", "line": "", "state": key, "dtype": dtype}
+            self.state.process.events.append({**event, "names": names})
+        for updated, share in self._rounding.lost():
+            for part in updated.parts:
+                part.parameter.record.facts["lost"] = share
+        for updated in self.state.optimized.values():
+            master = updated.tensor()
+            for part in () if master is None else updated.parts:
+                parameter, tensor = part.parameter, part.parameter.tensor()
+                if parameter.is_written:
+                    parameter.record.facts["follows"] = True
+                elif tensor is not None and tensor is not master:
+                    parameter.record.facts["follows"] = _follows(part, tensor, master)
 
     def _updated(self, optimizer: Any) -> list[tuple[torch.Tensor, _OptimizedTensor]]:
         """Return an optimizer's tensors with the parameters in them, which are found once."""
@@ -102,8 +147,9 @@ class StepWatch:
             known = self.state.optimized.get(id(tensor))
             if known is None or known.tensor() is not tensor:
                 known = _OptimizedTensor(weakref.ref(tensor), self._parts(optimizer, tensor))
-                if known.parts:
-                    self.state.optimized[id(tensor)] = known
+                self.state.optimized[id(tensor)] = known
+            elif not known.parts:
+                known.parts = self._parts(optimizer, tensor)
             pairs.append((tensor, known))
         return pairs
 
@@ -124,15 +170,43 @@ def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
 
 
+def _states(optimizer: Any, tensor: torch.Tensor) -> dict[Any, Any]:
+    held = getattr(optimizer, "state", {}).get(tensor)
+    return held if isinstance(held, dict) else {}
+
+
+def _follows(part: OptimizedPart, tensor: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return False if a parameter has not the values of its master, rounded to its dtype."""
+    values, wide = local(tensor).detach().reshape(-1), local(master).detach().reshape(-1)
+    if part.length >= 0 or values.shape != wide.shape:
+        length = wide.numel() - part.at if part.length < 0 else part.length
+        values, wide = values[part.begin :][:length], wide[part.at :][:length]
+    if part.begin < 0 or values.shape != wide.shape or values.device != wide.device:
+        return True  # a library has more to do with it than a copy
+    return torch.equal(values, wide.to(values.dtype))
+
+
 def _see_given(part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
     parameter = part.parameter
     parameter.optimized = True
-    if parameter.tensor() is tensor:
-        parameter.record.add("master", "same", "the parameter itself")
-    else:
-        parameter.record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
     if part.sums and dtype is not None:
         parameter.record.add("accumulate", dtype_name(dtype), ".grad", "", line_of_script)
+
+
+def _see_master(parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
+    """Record what is updated: the parameter, a tensor in its place, or a state that it is the rounding of."""
+    if parameter.tensor() is not tensor:
+        parameter.record.add("master", dtype_name(tensor.dtype), "a tensor of the optimizer's own")
+    elif not parameter.record.cells.get("master"):
+        values = local(tensor).detach()
+        for key, state in states.items() if values.dtype in NARROW else ():
+            wide = local(state).detach() if isinstance(state, torch.Tensor) else values
+            is_wide = wide.dtype not in NARROW and wide.shape == values.shape
+            if is_wide and values.any() and torch.equal(wide.to(values.dtype), values):
+                parameter.is_written = True
+                parameter.record.add("master", dtype_name(wide.dtype), f"the optimizer's state {key}")
+                return
+        parameter.record.add("master", "same", "the parameter itself")
 
 
 def _see_kept(name: str, parts: Sequence[OptimizedPart], tensor: torch.Tensor, held: dict[Any, Any]) -> None:

@@ -22,6 +22,7 @@ from zerodrift.inspect.trace.libraries.deepspeed import DeepSpeed
 from zerodrift.inspect.trace.libraries.fsdp import Fsdp1, Fsdp2
 from zerodrift.inspect.trace.libraries.own import Own
 from zerodrift.inspect.trace.records import ProcessRecord
+from zerodrift.inspect.trace.script.watch import ScriptWatch
 from zerodrift.inspect.trace.state import WatchState
 from zerodrift.inspect.trace.steps import ExportWatch, StepWatch
 
@@ -45,10 +46,11 @@ class Watcher:
         self.state = WatchState(only, (Own(), Fsdp2(), Fsdp1(), DeepSpeed()), self._may_finish)
         self._wanted, self._finished = steps, finished
         self._files_after, self.ended = files_after, False
-        self._steps = StepWatch(self.state)
-        self._gradients = GradientWatch(self.state)
+        self._script = ScriptWatch(self.state)
+        self._steps = StepWatch(self.state, self._script)
+        self._gradients = GradientWatch(self.state, self._script)
         self._collectives = CollectiveWatch(self.state)
-        self.forwards = ForwardWatch(self.state, self._gradients)
+        self.forwards = ForwardWatch(self.state, self._gradients, self._script)
         self._exports = ExportWatch()
 
     def begin(self) -> None:
@@ -62,6 +64,7 @@ class Watcher:
 
     def end(self) -> None:
         self._exports.end()
+        self._script.leave()
         if self.state.active:
             self.state.active = False
             self.state.patches.restore()
@@ -79,9 +82,13 @@ class Watcher:
         if not state.active and process.ended != "broken":
             return
         state.active = False
+        self._script.leave()
         try:
             if process.ended != "broken":
                 state.settle()
+                self._script.copies.rests()
+                self._script.record()
+                self._steps.record()
                 for model in state.models:
                     model.look()
         except Exception as error:

@@ -31,7 +31,8 @@ SPEAKERS = {
 }
 """ShareGPT's speakers -> roles. Its `function_call` is a tool call of the assistant."""
 
-_TURNS = ("messages", "conversations", "conversation")
+MESSAGES = "messages"
+_TURNS = (MESSAGES, "conversations", "conversation")
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),

@@ -94,7 +94,8 @@ class DocumentCounts:
 
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
-    """Return `text`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first row."""
+    """Return `text`, `prompts`, `chat` or `tokens`; `data.format: auto` looks at the suffixes and the first
+    row. Prompts are texts to continue, as TRL joins them."""
     if data.format != "auto":
         return "text" if data.format == "files" else data.format
     token_files = [file for file in files if file.suffix.lower() in TOKEN_SUFFIXES]
@@ -114,7 +115,11 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
         if is_named_text or not chat.is_conversation(row, data.messages):
             return "text"
         pair = chat.pair_columns(row)
-        if "text" not in row or chat.turns_column(row, data.messages) is not None:
+        turns = chat.turns_column(row, data.messages)
+        is_text = pair == CONTINUED and all(isinstance(row[column], str) for column in CONTINUED)
+        if is_text and turns is None and "text" not in row and data.messages == chat.MESSAGES:
+            return "prompts"
+        if "text" not in row or turns is not None:
             return "chat"
         if pair is not None:
             must, got = "must be a text or a conversation", f"`text` beside `{pair[0]}` and `{pair[1]}`"
@@ -166,7 +171,6 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
     if field or "text" in row:
         return (field or "text",)
     if row.keys() >= set(CONTINUED):
-        _require_no_label(row, CONTINUED, where)
         return CONTINUED
     texts = [key for key, value in row.items() if isinstance(value, str)]
     known = texts if len(texts) == 1 else [key for key in TEXT_COLUMNS if key in texts]
@@ -181,10 +185,12 @@ def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts
         if not isinstance(row.get(column), str):
             got = formats.type_name(row[column]) if column in row else names(row) or "nothing"
             raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_NAME_IT)
+    _require_no_label(row, columns, where)
     counts.add_unread(row, columns)
     parts = [chat.text_of(row, column, where) for column in columns]
     given = len(parts[0]) if len(parts) > 1 else 0
-    form = "`prompt` continued by `completion`" if given else f"`{columns[-1]}` of rows"
+    joined = "`prompt` continued by `completion`, without a chat template (`data.format: chat` uses it)"
+    form = joined if len(parts) > 1 else f"`{columns[-1]}` of rows"
     yield from counts.counted(Document("".join(parts), given=given, where=where), form)
 
 

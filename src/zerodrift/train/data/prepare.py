@@ -154,7 +154,7 @@ def _digest(value: object) -> str:
 
 def packing_of(data: Data, kind: str) -> Packing:
     """Return how documents fill blocks."""
-    if kind == "chat":
+    if kind in ("chat", "prompts"):
         return "whole" if data.pack else "alone"
     return "alone" if data.pack is False else "stream"
 
@@ -362,8 +362,13 @@ def tokens_of(
     start = np.array(tokenizer.start, np.int64)
     yield start, np.full(len(start), not given)
     if given:
-        span = (given, len(document.text))
-        yield chat_template.encode_with_mask(document.text, [span], tokenizer, document.where)
+        # What is learned begins where the tokens of the prompt alone end or differ, as in TRL.
+        tokens, alone = tokenizer.encode(document.text), tokenizer.encode(document.text[:given])
+        shared = min(len(tokens), len(alone))
+        differing = np.flatnonzero(tokens[:shared] != alone[:shared])
+        yield tokens, np.arange(len(tokens)) >= (differing[0] if len(differing) else shared)
+        if len(tokens) and tokens[-1] == tokenizer.end:
+            return  # the completion ends by itself
     else:
         for tokens in encode_pieces(document.pieces(), tokenizer):
             yield tokens, np.ones(len(tokens), dtype=bool)

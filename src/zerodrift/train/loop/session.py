@@ -23,7 +23,7 @@ from zerodrift.config import Config, Pipeline
 from zerodrift.engine import Engine, computed_by
 from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.legible import legible
-from zerodrift.policy import SPLIT, Policy, mesh_for, resolve
+from zerodrift.policy import SPLIT, Policy, mesh_for, need_of, resolve
 from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
@@ -272,6 +272,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             if engine.mesh.device.type == "cpu" and computed_by(engine.mesh.device)["kernels"] == "plain":
                 display.say(NO_COMPILER)
         engine.seed = job.run.seed
+        engine.determinism.ask(need_of(False, job.run.digest_every))
         mesh, numbers = engine.mesh, engine.micro_batches_of_this_rank()
         micro = engine.plan.policy.batch.micro
         seat = BatchLayout(mesh.rank("data"), mesh.size("data"), micro, numbers, mesh.device)

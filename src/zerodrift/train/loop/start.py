@@ -91,7 +91,7 @@ def processes(job: Job, nproc: int | None) -> int:
     if count is None and job.run.device != "cpu":
         import torch
 
-        count = torch.cuda.device_count()
+        count = torch.accelerator.device_count()
     count = count or 1
     if count > MOST:
         must = f"must be at most {MOST:,} processes of one machine"

@@ -75,8 +75,8 @@ class StepRecorder:
             yield
             return
         if self._profiler is None:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
+            kinds = {torch.profiler.ProfilerActivity.CPU}
+            kinds |= set() if self._device == "cpu" else torch.profiler.supported_activities()
             # A backward in turns with a forward has a thread of its own. Private in torch.
             threads = _ExperimentalConfig(profile_all_threads=True)
             self._profiler = torch.profiler.profile(activities=kinds, experimental_config=threads)

@@ -213,10 +213,10 @@ def _text(line: Mapping[str, Any]) -> str:
 
 def memory(device: torch.device) -> int:
     """Return the bytes allocated at peak on a GPU, or the resident memory of the process."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         import torch
 
-        return int(torch.cuda.max_memory_allocated(device))
+        return torch.accelerator.max_memory_allocated(device)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from zerodrift.comm import can_share
+from zerodrift.comm import can_share, usable_accelerator
 from zerodrift.engine import computed_by
-from zerodrift.kernels import COMPILERS, find_compiler, native
+from zerodrift.errors import first_line
+from zerodrift.kernels import COMPILERS, device, find_compiler, native
+from zerodrift.legible import legible
 from zerodrift.report import WIDTH, grid, pairs, render, section, size, title
 from zerodrift.versions import TESTED, __version__, warning
 
@@ -36,6 +38,11 @@ EXTRAS = {
     "triton": "",
 }
 """Optional packages -> the extra that installs them, if there is one."""
+TAKEN = 1 << 30
+"""Bytes of a GPU, beyond what torch has, from which on other processes are taken to be on it. The driver and
+the libraries of one process have less."""
+TF32 = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Variables that round the operands of fp32 products on a GPU, whatever a program says."""
 SLOW = 1.5
 """Ratio to the time of fp32 products from which bf16 products are slow."""
 
@@ -54,7 +61,7 @@ class MachineFact:
 
 def examine(environment: Mapping[str, str]) -> list[MachineFact]:
     """Return all facts in the order of the report."""
-    return [*_versions(), *_cpu(environment), *_gpus(), *_communication(), *_kernels()]
+    return [*_versions(), *_cpu(environment), *_gpus(environment), *_communication(), *_kernels()]
 
 
 def _versions() -> Iterator[MachineFact]:
@@ -99,19 +106,45 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(times)
 
 
-def _gpus() -> Iterator[MachineFact]:
-    built = torch.version.cuda or torch.version.hip
-    if not torch.cuda.is_available():
-        why = "no driver, or no GPU" if built else "this torch is built for CPUs alone"
-        yield MachineFact("GPU", "none", "-", why)
+def _gpus(environment: Mapping[str, str]) -> Iterator[MachineFact]:
+    accelerator = usable_accelerator()
+    if accelerator is None:
+        yield MachineFact("GPU", "none", "-", _why_there_is_none())
         return
-    for number in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(number)
+    for number in range(torch.accelerator.device_count()):
+        yield from _gpu(torch.device(accelerator.type, number))
+    if accelerator.type == "cuda":
+        yield MachineFact("GPU", "CUDA", str(torch.version.cuda or torch.version.hip))
+        forced = [name for name in TF32 if environment.get(name) == "1"]
+        note = f"products of fp32 keep 10 bits of 23: unset {' and '.join(forced)}" if forced else ""
+        yield MachineFact("GPU", "TF32", "on" if forced else "off", note, bad=bool(forced))
+
+
+def _why_there_is_none() -> str:
+    """Return why torch finds no GPU: a driver that is missing or too old, in the words of torch."""
+    if not (torch.version.cuda or torch.version.hip):
+        return "this torch is built for CPUs alone"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return legible(first_line(error))
+    return "no driver, or no GPU"
+
+
+def _gpu(gpu: torch.device) -> Iterator[MachineFact]:
+    """Yield what a GPU is, what is free of its memory, and who has the rest."""
+    name = torch.get_device_module(gpu).get_device_name(gpu)
+    free, total = torch.accelerator.get_memory_info(gpu)
+    is_slow, capability = False, ""
+    if gpu.type == "cuda":
+        capability = ", {}.{}".format(*torch.cuda.get_device_capability(gpu))
         is_slow = not torch.cuda.is_bf16_supported(including_emulation=False)
-        note = "no bf16 units: use config.precision.mode: fp16" if is_slow else ""
-        found = f"{seen.name}, {size(seen.total_memory)}, {seen.major}.{seen.minor}"
-        yield MachineFact("GPU", f"cuda:{number}", found, note, bad=is_slow)
-    yield MachineFact("GPU", "CUDA", str(built))
+    note = "no bf16 units: use config.precision.mode: fp16" if is_slow else ""
+    yield MachineFact("GPU", str(gpu), f"{name}, {size(total)}{capability}", note, bad=is_slow)
+    others = total - free - torch.accelerator.memory_reserved(gpu)
+    is_taken = others > TAKEN
+    note = f"other processes have {size(others)}: end them, or take another GPU" if is_taken else ""
+    yield MachineFact("GPU", f"{gpu} memory", f"{size(free)} free", note, bad=is_taken)
 
 
 def _communication() -> Iterator[MachineFact]:
@@ -136,11 +169,12 @@ def _kernels() -> Iterator[MachineFact]:
     yield MachineFact("kernels", "CPU updates", origin, slow, bad=library is None)
     todo = "" if library or compiler else f"install one of {', '.join(COMPILERS)}, or name one in CXX"
     yield MachineFact("kernels", "C++ compiler", compiler or "none", todo, bad=bool(todo))
-    if torch.cuda.is_available():
-        plain = not _installed("triton")
-        slow = "updates on a GPU run in plain PyTorch: pip install triton"
-        found = "plain PyTorch" if plain else "Triton"
-        yield MachineFact("kernels", "GPU updates", found, slow if plain else "", plain)
+    accelerator = usable_accelerator()
+    if accelerator is not None:
+        why = device.obstacle(torch.device(accelerator.type, 0))
+        slow = f"updates on a GPU run in plain PyTorch, several times slower: {why}"
+        found = "plain PyTorch" if why else "Triton"
+        yield MachineFact("kernels", "GPU updates", found, slow if why else "", bad=bool(why))
 
 
 def doctor_text(findings: list[MachineFact], *, color: bool, width: int = WIDTH) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 
 from zerodrift.checkpoint import SHARED
 from zerodrift.checkpoint import state as states
+from zerodrift.comm import usable_accelerator
 from zerodrift.errors import ConfigError, NonFiniteError
 from zerodrift.model import CONFIG, attempt, importable, make
 from zerodrift.train.data import chat_template
@@ -55,7 +56,7 @@ class TextGenerator:
             self._letters: Tokenizer = tokenizer("auto", str(beside))
         else:
             self._letters = tokenizer(*(job.data.tokenizer, job.model.source) if job else ("bytes", ""))
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = torch.device(device or usable_accelerator() or "cpu")
         with importable(found.started_in):
             self._model = load(found).to(self._device).eval()
         self._cache = cache_name(self._model)

@@ -1,0 +1,153 @@
+"""The attributes that DeepSpeed gives every parameter at stage 3 and under `zero.Init`, with its meanings.
+
+Lightning, PEFT, TRL and transformers read them from a parameter alone. Numbers and shapes are DeepSpeed's:
+`partition_numel` is an equal part of the parameter, rounded up. `ds_tensor` is what this rank really holds,
+flat, and shards here are slices of a unit: they differ in length between ranks and may be empty. Methods that
+move values are here by name, and say what to use.
+
+Invariant: nothing that is read here is a copy, and nothing that is written is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerodrift.deepspeed.modules import Placeholder
+from zerodrift.errors import UnsupportedError
+
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)
+ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT", module=__name__)
+
+_GATHER = "Read or write it inside `zero.GatheredParameters`, with a `modifier_rank` to write."
+_REDUCE = "`engine.backward` and `engine.step` reduce; `safe_get_full_grad` has the gradient."
+
+_ABSENT = {
+    **dict.fromkeys(("all_gather", "all_gather_coalesced", "partition"), _GATHER),
+    **dict.fromkeys(("reduce_gradients_at_owner", "partition_gradients"), _REDUCE),
+    "convert_to_zero_parameters": "Build the model inside `zero.Init`.",
+}
+"""Method -> what to use instead."""
+
+_MOVED = {name: Placeholder(f"param.{name}", instead) for name, instead in _ABSENT.items()}
+
+_CONSTANT = {
+    "ds_param_type": ZeroParamType.PARTITIONED,
+    "ds_persist": False,
+    "is_external_param": False,
+    "ds_enable_sanity_checks": False,
+    "ds_secondary_tensor": None,
+    "ds_secondary_tensor_group_size": 1,
+    "ds_secondary_tensor_num_of_groups": 1,
+    "ds_zero_param_process_group": None,
+    "nvme_swapper": None,
+}
+"""Attribute -> its value for every parameter. No small parameter stays whole, and there is no second copy."""
+
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__")
+
+
+class HeldShard(torch.Tensor):
+    """`param.ds_tensor`: the elements of a parameter that this rank holds. Flat, to be read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", str(func)), kwargs or {}
+        first = given.get("out", args[0] if args else None)
+        targets = first if isinstance(first, (list, tuple)) else [first]
+        writes = name in _WRITES or "out" in given or (name.endswith("_") and not name.endswith("__"))
+        sends = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+        if (writes or sends) and any(isinstance(target, cls) for target in targets):
+            must = "must be read only: masters would not follow"
+            do = "Write inside `zero.GatheredParameters` with a `modifier_rank`; send a clone."
+            raise UnsupportedError("param.ds_tensor", must, got=f"`{name}`", do=do)
+        made = super().__torch_function__(func, types, args, given)
+        if not isinstance(made, cls):
+            return made
+        shares = isinstance(first, cls) and _memory(made) == _memory(first)
+        return made if shares else made.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def mark(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None = None) -> None:
+    """Set the attributes. The status is AVAILABLE only inside `GatheredParameters`. Without a group the
+    parameter is divided over all ranks."""
+    running = dist.is_initialized()
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if running else (0, 1)
+    numel, reference = parameter.numel(), weakref.ref(parameter)
+    part = -(-numel // ranks)
+    values: dict[str, Any] = {
+        "ds_id": number,
+        "ds_shape": parameter.shape,
+        "ds_numel": numel,
+        "ds_numel_aligned": part * ranks,
+        "ds_status": ZeroParamStatus.NOT_AVAILABLE,
+        "ds_active_sub_modules": set[nn.Module](),
+        "ds_tensor": None,
+        "ds_process_group": dist.group.WORLD if group is None and running else group,
+        "ds_zero_partition_rank": rank,
+        "ds_zero_partition_world_size": ranks,
+        "partition_numel": _constant(part),
+        "aligned_size": _constant(part * ranks),
+        "padding_size": _constant(part * ranks - numel),
+        "ds_summary": lambda use_debug_name=False: _summary(reference()),
+    }
+    vars(parameter).update(_CONSTANT, **_MOVED, **values)
+
+
+def show_shard(parameter: torch.Tensor, flat: torch.Tensor) -> None:
+    """Set `ds_tensor` to the memory of this rank's elements."""
+    shard = flat.detach().as_subclass(HeldShard)
+    vars(shard)["ds_numel"] = flat.numel()
+    vars(parameter)["ds_tensor"] = shard
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Remove the attributes."""
+    for name in [name for name in vars(parameter) if name in NAMES]:
+        delattr(parameter, name)
+
+
+def _constant(value: int) -> Callable[[], int]:
+    return lambda: value
+
+
+def _summary(parameter: Any) -> dict[str, Any]:
+    """Return what DeepSpeed prints of a parameter."""
+    gradient, shard = parameter.grad, parameter.ds_tensor
+    return {
+        "id": parameter.ds_id,
+        "status": parameter.ds_status.name,
+        "numel": parameter.numel(),
+        "ds_numel": parameter.ds_numel,
+        "shape": tuple(parameter.shape),
+        "ds_shape": tuple(parameter.ds_shape),
+        "requires_grad": parameter.requires_grad,
+        "grad_shape": None if gradient is None else tuple(gradient.shape),
+        "persist": parameter.ds_persist,
+        "active_sub_modules": parameter.ds_active_sub_modules,
+        "ds_tensor.shape": None if shard is None else shard.shape,
+    }
+
+
+def _names() -> frozenset[str]:
+    parameter = nn.Parameter(torch.empty(0))
+    mark(parameter, 0)
+    return frozenset(vars(parameter))
+
+
+NAMES = _names()
+"""All attributes."""

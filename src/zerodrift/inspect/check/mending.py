@@ -1,0 +1,136 @@
+"""The config that mends the findings of a run: for the library that runs, and for zerodrift.
+
+Invariant: pure. A line stands there only for a finding, which it names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zerodrift.inspect.check.run_finding import Kind, RunFinding, library
+from zerodrift.inspect.trace import ModelRecord, ProcessRecord
+
+_WEIGHTS: tuple[Kind, ...] = ("no-master", "norm-in-16-bits", "upcast-without-effect", "state-too-narrow")
+_SUMS: tuple[Kind, ...] = ("rounded-before-accumulation", "wire-in-16-bits")
+_PINNED: tuple[Kind, ...] = ("router-in-16-bits", "logits-rounded")
+
+_ENGINE = frozenset((*_WEIGHTS, *_SUMS, *_PINNED, "states-rounded", "weights-rounded", "buffer-rounded"))
+"""Findings that zerodrift's own engine has not, by its defaults or with a pin."""
+
+_COMMENT = 46  # column at which the name of a finding stands behind a line
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigBlock:
+    """Lines of code or JSON for one library."""
+
+    library: str
+    text: str
+
+
+def mending(processes: Sequence[ProcessRecord], findings: Iterable[RunFinding]) -> list[ConfigBlock]:
+    """Return what to write instead, for the library that ran and for zerodrift; nothing without a cause."""
+    listed = list(findings)
+    models = [model for model in processes[0].models if model.trained] if processes else []
+    if not models:
+        return []
+    kinds = dict.fromkeys(finding.kind for finding in listed)
+    own = ConfigBlock("zerodrift", _zerodrift(models, listed))
+    if any("zerodrift.Engine" in model.wrappers for model in models):
+        return [own] if kinds.keys() & _ENGINE else []
+    name, text = _theirs(processes[0], models[0], kinds)
+    blocks = [ConfigBlock(name, text)] if text else []
+    return [*blocks, own] if kinds.keys() & _ENGINE else blocks
+
+
+_TRAINERS = {
+    "lightning": ("Lightning", 'Trainer(precision="{}-mixed")', "16"),
+    "pytorch_lightning": ("Lightning", 'Trainer(precision="{}-mixed")', "16"),
+    "accelerate": ("accelerate", 'Accelerator(mixed_precision="{}")', "fp16"),
+}
+"""Module -> its name, how it is told a precision, and its word for fp16."""
+
+
+def _theirs(process: ProcessRecord, model: ModelRecord, kinds: Iterable[Kind]) -> tuple[str, str]:
+    """Return the name of the library that ran, and what to write with it."""
+    kind, found, half = library(model), set(kinds), _half(process.models)
+    if kind == "deepspeed":
+        return "DeepSpeed", _deepspeed(found, half)
+    lines: list[str] = []
+    if found & {*_WEIGHTS, "weights-rounded"}:
+        lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
+    sharded = {"fully_shard": ("MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
+               "fsdp": ("MixedPrecision", "model = FSDP(model, mixed_precision=policy)")}  # fmt: skip
+    trainer = next((name for name in _TRAINERS if name in process.libraries), "")
+    title = {"fully_shard": "fully_shard", "fsdp": "FullyShardedDataParallel"}.get(kind, "torch")
+    if not found & {*_WEIGHTS, *_SUMS}:
+        title = title if kind or not trainer else _TRAINERS[trainer][0]
+    elif kind in sharded:
+        policy, call = sharded[kind]
+        lines += [_line(f"policy = {policy}(", found, _SUMS), f"    param_dtype=torch.{half},"]
+        lines += ["    reduce_dtype=torch.float32,", ")", call]
+    elif trainer:
+        title, call, fp16 = _TRAINERS[trainer]
+        lines.append(call.format("bf16" if half == "bfloat16" else fp16))
+    else:
+        lines += [f'with torch.autocast("cuda", torch.{half}):', "    logits = model(inputs)"]
+        if "wire-in-16-bits" in found:
+            lines.append(_line("# no hook: DistributedDataParallel(model)", found, ("wire-in-16-bits",)))
+    return title, "\n".join([*lines, *_script(found)])
+
+
+def _script(found: set[Kind]) -> list[str]:
+    """Return the lines that stand in the script, whatever library runs."""
+    lines = []
+    if "loss-in-16-bits" in found:
+        lines.append(_line("loss = loss_of(logits.float(), targets)", found, ("loss-in-16-bits",)))
+    for kind, weight in (("router-in-16-bits", "router"), ("logits-rounded", "head")):
+        if kind in found:
+            lines.append(_line('with torch.autocast("cuda", enabled=False):', found, (kind,)))
+            lines.append(f"    logits = linear(x.float(), {weight}.weight.float())")
+    if "average-in-16-bits" in found:
+        lines.append(_line("average = copy.deepcopy(model).float()", found, ("average-in-16-bits",)))
+    return lines
+
+
+def _line(code: str, found: set[Kind], kinds: Sequence[Kind]) -> str:
+    mended = next((kind for kind in kinds if kind in found), "")
+    return f"{code:<{_COMMENT}}  # {mended}" if mended else code
+
+
+def _deepspeed(found: set[Kind], half: str) -> str:
+    if not found & {*_WEIGHTS, *_SUMS}:
+        return "\n".join(_script(found))
+    config: dict[str, object] = {"bf16" if half == "bfloat16" else "fp16": {"enabled": True}}
+    if "rounded-before-accumulation" in found:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "wire-in-16-bits" in found:
+        config["communication_data_type"] = "fp32"
+    return "\n".join([json.dumps(config, indent=2), *_script(found)])
+
+
+def _zerodrift(models: Sequence[ModelRecord], findings: Sequence[RunFinding]) -> str:
+    """Return a config whose defaults keep masters, sums, states and the wire in fp32."""
+    mode = "bf16" if _half(models) == "bfloat16" else "fp16"
+    precision: dict[str, object] = {"mode": mode}
+    names = [name for finding in findings if finding.kind in _PINNED for name in finding.names]
+    globs = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names)
+    if globs:
+        precision["rules"] = [{"match": glob, "pin": "fp32", "output": "keep"} for glob in globs]
+    is_sharded = any(library(model) in ("fully_shard", "fsdp") for model in models)
+    config = {"precision": precision, "zero_optimization": {"stage": 3 if is_sharded else 1}}
+    text = json.dumps(config, indent=2)
+    return _RULE.sub(lambda rule: "{" + re.sub(r"\s+", " ", rule[1]) + "}", text)
+
+
+_RULE = re.compile(r"\{\s+(\"match\"[^}]*?)\s+\}")
+
+
+def _half(models: Sequence[ModelRecord]) -> str:
+    """Return the dtype of 16 bits that the models compute in; bf16 where there is none."""
+    used = [p.dtypes("compute") for model in models for p in model.parameters]
+    is_fp16 = any("float16" in dtypes for dtypes in used) and not any("bfloat16" in d for d in used)
+    return "float16" if is_fp16 else "bfloat16"

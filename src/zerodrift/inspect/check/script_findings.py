@@ -1,0 +1,182 @@
+"""Findings about what a script does beside forward and step: losses, averages, rounded states, the wire.
+
+They rest on the events of the first rank's record, and on the cells of the column `reduce`.
+
+Invariant: pure. An estimate says that it is one; any other figure was measured in the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zerodrift.inspect.check.run_finding import BITS, RunFinding, finding, library
+from zerodrift.inspect.trace import ModelRecord, ProcessRecord
+
+_FAR = 0.25  # error of a logit from which the rounding of a head that autocast chose is a finding
+
+
+def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
+    """Find losses that are computed in 16 bits, and logits that are rounded before a wider loss."""
+    events = processes[0].events
+    narrow = [event for event in events if event["kind"] == "loss-loss"]
+    do = "Cast the logits up before the loss: `logits.float()`."
+    for dtype, bits in BITS.items():
+        alike = [event for event in narrow if event["dtype"] == dtype]
+        if not alike:
+            continue
+        worst = max(alike, key=lambda event: _greatest(event))
+        names = ", ".join(dict.fromkeys(f"`{event['operation']}`" for event in alike))
+        error = min(_greatest(worst) / 2**bits, 1.0)
+        what = f"The loss is computed in {dtype}, by {names}: it keeps {bits} bits"
+        if _greatest(worst):
+            what += f", so a result of {_greatest(worst):.3g}, the greatest that was sampled, is up to "
+            what += f"{error:.2g} off"
+        yield RunFinding("loss-in-16-bits", "compute", (), f"{what}.", do, worst["line"], error)
+    if not narrow:
+        yield from _rounded_logits(processes, events)
+
+
+def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -> Iterator[RunFinding]:
+    casts = [event for event in events if event["kind"] == "loss-rounded"]
+    for event in casts[:1]:
+        error = _greatest(event) / 2 ** BITS[event["dtype"]]
+        what = f"Logits are computed in more bits and cast to {event['dtype']} before the loss, which casts "
+        what += f"them up again: up to {error:.2g} is lost of each."
+        do = "Leave that cast out: give the loss what the head computes."
+        yield RunFinding("logits-rounded", "compute", (), what, do, event["line"], min(error, 1.0))
+    products = [event for event in events if event["kind"] == "loss-product" and event["dtype"] in BITS]
+    greatest = max((_greatest(event) for event in events if event["kind"] == "loss-widened"), default=0.0)
+    for event in () if casts else products[:1]:
+        names = _head(processes[0].models, event)
+        error = greatest / 2 ** BITS[event["dtype"]]
+        is_alone = bool(names) and _is_narrower(processes[0].models, names, event["dtype"])
+        if not is_alone and error < _FAR:
+            continue
+        why = (
+            "and the rest of the model is wider" if is_alone else f"and logits are as large as {greatest:.3g}"
+        )
+        what = (
+            f"The head computes in {event['dtype']}, {why}: each logit is up to {error:.2g} off before the "
+        )
+        what += "loss casts it up, which adds no digit."
+        do = "Compute the head in fp32: keep its weight in fp32, cast its input up, leave autocast off there."
+        yield RunFinding("logits-rounded", "compute", names, what, do, event["line"], min(error, 1.0))
+
+
+def _greatest(event: dict[str, Any]) -> float:
+    return float(event.get("greatest") or 0.0)
+
+
+def _head(models: Sequence[ModelRecord], event: dict[str, Any]) -> tuple[str, ...]:
+    names = (p.name for model in models if model.trained for p in model.parameters)
+    module = event["module"]
+    return tuple(name for name in names if module and name.rpartition(".")[0] == module)
+
+
+def _is_narrower(models: Sequence[ModelRecord], names: Sequence[str], dtype: str) -> bool:
+    """Return True if no other parameter of the head's model computes in its dtype."""
+    for model in models:
+        others = [p for p in model.parameters if p.name not in names and p.dtypes("compute")]
+        if model.parameter(names[0]) is not None and others:
+            return all(not p.has("compute", dtype) for p in others)
+    return False
+
+
+def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
+    """Find averages that are kept in 16 bits, and weights and states that the script rounds between steps."""
+    averages: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for event in processes[0].events:
+        if event["kind"] == "average":
+            averages.setdefault((event["dtype"], event["line"]), []).append(event)
+        if event["kind"] == "rounded-between-steps":
+            yield _rounded(event)
+    for (dtype, line), alike in averages.items():
+        names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
+        moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
+        whose = "these weights" if any("." in name or name for name in names) else "values"
+        what = (
+            f"An average of {whose} is kept in {dtype}, which rounds each update: one that is smaller than "
+        )
+        what += f"1/{2 ** BITS[dtype]} of the average is lost"
+        if moves:
+            what += f"; {still / moves:.0%} of the sampled elements that had to move did not"
+        do = "Keep the average in fp32 (`.float()` of a copy), and cast it where it is used."
+        cost = still / moves if moves else 0.5
+        yield RunFinding("average-in-16-bits", "storage", names, f"{what}.", do, line, cost)
+
+
+def _rounded(event: dict[str, Any]) -> RunFinding:
+    dtype, key, names = event["dtype"], event["state"], tuple(event["names"])
+    if not key:
+        what = (
+            f"The script rounds weights to {dtype} after each step: what an optimizer adds in fp32 is lost "
+        )
+        what += "where it is smaller than that resolves."
+        do = "Leave that rounding out, and cast a copy where 16 bits are needed."
+        return RunFinding("weights-rounded", "master", names, what, do, "", 0.5)
+    what = f"The script rounds `{key}` to {dtype} between steps"
+    cost = 2.0 ** -BITS.get(dtype, 4)
+    if "sq" in key:
+        what += (
+            ": a second moment shrinks by 1/1000 of itself a step, which is rounded away, so it can grow and "
+        )
+        what += "never shrink"
+        cost = 0.4
+    do = "Keep states in fp32 where they rest, too: on the CPU, or in the dtype that the optimizer uses."
+    return RunFinding("states-rounded", "state", names, f"{what}.", do, "", cost)
+
+
+_WIRES = {
+    "": "Reduce gradients in fp32: leave the hook or the cast out.",
+    "ddp": "Reduce gradients in fp32: leave the communication hook out, and keep the weights in fp32.",
+    "fully_shard": "Give `MixedPrecisionPolicy` `reduce_dtype=torch.float32`.",
+    "fsdp": "Give `MixedPrecision` `reduce_dtype=torch.float32`.",
+    "deepspeed": 'Set `"communication_data_type": "fp32"`.',
+}
+
+
+def wire_error(dtype: str, gradients: int) -> float:
+    """Estimate the relative error of a sum of gradients that is rounded after each addition.
+
+    Rounding moves a number by 0.2 units of its last place, as a root of mean squares relative to its
+    significand. A partial sum of independent gradients grows with the root of their number.
+    """
+    once = 0.2 * 2.0 ** (1 - BITS.get(dtype, 4))
+    return once * math.sqrt((gradients + 1) / 2 + 1 - 1 / gradients)
+
+
+def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
+    """Find gradients that travel in 16 bits or fewer, graded by the number of ranks and micro-batches."""
+    ranks, micro_batches = processes[0].world, processes[0].micro_batches
+    wires: dict[str, list[str]] = {}
+    for parameter in model.parameters if ranks > 1 else ():
+        for dtype in parameter.dtypes("reduce"):
+            if dtype in BITS or dtype.startswith(("float8", "int8", "uint8")):
+                wires.setdefault(dtype, []).append(parameter.name)
+    hook = next((event for event in processes[0].events if event["kind"] == "communication-hook"), None)
+    name = hook["name"] if hook else ""
+    if "powerSGD" in name and "DistributedDataParallel" in model.wrappers:
+        what = (
+            "PowerSGD sends a few columns for each matrix: what they do not hold of a gradient comes a step "
+        )
+        what += "or more later, or never."
+        do = "Send whole gradients where ranks are few: leave the hook out."
+        names = [parameter.name for parameter in model.parameters if parameter.trained]
+        yield RunFinding(
+            "wire-compressed", "reduce", tuple(names), what, do, hook["line"] if hook else "", 0.1
+        )
+    for dtype, names in wires.items():
+        first = model.parameter(names[0])
+        is_summed = first is not None and first.has("accumulate", dtype)
+        summed = ranks * (micro_batches if is_summed else 1)
+        of = f"{ranks} ranks" + (f" and {micro_batches} micro-batches" if summed > ranks else "")
+        error = wire_error(dtype, summed)
+        what = f"Gradients are sent and summed in {dtype}{f' by `{name}`' if name else ''}: over {of} each "
+        what += f"element of a sum is some {error:.1%} off (an estimate), over 64 ranks "
+        what += f"{wire_error(dtype, 64 * summed // ranks):.1%}."
+        kind = library(model)
+        kind = "ddp" if not kind and "DistributedDataParallel" in model.wrappers else kind
+        line = hook["line"] if hook else ""
+        yield from finding("wire-in-16-bits", "reduce", names, what, _WIRES[kind], line, error)

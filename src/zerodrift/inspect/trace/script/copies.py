@@ -1,0 +1,252 @@
+"""Follow what a script does with weights between forwards: masters that it keeps by hand, and averages.
+
+A master is a tensor that an optimizer updates and that the script copies, cast, into a parameter. An average
+is a tensor of 16 bits that is moved a part of the way towards a weight, or towards any other value.
+
+Invariant: a tensor is known by its memory, so that it does not matter which operation copies it, or
+whether it is one parameter or a flat buffer of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerodrift.inspect.trace.operations import VIEWS
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local
+from zerodrift.inspect.trace.places import line_of_script
+from zerodrift.inspect.trace.records import dtype_name
+from zerodrift.inspect.trace.script.losses import NARROW
+from zerodrift.inspect.trace.state import OptimizedPart, WatchState
+
+_MOVES = frozenset(("add", "add_", "lerp", "lerp_"))
+"""Operations whose result is an average, if they read a weight and another tensor of its shape."""
+
+_SAMPLED = 64  # elements of an average that are compared between steps
+_MOST = 256  # averages that are sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The weights and the masters that a tensor was computed from."""
+
+    parameters: frozenset[LiveParameter] = frozenset()
+    masters: frozenset[Any] = frozenset()
+    is_mixed: bool = False  # whether the weights were combined with another tensor of their shape
+
+
+@dataclass(slots=True)
+class _Average:
+    dtype: str
+    operation: str
+    line: str
+    names: tuple[str, ...]
+    samples: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    """Elements after an update, and those of the weight that it follows."""
+
+
+class _MadeTensor:
+    """A result that may be kept by a tensor of another object, which `.data` was set of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = local(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor, if its memory was not freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, offset, shape, stride = self._view
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+class CopyWatch:
+    """Follows the memory of weights, masters, gradients and averages outside of forwards."""
+
+    def __init__(self, state: WatchState) -> None:
+        self.state = state
+        self._sources: Owners[Source] = Owners()
+        self._scaled: Owners[bool] = Owners()  # memory of 16 bits that was multiplied by a number below one
+        self._made: list[tuple[_MadeTensor, str, str, Source]] = []
+        self._averages: dict[Any, _Average] = {}
+
+    def stepped(self, tensor: torch.Tensor, master: Any) -> None:
+        """Follow a tensor that an optimizer has updated, and that no gradients arrive at by a backward."""
+        self._sources.put(tensor, Source(masters=frozenset((master,))))
+
+    def computed(self, name: str, args: Any, kwargs: Any, out: Any, in_step: bool) -> None:
+        """Follow an operation outside of forwards, element by element for those on lists of tensors."""
+        if name in VIEWS:
+            return
+        if name.startswith("_foreach_"):
+            lists = [arg for arg in (*args, *(kwargs or {}).values()) if _is_list(arg)]
+            results = lists[0] if name.endswith("_") and lists else out
+            numbers = [arg for arg in args if not _is_list(arg)]
+            if lists and _is_list(results):
+                name = name.removeprefix("_foreach_")
+                for result, *inputs in zip(results, *lists, strict=False):
+                    self._follow(name, [*inputs, *numbers], result, in_step)
+            return
+        result = args[0] if name.endswith("_") and args else out
+        self._follow(name, [*_flat(args), *_flat((kwargs or {}).values())], result, in_step)
+
+    def _follow(self, name: str, inputs: list[Any], result: Any, in_step: bool) -> None:
+        if not isinstance(result, torch.Tensor):
+            return
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        is_in_place = name.endswith("_")
+        reads = tensors[1:] if is_in_place else tensors
+        source = self._joined(reads, result)
+        if self.state.several:
+            self._follow_gradients(name, reads, result)
+        for parameter in self.state.memory.all_of(result) if is_in_place else ():
+            for master in source.masters:
+                self.link(parameter, master, result)
+        if result.dtype in NARROW and not in_step and result.numel() > 1:
+            self._find_average(name, inputs, result, source)
+        if source.parameters or source.masters or self._sources.of(result):
+            self._sources.put(result, Source(masters=source.masters) if is_in_place else source)
+
+    def _find_average(self, name: str, inputs: list[Any], result: torch.Tensor, source: Source) -> None:
+        is_in_place = name.endswith("_")
+        moved = source.is_mixed if name == "copy_" else is_in_place and name in _MOVES
+        moved = moved and any(t.numel() >= result.numel() for t in inputs[1:] if isinstance(t, torch.Tensor))
+        scaled = name == "add_" and bool(self._scaled.of(result))
+        if (moved and source.parameters) or (is_in_place and (scaled or name == "lerp_")):
+            if self._may_average(result):
+                self._averages_in(result, name, source)
+        elif source.is_mixed and source.parameters and name in _MOVES:
+            self._made.append((_MadeTensor(result), name, line_of_script(), source))
+        elif name == "mul_" and any(isinstance(n, float) and 0.5 <= n < 1 for n in inputs[1:]):
+            self._scaled.put(result, True)
+
+    def _joined(self, reads: Sequence[torch.Tensor], result: torch.Tensor) -> Source:
+        """Return what a result comes from; parameters and masters are found by memory."""
+        parameters: set[LiveParameter] = set()
+        masters: set[Any] = set()
+        is_mixed = is_other = False
+        for tensor in (each for each in reads if each.numel() > 1 or result.numel() == 1):
+            sources = self._sources.all_of(tensor)
+            owners = {p for p in self.state.memory.all_of(tensor) if p.record.trained}
+            weights = {p for p in owners if p.has_arrived or not self.state.passes}
+            weights.update(*(source.parameters for source in sources))
+            parameters |= weights
+            masters.update(*(source.masters for source in sources))
+            is_mixed |= any(source.is_mixed for source in sources)
+            is_other |= not weights and tensor.numel() == result.numel() and tensor.is_floating_point()
+        is_mixed |= bool(parameters) and is_other
+        return Source(frozenset(parameters), frozenset(masters), is_mixed)
+
+    def _follow_gradients(self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        """Follow a gradient into a copy, which a script may send in another dtype."""
+        memory = self.state.gradient_memory
+        if name in ("_to_copy", "clone", "copy_", "cat"):
+            for owner in {id(owner): owner for tensor in reads for owner in memory.all_of(tensor)}.values():
+                memory.put(result, owner)
+                if name == "cat":
+                    begin, storage = int(result.storage_offset()), result.untyped_storage()
+                    at = 0
+                    for tensor in reads:
+                        for each in memory.all_of(tensor):
+                            memory.put_range(storage, begin + at, begin + at + tensor.numel(), each)
+                        at += tensor.numel()
+                    return
+
+    def link(self, parameter: LiveParameter, master: Any, written: torch.Tensor) -> None:
+        """Record that a master was copied into a parameter whose gradients arrive."""
+        tensor = master.tensor()
+        if tensor is None or not parameter.has_arrived or parameter.tensor() is tensor:
+            return
+        own = self.state.optimized.get(id(parameter.tensor()))
+        if own is not None and own.tensor() is parameter.tensor():
+            return  # an optimizer updates the parameter itself
+        parameter.is_written = True
+        if any(part.parameter is parameter for part in master.parts):
+            return
+        begin = parameter.begin if tensor.numel() == parameter.record.numel else -1
+        master.parts = [*master.parts, OptimizedPart(parameter, begin)]
+        master.given.clear()
+        master.kept = None
+        parameter.optimized = True
+        line = line_of_script()
+        parameter.record.add("master", dtype_name(tensor.dtype), "a tensor that the script copies", "", line)
+
+    def rests(self) -> None:
+        """Look at memory that was given to parameters, and at averages that are still there."""
+        for parameter in (parameter for model in self.state.models for parameter in model.parameters):
+            tensor = parameter.tensor()
+            if tensor is not None and not parameter.optimized and local(tensor).numel():
+                for source in self._sources.all_of(tensor):
+                    for master in source.masters:
+                        self.link(parameter, master, tensor)
+        for made, name, line, source in self._made:
+            average = made.tensor()
+            if average is not None and self._may_average(average):
+                self._averages_in(average, name, source, line)
+        self._made.clear()
+        self._sources.forget_freed()
+        self._scaled.forget_freed()
+
+    def _may_average(self, tensor: torch.Tensor) -> bool:
+        """Return False for weights that train, and for their gradients."""
+        if any(parameter.has_arrived for parameter in self.state.memory.all_of(tensor)):
+            return False
+        storage = local(tensor).untyped_storage()._cdata
+        for model in self.state.models:
+            for parameter in model.parameters:
+                gradient = getattr(parameter.tensor(), "grad", None)
+                if gradient is not None and local(gradient).untyped_storage()._cdata == storage:
+                    return False
+        return True
+
+    def _averages_in(self, tensor: torch.Tensor, name: str, source: Source, line: str | None = None) -> None:
+        names = tuple(sorted(parameter.record.name for parameter in source.parameters))
+        key: Any = names
+        if not names:
+            key = local(tensor).untyped_storage()._cdata, tensor.storage_offset()
+            names = tuple(name for model in self.state.models for name in model.buffers_in(tensor))
+        known = self._averages.get(key)
+        if known is None:
+            line = line_of_script() if line is None else line
+            known = self._averages[key] = _Average(dtype_name(tensor.dtype), name.strip("_"), line, names)
+        if len(self._averages) <= _MOST and len(known.samples) < 8:
+            weight = next(iter(source.parameters)).tensor() if len(source.parameters) == 1 else None
+            is_alike = weight is not None and local(weight).numel() == local(tensor).numel()
+            followed = _sample(weight) if is_alike and weight is not None else None
+            known.samples.append((_sample(tensor), followed))
+
+    def events(self) -> Iterable[dict[str, Any]]:
+        """Yield averages of 16 bits: the sampled elements that had to move, and those that did not."""
+        for average in self._averages.values():
+            if not average.names and len(average.samples) < 2:
+                continue  # one operation on values that are no weights is no average yet
+            moves = still = 0
+            for (before, _), (after, followed) in zip(average.samples, average.samples[1:], strict=False):
+                due = torch.ones_like(after, dtype=torch.bool) if followed is None else followed != before
+                moves += int(due.sum())
+                still += int((due & (before == after)).sum())
+            yield {"kind": "average", "line": average.line, "operation": average.operation, "moves": moves,
+                   "dtype": average.dtype, "names": average.names, "still": still}  # fmt: skip
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = local(tensor).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.float32, copy=True)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

@@ -1,0 +1,428 @@
+"""Loops that write by hand what costs precision: each is run as it should not be, and as it should.
+
+A table holds what a script does; a dtype or a cast decides whether it is a bug. All of them train `Dense` for
+four steps in this process, observed by `zerodrift.observe`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import zerodrift
+from tests.check.tiny import Dense, batch, loss_of, rank
+
+Tensors = list[torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def nothing(*_: Any) -> None:
+    """Leave out what a loop does otherwise."""
+
+
+def observed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: Loss = loss_of,
+    before: Callable[[], Any] = nothing,
+    after: Callable[[], Any] = nothing,
+) -> zerodrift.Observation:
+    """Train four steps, with `before` and `after` around the optimizer's step, and return what was seen."""
+    with zerodrift.observe() as seen:
+        train(model, optimizer, loss, before, after)
+    return seen
+
+
+def observed_as_made(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> zerodrift.Observation:
+    """Observe the making of a model, too, and of what averages its gradients."""
+    with zerodrift.observe() as seen:
+        model, before = make()
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), before=before)
+    return seen
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss = loss_of,
+    before: Callable[[], Any] = nothing,
+    after: Callable[[], Any] = nothing,
+) -> None:
+    for step in range(4):
+        tokens, targets = batch(rank(), step)
+        loss(model(tokens), targets).backward()
+        before()
+        optimizer.step()
+        after()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+
+def dense(dtype: torch.dtype = FP32) -> Dense:
+    torch.manual_seed(0)
+    return Dense().to(dtype)
+
+
+# --- masters -----------------------------------------------------------------------------------------
+
+
+def copies(model: nn.Module) -> Tensors:
+    return [parameter.detach().float().clone() for parameter in model.parameters()]
+
+
+def flat(model: nn.Module) -> Tensors:
+    return [parameters_to_vector(model.parameters()).detach().float()]
+
+
+def views(model: nn.Module, master: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    parameters = list(model.parameters())
+    parts = master.split([parameter.numel() for parameter in parameters])
+    return [(parameter, part.view_as(parameter)) for parameter, part in zip(parameters, parts, strict=True)]
+
+
+def give(model: nn.Module, masters: Tensors) -> None:
+    """Give masters the gradients of the model."""
+    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    if len(masters) == 1:
+        masters[0].grad = torch.cat([gradient.flatten() for gradient in gradients])
+        return
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+
+
+def each(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[nn.Module, Tensors], None]:
+    """Write parameter by parameter, from copies or from views of a flat master."""
+
+    def write_all(model: nn.Module, masters: Tensors) -> None:
+        pairs = list(zip(model.parameters(), masters, strict=False))
+        for parameter, master in views(model, masters[0]) if len(masters) == 1 else pairs:
+            write(parameter, master)
+
+    return torch.no_grad()(write_all)
+
+
+def set_data(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    parameter.data = master.to(parameter.dtype)
+
+
+def stochastic(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    bits = master.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
+    parameter.copy_(((bits + noise) & -65536).view(torch.float32))
+
+
+def load(model: nn.Module, masters: Tensors) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    model.load_state_dict(dict(zip(names, (master.bfloat16() for master in masters), strict=True)))
+
+
+def into_flat(model: nn.Module, masters: Tensors) -> None:
+    vector_to_parameters(masters[0].bfloat16(), model.parameters())
+
+
+@torch.no_grad()
+def at_once(model: nn.Module, masters: Tensors) -> None:
+    torch._foreach_copy_(list(model.parameters()), masters)
+
+
+MASTERS: dict[str, tuple[Callable[[nn.Module], Tensors], Callable[[nn.Module, Tensors], None]]] = {
+    "copy_": (copies, each(lambda parameter, master: parameter.copy_(master))),
+    "data.copy_": (copies, each(lambda parameter, master: parameter.data.copy_(master.data))),
+    "data": (copies, each(set_data)),
+    "set_": (copies, each(lambda parameter, master: parameter.set_(master.to(parameter.dtype)))),
+    "foreach": (copies, at_once),
+    "stochastic": (copies, each(stochastic)),
+    "load_state_dict": (copies, load),
+    "flat, copy_": (flat, each(lambda parameter, master: parameter.copy_(master))),
+    "flat, data": (flat, each(set_data)),
+    "flat, vector": (flat, into_flat),
+}
+"""How masters are made, and how they are written into the parameters."""
+
+
+def masters(kind: str, rate: float = 1e-6, writes: bool = True) -> zerodrift.Observation:
+    """At this rate no bit of bf16 changes in four steps."""
+    make, write = MASTERS[kind]
+    model = dense(BF16)
+    made = make(model)
+    optimizer = torch.optim.AdamW(made, lr=rate)
+    after = (lambda: write(model, made)) if writes else nothing
+    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+
+
+class WithMasters(torch.optim.SGD):
+    """Keeps a master of each parameter in its state, or updates the parameters themselves."""
+
+    keeps = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "sum" not in state:
+                state["master"] = parameter.detach().to(FP32 if self.keeps else parameter.dtype, copy=True)
+                state["sum"] = torch.zeros_like(state["master"])
+            gradient = parameter.grad.to(state["sum"].dtype) + 0.01 * state["master"]
+            state["sum"].mul_(0.9).add_(gradient)
+            state["master"].add_(state["sum"], alpha=-self.param_groups[0]["lr"])
+            parameter.copy_(state["master"])
+
+
+class WithoutMasters(WithMasters):
+    keeps = False
+
+
+def own_optimizer(kind: type[WithMasters]) -> zerodrift.Observation:
+    model = dense(BF16)
+    return observed(model, kind(model.parameters(), lr=1e-6 if kind.keeps else 1e-2))
+
+
+def post_hook() -> zerodrift.Observation:
+    model = dense(BF16)
+    made = copies(model)
+    optimizer = torch.optim.AdamW(made, lr=1e-6)
+    optimizer.register_step_post_hook(lambda *_: at_once(model, made))
+    return observed(model, optimizer, before=lambda: give(model, made))
+
+
+def second_model() -> zerodrift.Observation:
+    """The masters are a model of their own, whose loss is also asked for."""
+    model = dense(BF16)
+    other = copy.deepcopy(model).float()
+    made: Tensors = list(other.parameters())
+    optimizer = torch.optim.AdamW(made, lr=1e-6)
+
+    def after() -> None:
+        at_once(model, made)
+        other(batch(0, 0)[0])
+
+    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+
+
+# --- averages ----------------------------------------------------------------------------------------
+
+Update = Callable[[Tensors, Tensors], Any]
+
+
+def renew(averages: Tensors, weights: Tensors) -> None:
+    averages[:] = [a * 0.999 + w * 0.001 for a, w in zip(averages, weights, strict=True)]
+
+
+def pairwise(update: Callable[[torch.Tensor, torch.Tensor], Any]) -> Update:
+    return lambda averages, weights: [update(a, w) for a, w in zip(averages, weights, strict=True)]
+
+
+def foreach_add(averages: Tensors, weights: Tensors) -> None:
+    torch._foreach_mul_(averages, 0.9999)
+    torch._foreach_add_(averages, weights, alpha=1e-4)
+
+
+AVERAGES: dict[str, Update] = {
+    "mul_ and add_": pairwise(lambda a, w: a.mul_(0.9999).add_(w, alpha=1e-4)),
+    "add_ of a part": pairwise(lambda a, w: a.add_((w - a) * 0.005)),
+    "lerp_": pairwise(lambda a, w: a.lerp_(w, 1e-3)),
+    "foreach_lerp_": lambda averages, weights: torch._foreach_lerp_(averages, weights, 1e-4),
+    "foreach_add_": foreach_add,
+    "polyak": pairwise(lambda a, w: a.data.copy_(0.005 * w.data + 0.995 * a.data)),
+    "made anew": renew,
+    "data": pairwise(lambda a, w: setattr(a, "data", 0.999 * a.data + 0.001 * w.data)),
+    "mean of steps": pairwise(lambda a, w: a.copy_(a + (w - a) / 3)),
+    "lerp and copy_": pairwise(lambda a, w: a.copy_(torch.lerp(a, w, 0.01))),
+}
+"""How averages follow weights."""
+
+
+def average(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
+    model = dense()
+    averages = [parameter.detach().to(dtype, copy=True) for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def follow() -> None:
+        AVERAGES[kind](averages, [parameter.detach().to(dtype) for parameter in model.parameters()])
+
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=follow)
+
+
+def averaged_model(dtype: torch.dtype, **how: Any) -> zerodrift.Observation:
+    """Average a model that is updated by masters of its own."""
+    model = dense(dtype)
+    made = copies(model)
+    kept = torch.optim.swa_utils.AveragedModel(model, **how)
+
+    def after() -> None:
+        at_once(model, made)
+        kept.update_parameters(model)
+
+    optimizer = torch.optim.AdamW(made, lr=1e-3)
+    return observed(model, optimizer, before=lambda: give(model, made), after=after)
+
+
+class Momentum(nn.Module):
+    """A key encoder that follows the query encoder in its own forward, as MoCo's does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.query = dense()
+        self.key = copy.deepcopy(self.query).to(dtype).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                key.data = key.data * 0.999 + query.data.to(key.dtype) * 0.001
+            keys = self.key(tokens).float()
+        return self.query(tokens) - 0.01 * keys
+
+
+def momentum(dtype: torch.dtype) -> zerodrift.Observation:
+    model = Momentum(dtype)
+    return observed(model, torch.optim.AdamW(model.query.parameters(), lr=1e-3))
+
+
+def hard_target() -> zerodrift.Observation:
+    """A copy in bf16 that is made anew, and follows nothing by parts."""
+    model = dense()
+    target = copy.deepcopy(model).to(BF16)
+    after = lambda: at_once(target, list(model.parameters()))  # noqa: E731
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=after)
+
+
+# --- losses ------------------------------------------------------------------------------------------
+
+
+def picked(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return values.gather(-1, targets[..., None])
+
+
+def distilled(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The student is wide; the teacher's log-probabilities are what they are given in."""
+    with torch.no_grad():
+        told = (logits + 1).log_softmax(-1)
+    return functional.kl_div(
+        logits.float().log_softmax(-1), told.float(), log_target=True, reduction="batchmean"
+    )
+
+
+def preference(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        reference = picked((logits * 0.9).log_softmax(-1), targets).sum()
+    policy = picked(logits.float().log_softmax(-1), targets).sum()
+    return -functional.logsigmoid(0.1 * (policy - reference))
+
+
+def ratio(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    policy = picked(logits.log_softmax(-1), targets)
+    return -(policy - policy.detach()).exp().float().mean()
+
+
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": lambda x, t: functional.cross_entropy(x.flatten(0, -2), t.flatten()),
+    "smoothed": lambda x, t: criterion(x.flatten(0, -2), t.flatten()),
+    "log_softmax": lambda x, t: -picked(x.log_softmax(-1), t).float().mean(),
+    "log of softmax": lambda x, t: -picked(x.softmax(-1), t).float().clamp(1e-9).log().mean(),
+    "logsumexp": lambda x, t: (x.logsumexp(-1) - picked(x, t)[..., 0]).float().mean(),
+    "exp": lambda x, t: (x.exp().sum(-1).log() - picked(x, t)[..., 0]).float().mean(),
+    "binary": lambda x, t: functional.binary_cross_entropy_with_logits(x[..., 0], (t % 2).to(x.dtype)),
+    "squares": lambda x, t: functional.mse_loss(x[..., 0], (t / 64).to(x.dtype)),
+    "distilled": distilled,
+    "preference": preference,
+    "ratio": ratio,
+    "z": lambda x, t: loss_of(x, t) + 1e-4 * x.logsumexp(-1).square().float().mean(),
+}
+"""Losses of logits in the dtype that they are given in."""
+
+
+def loss(kind: str, dtype: torch.dtype) -> zerodrift.Observation:
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return observed(model, optimizer, loss=lambda x, t: LOSSES[kind](x.to(dtype), t))
+
+
+class WithLoss(Dense):
+    """Computes its own loss, as models of `transformers` do."""
+
+    dtype = FP32
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return functional.cross_entropy(logits.to(self.dtype).flatten(0, -2), tokens.flatten())
+
+
+def inside(dtype: torch.dtype) -> zerodrift.Observation:
+    torch.manual_seed(0)
+    model = WithLoss()
+    model.dtype = dtype
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return observed(model, optimizer, loss=lambda x, t: x)
+
+
+class NarrowHead(Dense):
+    """A head in 16 bits on a model in fp32."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return functional.linear(x.to(BF16), self.head.weight.to(BF16))
+
+
+def head(model: nn.Module | None = None, scale: float = 1.0, autocast: bool = False) -> zerodrift.Observation:
+    model = dense() if model is None else model
+    with torch.no_grad():
+        model.get_submodule("head").weight.mul_(scale)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if autocast:
+        model.forward = torch.autocast("cpu", BF16)(model.forward)
+    return observed(model, optimizer)
+
+
+def narrowed() -> zerodrift.Observation:
+    """Logits in fp32 that are cast to bf16 on their way to a loss in fp32."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return observed(model, optimizer, loss=lambda x, t: loss_of(x.to(BF16), t))
+
+
+# --- values that rest --------------------------------------------------------------------------------
+
+
+def rest(keys: Iterable[str], cast: Callable[[torch.Tensor], torch.Tensor]) -> zerodrift.Observation:
+    """Take states away between steps, and bring them back."""
+    model = dense()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def after() -> None:
+        for state in optimizer.state.values():
+            for key in keys:
+                state[key] = cast(state[key])
+
+    return observed(model, optimizer, after=after)
+
+
+def rounded_weights(write: Callable[[torch.Tensor], Any]) -> zerodrift.Observation:
+    model = dense()
+    after = torch.no_grad()(lambda: [write(parameter) for parameter in model.parameters()])
+    return observed(model, torch.optim.AdamW(model.parameters(), lr=1e-3), after=after)
+
+
+def lost_masters() -> zerodrift.Observation:
+    """Masters that are made anew from the parameters after each step."""
+    model = dense(BF16)
+    made = copies(model)
+    optimizer = torch.optim.AdamW(made, lr=1e-3)
+
+    def after() -> None:
+        at_once(model, made)
+        for master, parameter in zip(made, model.parameters(), strict=True):
+            master.copy_(parameter.detach())
+
+    return observed(model, optimizer, before=lambda: give(model, made), after=after)

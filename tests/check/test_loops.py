@@ -1,0 +1,106 @@
+"""Every loop of `loops.py` as it should not be, with its finding, and as it should, without one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import zerodrift
+from tests.check import loops
+from tests.check.loops import BF16, FP16, FP32
+
+Run = Callable[[], zerodrift.Observation]
+BOTH = ("exp_avg", "exp_avg_sq")
+
+
+def _(call: Callable[..., zerodrift.Observation], *arguments: object, **named: object) -> Run:
+    return functools.partial(call, *arguments, **named)
+
+
+def through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: value.to(dtype).to(value.dtype)
+
+
+def set_through(dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
+    return lambda parameter: setattr(parameter, "data", through(dtype)(parameter.data))
+
+
+BUGS: dict[str, tuple[Run, str, str]] = {
+    **{
+        f"masters of {kind}, not written": (_(loops.masters, kind, 1e-3, False), "never-updated", "up.weight")
+        for kind in ("copy_", "flat, vector")
+    },
+    "an optimizer of bf16": (_(loops.own_optimizer, loops.WithoutMasters), "no-master", "up.weight"),
+    **{f"average, {kind}": (_(loops.average, kind, BF16), "average-in-16-bits", "up.weight")
+        for kind in loops.AVERAGES},
+    "average, fp16": (_(loops.average, "lerp_", FP16), "average-in-16-bits", "up.weight"),
+    "AveragedModel": (_(loops.averaged_model, BF16), "average-in-16-bits", "up.weight"),
+    "AveragedModel of an EMA": (
+        _(loops.averaged_model, BF16, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)),
+        *("average-in-16-bits", "up.weight")),
+    "a key encoder": (_(loops.momentum, BF16), "average-in-16-bits", "query.up.weight"),
+    **{f"loss, {kind}": (_(loops.loss, kind, BF16), "loss-in-16-bits", "") for kind in loops.LOSSES},
+    "loss, fp16": (_(loops.loss, "cross_entropy", FP16), "loss-in-16-bits", ""),
+    "loss inside": (_(loops.inside, BF16), "loss-in-16-bits", ""),
+    "logits cast down": (loops.narrowed, "logits-rounded", ""),
+    "head in bf16": (lambda: loops.head(loops.NarrowHead()), "logits-rounded", "head.weight"),
+    "head of large logits": (_(loops.head, scale=200.0, autocast=True), "logits-rounded", "head.weight"),
+    "states in bf16": (_(loops.rest, BOTH, through(BF16)), "states-rounded", "up.weight"),
+    "a state in fp16": (_(loops.rest, BOTH[:1], through(FP16)), "states-rounded", "up.weight"),
+    "a state in fp8": (_(loops.rest, BOTH[:1], through(torch.float8_e5m2)), "states-rounded", "up.weight"),
+    "weights, copy_": (
+        _(loops.rounded_weights, lambda p: p.copy_(p.to(BF16))), "weights-rounded", "up.weight"),
+    "weights, data": (_(loops.rounded_weights, set_through(BF16)), "weights-rounded", "up.weight"),
+    "weights, fp16": (_(loops.rounded_weights, set_through(FP16)), "weights-rounded", "up.weight"),
+    "masters made anew": (loops.lost_masters, "weights-rounded", "up.weight"),
+}  # fmt: skip
+"""A loop, the kind of its finding, and a parameter of it; none where it is of the run."""
+
+HEALTHY: dict[str, Run] = {
+    **{f"masters, {kind}": _(loops.masters, kind) for kind in loops.MASTERS},
+    "masters in an optimizer": _(loops.own_optimizer, loops.WithMasters),
+    "masters in a hook": loops.post_hook,
+    "masters in a model": loops.second_model,
+    **{f"average, {kind}": _(loops.average, kind, FP32) for kind in loops.AVERAGES},
+    "AveragedModel": _(loops.averaged_model, FP32),
+    "a key encoder": _(loops.momentum, FP32),
+    "a hard target": loops.hard_target,
+    **{f"loss, {kind}": _(loops.loss, kind, FP32) for kind in loops.LOSSES},
+    "loss inside": _(loops.inside, FP32),
+    "head": loops.head,
+    "head under autocast": _(loops.head, autocast=True),
+    "states that rest": _(loops.rest, BOTH, torch.clone),
+    "weights that are written": _(loops.rounded_weights, lambda parameter: parameter.copy_(parameter + 0)),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """By a test before, in this process: what a script computes is not watched where code was compiled."""
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_bug_is_named(case: str) -> None:
+    run, kind, name = BUGS[case]
+    seen = run()
+    found = {finding.kind: finding for finding in seen.findings()}
+    assert kind in found, (list(found), seen.process.notes)
+    assert name in found[kind].names or not (name or found[kind].names)
+    assert found[kind].what.endswith(".") and found[kind].do and 0 < found[kind].cost <= 1
+    others = {"norm-in-16-bits", "state-too-narrow"} if kind == "no-master" else set()
+    assert found.keys() <= {kind} | others
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_healthy_loop_has_no_finding(case: str) -> None:
+    seen = HEALTHY[case]()
+    assert not seen.findings() and not seen.process.notes
+    if case.startswith("masters"):
+        (up,) = (p for p in seen.models[0].parameters if p.name == "up.weight")
+        assert up.dtypes("master") == ("float32",) and up.dtypes("state")[-1:] == ("float32",)

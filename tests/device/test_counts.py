@@ -1,0 +1,228 @@
+"""What a step asks of a device: launches, copies, waits of the host, allocations and bytes on the wire.
+
+The engine runs dry (`dry.py`) on rank 0 of 1, 2, 8 or 64. What the model launches by itself is counted by the
+same model alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.device.build import needs_device
+from tests.device.caching import CachingAllocator
+from tests.device.dry import dry_world, recorded
+from tests.device.ranks import on_devices
+from tests.device.standin import NAME
+from zerodrift.api import initialize
+from zerodrift.plan import cost
+
+pytestmark = needs_device
+PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+WIDTH, WARM = 64, 5
+"""More is looked at in the first steps of an engine."""
+
+
+class Block(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        for layer in self.layers:
+            y = layer(y)
+        return x + y
+
+
+class Network(nn.Module):
+    """Each block is a segment with two parameters for each of its layers, and two more."""
+
+    def __init__(self, blocks: int, layers: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(layers) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x).mean()
+
+
+def _count(
+    ranks: int, stage: int, blocks: int = 2, layers: int = 2, mode: str = "bf16", micro_batches: int = 1
+) -> dict[str, Any]:
+    """Counts of one step of rank 0."""
+    config = {
+        "precision": {"mode": mode},
+        "zero_optimization": {"stage": stage},
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    memory = CachingAllocator()
+    with dry_world(ranks) as device:
+        with recorded() as before:
+            batch = torch.ones(2, WIDTH, device=device)
+            engine = initialize(Network(blocks, layers), config=config, device=NAME, quiet=True)
+            for _ in range(WARM):
+                _step(engine, batch, micro_batches)
+        memory.play(before.entries)
+        memory.begin()
+        with recorded() as step:
+            _step(engine, batch, micro_batches)
+        memory.play(step.entries)
+        memory.require_whole()
+        parameters, wire = len(engine.plan.rows), cost(engine.plan, micro_batches).wire
+        engine.destroy()
+        alone = _alone(Network(blocks, layers), batch, mode, micro_batches)
+    launches = step.of("launch")
+    ours = [entry for entry in launches if entry.origin and "communicator" not in entry.name]
+    return {
+        "launches": len(ours),
+        "places": Counter(f"{entry.name} in {entry.origin}" for entry in ours),
+        "casts": sum(not entry.origin for entry in launches) - alone,
+        "parameters": parameters,
+        "collectives": len(step.of("collective")),
+        "waits": [entry.origin for entry in step.of("wait")],
+        "copies": Counter(f"{entry.name} in {entry.origin}" for entry in step.of("copy")),
+        "allocations": Counter(entry.origin for entry in step.of("allocation") if entry.origin),
+        "kept": len(step.of("allocation")) - len(step.of("free")),
+        "segments": memory.usage.segments,
+        "sent": sum(entry.size for entry in step.of("collective")),
+        "planned": wire,
+    }
+
+
+def _step(engine: Any, batch: torch.Tensor, micro_batches: int) -> None:
+    for _ in range(micro_batches):
+        engine.backward(engine(batch))
+        engine.step()
+
+
+def _alone(network: nn.Module, batch: torch.Tensor, mode: str, micro_batches: int) -> int:
+    """Count the launches of the model itself."""
+    dtype = torch.bfloat16 if mode == "bf16" else torch.float32
+    network.to(NAME, dtype)
+    batch = batch.to(dtype)
+    with recorded() as recording:
+        for _ in range(micro_batches):
+            network.zero_grad()
+            network(batch).backward(torch.ones((), dtype=dtype, device=batch.device))
+    return len(recording.of("launch")) - micro_batches  # without the gradients of losses
+
+
+def _counts(device: torch.device, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_count(**cell) for cell in cells]
+
+
+def counts(*cells: dict[str, Any]) -> list[dict[str, Any]]:
+    return on_devices(_counts, 1, list(cells), timeout=280)[0]
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, list[dict[str, Any]]]:
+    """The counts of each stage on 8 ranks: as they are, with more parameters, and with more blocks; and on
+    64 ranks."""
+    kinds: dict[str, dict[str, Any]] = {
+        "two blocks": {"ranks": 8},
+        "more parameters": {"ranks": 8, "layers": 7},
+        "four blocks": {"ranks": 8, "blocks": 4},
+        "many ranks": {"ranks": 64},
+    }
+    found = iter(counts(*({"stage": stage, **kind} for kind in kinds.values() for stage in range(4))))
+    return {name: [next(found) for _ in range(4)] for name in kinds}
+
+
+def test_the_host_waits_once(table: dict[str, list[dict[str, Any]]]) -> None:
+    for cells in table.values():
+        for cell in cells:
+            assert cell["waits"] == ["collectives.read"]
+            assert cell["copies"] == {
+                "to the host, pageable in collectives.read": 1,
+                "from the host, pinned in fused.coefficient_table": 1,
+            }
+
+
+def test_launches_do_not_grow_with_parameters_or_ranks(table: dict[str, list[dict[str, Any]]]) -> None:
+    """Other than the casts of gradients to the dtype of their sum, which are autograd's."""
+    for one, *others in zip(
+        *(table[name] for name in ("two blocks", "more parameters", "many ranks")), strict=True
+    ):
+        for other in others:
+            assert other["places"] == one["places"]
+            # Segments of one size take turns in the buffers of gradients.
+            rest = [cell["allocations"] - Counter({"accumulation.take": 99}) for cell in (one, other)]
+            assert rest[0] == rest[1]
+            assert other["collectives"] == one["collectives"]
+            assert other["casts"] == other["parameters"]
+
+
+def test_memory_is_used_again_and_bytes_are_the_plans(table: dict[str, list[dict[str, Any]]]) -> None:
+    for cells in table.values():
+        for cell in cells:
+            assert (cell["kept"], cell["segments"]) == (0, 0)
+            assert cell["sent"] == cell["planned"] > 0
+
+
+def _row(stage: int, two: dict[str, Any], four: dict[str, Any]) -> list[int]:
+    """The line of the page: (for each segment, for each step besides) of each count."""
+    cells = [stage]
+    for count in (
+        lambda cell: cell["launches"],
+        lambda cell: cell["collectives"],
+        lambda cell: cell["allocations"].total(),
+    ):
+        each, rest = divmod(count(four) - count(two), 2)
+        assert rest == 0
+        cells += [each, count(two) - 3 * each]
+    return [*cells, len(two["waits"]), two["copies"].total()]
+
+
+def test_the_page_has_these_counts(table: dict[str, list[dict[str, Any]]]) -> None:
+    pairs = zip(table["two blocks"], table["four blocks"], strict=True)
+    rows = [_row(stage, *pair) for stage, pair in enumerate(pairs)]
+    text = PAGE.read_text(encoding="utf-8").partition("| stage | launches")[2].partition("\n\n")[0]
+    shown = [[int(cell) for cell in re.findall(r"\d+", line)] for line in text.splitlines()[2:]]
+    wanted = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    assert shown == rows, f"docs/engine.md must show\n{wanted}"
+
+
+def test_more_micro_batches_and_other_modes() -> None:
+    few, plain, alone = counts(
+        {"ranks": 2, "stage": 3, "micro_batches": 3},
+        {"ranks": 2, "stage": 3, "mode": "fp32"},
+        {"ranks": 1, "stage": 3},
+    )
+    assert few["waits"] == ["collectives.read"] and few["sent"] == few["planned"]
+    assert few["casts"] == 3 * few["parameters"] and few["segments"] == 0
+    assert plain["casts"] == 0 and plain["waits"] == ["collectives.read"]
+    assert alone["collectives"] == 0 and alone["waits"] == ["collectives.read"]
+
+
+def _planted(device: torch.device) -> list[str]:
+    """Where a wait is recorded, that somebody adds to the engine."""
+    from zerodrift.engine.step import trained_segment
+
+    start = trained_segment.TrainedSegment.finish_reduce
+
+    def waits(segment: Any) -> None:
+        start(segment)
+        torch.accelerator.synchronize()
+
+    trained_segment.TrainedSegment.finish_reduce = waits  # type: ignore[method-assign]
+    found = _count(ranks=2, stage=3)
+    trained_segment.TrainedSegment.finish_reduce = start  # type: ignore[method-assign]
+    return list(found["waits"])
+
+
+def test_a_wait_too_many_is_seen() -> None:
+    assert on_devices(_planted, 1)[0] == ["", "", "", "collectives.read"]

@@ -1,0 +1,196 @@
+"""What the engine can do, on the stand-in device: the bits of the CPU, in every order of streams.
+
+The functions are those that other tests run on the CPU. Here they get the device in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zerodrift as zd
+from tests.device.build import needs_device
+from tests.device.ranks import instead_of_cpu
+from tests.device.standin import ORDERS, Order
+from tests.e2e.jobs import job
+from tests.numerics import experts, test_experts, test_offload, test_order, test_pipelines
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import Run, config, finish, make, same, train
+from tests.ranks.harness import run_ranks
+from tests.ranks.ways import WAYS
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.train.loop.start import run_here
+from zerodrift.train.report.metrics import read
+
+pytestmark = needs_device
+
+STEPS = 2
+PINS: dict[str, Any] = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
+FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
+EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
+
+
+class Recomputed(GPT):
+    """Its blocks keep their inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        for layer in self.layers:
+            inner = layer.forward
+            layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: GPT(layers=1),
+    "experts": lambda: GPT(layers=1, moe=True),
+    "recomputed": Recomputed,
+}
+
+
+def trained(stage: int, mode: str, micro_batches: int, model: str, rest: dict[str, Any]) -> Run:
+    return train(make(config(stage, mode, micro_batches, **rest), MODELS[model]()), STEPS, micro_batches)
+
+
+def without_synchronization(stage: int) -> Run:
+    """Two micro-batches whose gradients stay here, then one that ends the step."""
+    engine = make(config(stage, "bf16", 3), MODELS["dense"]())
+    with engine.no_sync():
+        for micro in range(2):
+            engine.backward(engine(batch(0, engine.mesh.rank("data"), micro)))
+    engine.backward(engine(batch(0, engine.mesh.rank("data"), 2)))
+    engine.step()
+    return finish(engine)
+
+
+def by_fully_shard(stage: int, mode: str) -> Run:
+    written = config(stage, mode, 2, backend="fsdp2", precision={"storage": "fp32"})
+    return train(make(written, MODELS["dense"]()), STEPS, 2)
+
+
+def on_ranks_of_experts(stage: int, recompute: bool | None) -> Run:
+    """Tokens to the ranks of their experts, in unequal numbers."""
+    engine = test_experts.engine_of(
+        test_experts.config(stage, "ep2"), skew=(2, 0, 0, -2), recompute=recompute
+    )
+    return train(engine, STEPS, test_experts.MICRO, data=experts.batch)
+
+
+def offloaded(stage: int, rest: dict[str, Any], own: bool) -> Run:
+    return test_offload.run(stage, "cpu", rest, own)
+
+
+def summed_by_the_tree(stage: int, when: str, model: str) -> list[Any]:
+    return list(test_order.trained(test_order.Cell(stage, when, model=model)))
+
+
+FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    "fp16": (2, trained, (2, "fp16", 1, "dense", FP16)),
+    "autocast-fp16": (2, trained, (1, "autocast-fp16", 1, "dense", FP16)),
+    "autocast-bf16": (2, trained, (3, "autocast-bf16", 1, "dense", {})),
+    "pins": (2, trained, (3, "bf16", 1, "experts", PINS)),
+    "accumulation": (2, trained, (1, "bf16", 3, "dense", {})),
+    "no_sync": (2, without_synchronization, (2,)),
+    "recomputed": (2, trained, (3, "bf16", 1, "recomputed", {})),
+    "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
+    "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
+    "tree": (2, summed_by_the_tree, (3, "every", "dense")),
+    "replicas": (2, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
+    "ranks of experts": (2, on_ranks_of_experts, (3, None)),
+    "offload": (2, offloaded, (2, {}, False)),
+    "fully_shard": (2, by_fully_shard, (3, "bf16")),
+    "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
+    "1f1b": (2, test_pipelines.trained, (0, "1f1b", None)),
+    "zbv": (2, test_pipelines.trained, (0, "zbv", "queue")),
+}
+MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    **{f"offload {s}": (2, offloaded, (s, test_offload.MUON if s % 2 else {}, False)) for s in range(4)},
+    **{f"{name} {who}": (2, test_pipelines.trained, (0, name, who)) for name, who in WAYS},
+    **{f"1f1b, stage {s}": (4, test_pipelines.trained, (s, "1f1b", None)) for s in (1, 3)},
+    **{f"experts {s}": (2, on_ranks_of_experts, (s, None)) for s in range(4)},
+    "experts recomputed": (2, on_ranks_of_experts, (3, False)),
+    **{f"tree {m}": (2, summed_by_the_tree, (2, "last", m)) for m in ("moe", "dropout", "recomputed")},
+    **{f"fp16 {s}": (2, trained, (s, "fp16", 2, "experts", {**FP16, **PINS})) for s in range(4)},
+    **{f"autocast {s}": (2, trained, (s, "autocast-fp16", 2, "experts", FP16)) for s in range(4)},
+    **{
+        f"fully_shard {s} {m}": (2, by_fully_shard, (s, m))
+        for s in range(4)
+        for m in ("fp32", "autocast-bf16")
+    },
+    "own optimizer": (2, offloaded, (2, {}, True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("feature", "orders"),
+    [
+        *((name, [ORDERS[number % len(ORDERS)]]) for number, name in enumerate(FEATURES)),
+        *(pytest.param(name, ORDERS, marks=pytest.mark.slow) for name in MORE),
+    ],
+    ids=[*FEATURES, *MORE],
+)
+def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) -> None:
+    world, function, args = {**FEATURES, **MORE}[feature]
+    expected = run_ranks(function, world, *args)
+    for order in orders:
+        found = instead_of_cpu(function, world, *args, order=order)
+        if isinstance(expected[0], Run):
+            assert [same(pair) for pair in zip(expected, found, strict=True)] == [[]] * world, order
+        else:
+            assert found == expected, order
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+def saved(folder: str, stage: int) -> Run:
+    engine = make(config(stage, "bf16", **PINS), MODELS["experts"]())
+    train(engine, 1)
+    Checkpoints(engine, folder, quiet=True).save()
+    zd.export(engine, Path(folder) / "export")
+    return train(engine, 1)
+
+
+def resumed(folder: str, stage: int) -> Run:
+    engine = make(config(stage, "bf16", **PINS), MODELS["experts"]())
+    Checkpoints(engine, folder, quiet=True).load()
+    return finish(engine)
+
+
+def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
+    """Saved by two ranks, loaded by two and by one, at another stage."""
+    runs = {"cpu": run_ranks, "device": instead_of_cpu}
+    after = [run(saved, 2, str(tmp_path / name), 3) for name, run in runs.items()]
+    assert same([after[0][0], after[1][0]]) == []
+    files = sorted(path.name for path in (tmp_path / "cpu/export").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "device/export").iterdir())
+    for name in files:
+        assert (tmp_path / "cpu/export" / name).read_bytes() == (
+            tmp_path / "device/export" / name
+        ).read_bytes()
+    loaded = [
+        run(resumed, world, str(tmp_path / folder), 2)[0]
+        for folder, run in (("cpu", instead_of_cpu), ("device", run_ranks))
+        for world in (1, 2)
+    ]
+    assert same(loaded) == []
+
+
+def job_trained(file: str, folder: str) -> None:
+    assert run_here(file, [f"run.folder={folder}", "run.checkpoint_every=2"]) == 0
+
+
+def test_a_job_trains_the_same_model(tmp_path: Path) -> None:
+    file = str(job(tmp_path, steps=4))
+    found = []
+    for name, run in {"cpu": run_ranks, "device": instead_of_cpu}.items():
+        run(job_trained, 2, file, str(tmp_path / name))
+        lines = read(tmp_path / name / "metrics.jsonl")
+        losses = [line["loss"] for line in lines if line["kind"] == "step"]
+        found.append((losses, (tmp_path / name / "export/model.safetensors").read_bytes()))
+    assert len(found[0][0]) == 4 and found[0] == found[1]

@@ -1,0 +1,60 @@
+"""`make gpu` on the stand-in device: the day when a GPU is there tries nothing for the first time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device.build import library, needs_device
+from tests.device.plugin import ROOT, environment
+
+pytestmark = needs_device
+
+
+def python(*arguments: str, seconds: float = 120, **variables: str) -> str:
+    """Return what a Python prints whose torch has the stand-in as its accelerator."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_one_of_the_tests_for_a_gpu() -> None:
+    """Without Triton's interpreter a first program fails, as it does without a compiler."""
+    library()  # compiled here, which takes longer than a test may
+    few = ("tests/gpu/test_engine.py", "-k", "fully_shard and fp32")
+    said = python("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *few)
+    assert re.search(r"\b1 passed", said), said
+
+
+@pytest.mark.long
+def test_the_doctor_sees_the_device() -> None:
+    facts = {fact["what"]: fact for fact in json.loads(python("-m", "zerodrift", "doctor", "--json"))}
+    assert facts["standin:3"]["found"].startswith("the stand-in device, 8.00 GiB")
+    assert facts["GPU updates"]["found"] == "plain PyTorch" and facts["GPU updates"]["bad"]
+
+
+@pytest.mark.slow
+def test_all_of_the_kit(tmp_path: Path) -> None:
+    """Every part, from the tests to the last benchmark."""
+    command = ["bench/gpu.py", "--stub", "--minutes", "100", "--out", str(tmp_path)]
+    said = python(*command, seconds=6600)
+    assert "failed" not in said and "left out:" not in said, said
+    steps = [json.loads(path.read_text()) for path in tmp_path.glob("step-tiny-*.json")]
+    assert len(steps) == 5 and all(found["allocated"] > 0 for found in steps)
+    assert {found["device"] for found in steps} == {"the stand-in device"}
+    # The same model, batches and rate: the engines differ by what they round.
+    first = [found["losses"][0] for found in steps if found["micro_batches"] == 1]
+    assert max(first) - min(first) < 0.05

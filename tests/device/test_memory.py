@@ -1,0 +1,133 @@
+"""Memory of a device: the model of CUDA's caching allocator, and the peak of a plan for 8B parameters."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.device import caching
+from tests.device.build import needs_device
+from tests.device.caching import (
+    LARGE_BUFFER,
+    MIN_BLOCK,
+    ROUND_LARGE,
+    SMALL_BUFFER,
+    CachingAllocator,
+    OutOfMemory,
+)
+from tests.device.ranks import on_devices
+
+BENCH = Path(__file__).parents[2] / "bench"
+MIB = 1 << 20
+
+
+def test_sizes_are_those_of_torch() -> None:
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    found = {name: int(size) for name, size in re.findall(r"size_t (k\w+) = (\d+);", header.read_text())}
+    ours = {
+        "kMinBlockSize": caching.MIN_BLOCK,
+        "kSmallSize": caching.SMALL,
+        "kSmallBuffer": caching.SMALL_BUFFER,
+        "kMinLargeAlloc": caching.MIN_LARGE,
+        "kRoundLarge": caching.ROUND_LARGE,
+    }
+    assert ours.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allocated", "reserved"),
+    [
+        ([1], MIN_BLOCK, SMALL_BUFFER),
+        ([513, MIB], 2 * MIN_BLOCK + MIB, SMALL_BUFFER),
+        ([MIB, MIB, 1], 2 * MIB + MIN_BLOCK, 2 * SMALL_BUFFER),
+        ([MIB + 1], MIB + MIN_BLOCK, LARGE_BUFFER),
+        ([3 * MIB, 5 * MIB], 8 * MIB, LARGE_BUFFER),
+        ([19 * MIB // 2, 11 * MIB], 43 * MIB // 2, LARGE_BUFFER + 12 * MIB),
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # what is left of a segment is too little to be split off
+        ([21 * MIB + 1], 22 * MIB, 11 * ROUND_LARGE),
+    ],
+)
+def test_what_is_reserved(sizes: list[int], allocated: int, reserved: int) -> None:
+    memory = CachingAllocator()
+    for number, size in enumerate(sizes):
+        memory.allocate(str(number), size)
+    memory.require_whole()
+    assert (memory.allocated, memory.reserved) == (allocated, reserved)
+
+
+def test_blocks_are_used_again_on_their_stream_and_merged() -> None:
+    memory = CachingAllocator()
+    for name in "abc":
+        memory.allocate(name, 4 * MIB)
+    memory.free("a")
+    memory.free("b")
+    memory.allocate("both", 8 * MIB)
+    assert memory.reserved == LARGE_BUFFER
+    memory.free("both")
+    memory.allocate("elsewhere", 4 * MIB, stream=1)
+    assert memory.reserved == 2 * LARGE_BUFFER
+    memory.allocate("best", 8 * MIB)
+    assert memory.reserved == 2 * LARGE_BUFFER and memory.usage.reuse == pytest.approx(4 / 6)
+
+
+def test_segments_go_back_to_a_device_that_is_full() -> None:
+    memory = CachingAllocator(capacity=64 * MIB)
+    memory.allocate("old", 40 * MIB)
+    memory.free("old")
+    memory.allocate("new", 50 * MIB)
+    assert (memory.flushes, memory.reserved) == (1, 50 * MIB)
+    with pytest.raises(OutOfMemory):
+        memory.allocate("more", 16 * MIB)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 2), st.integers(0, 9)), max_size=60))
+def test_memory_is_neither_lost_nor_given_twice(requests: list[tuple[int, int, int]]) -> None:
+    memory, names = CachingAllocator(), list[str]()
+    for number, (size, stream, free) in enumerate(requests):
+        names.append(str(number))
+        memory.allocate(names[-1], size, stream)
+        if free < len(names):
+            memory.free(names.pop(free))
+        memory.require_whole()
+    for name in names:
+        memory.free(name)
+    memory.require_whole()
+    memory.empty_cache()
+    assert memory.allocated == memory.reserved == 0
+
+
+# --- Llama-3-8B ----------------------------------------------------------------------------------------
+
+
+def _peaks(device: torch.device, cells: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What the plan promises and what is in use at once, for pairs of ranks and stage."""
+    sys.path.insert(0, str(BENCH))
+    import memory as bench
+
+    found = []
+    for ranks, stage in cells:
+        entries, bill = bench.run("8B", ranks, stage, 16)
+        played = CachingAllocator()
+        played.play(entries)
+        found.append((bill.peak.total, played.usage.allocated))
+    return found
+
+
+@needs_device
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param([(8, 3)], marks=pytest.mark.long),
+        pytest.param([(1, 3), (8, 0), (8, 1), (8, 2)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_large_model_is_within_the_plans(cells: list[tuple[int, int]]) -> None:
+    for planned, used in on_devices(_peaks, 1, cells, timeout=280)[0]:
+        assert 0.75 * planned < used <= planned
