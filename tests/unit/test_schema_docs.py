@@ -22,7 +22,7 @@ PAGES = {"config.md": reference.render_config, "deepspeed.md": reference.render_
 def test_a_page_is_fresh_and_its_tables_are_whole(name: str) -> None:
     text = (DOCS / name).read_text()
     assert PAGES[name]() in text, "run `make docs`"
-    for line in text.splitlines():
+    for line in PAGES[name]().splitlines():
         if line.startswith("|"):
             assert line.endswith("|") and line.count("|") == 4, line
 
@@ -44,7 +44,7 @@ def test_the_yaml_on_the_page_loads(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "config.md").read_text(), flags=re.DOTALL)
     (tmp_path / "a.yaml").write_text(text)
     config = load(tmp_path / "a.yaml")
-    assert len(config.precision.rules) == 2 and config.zero_optimization.stage == 3
+    assert len(config.precision.rules) == 3 and config.zero_optimization.stage == 3
 
 
 def test_every_key_has_a_docstring_and_words() -> None:
