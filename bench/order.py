@@ -1,8 +1,8 @@
 """A step in each order of sums: the default, which is the tree over micro-batches, the order of ranks, a tree
 that is asked for, and what the carrier does.
 
-    python bench/order.py                    # 2 and 4 gloo ranks, all stages, 1 and 4 micro-batches
-    python bench/order.py --rounds 9 --ranks 2 --modes fp32 --micro-batches 8
+    python bench/order.py                    # 2 and 4 gloo ranks, all stages, 1 and 2 micro-batches
+    python bench/order.py --rounds 9 --ranks 2 --modes fp32 --micro-batches 2
 
 All orders have an engine in the same processes, and take turns in rounds. Beside the milliseconds of the
 order of ranks stands the median of the ratios to that within a round. The default's has its middle half, and
@@ -92,7 +92,7 @@ def _ratios(of: dict[str, list[float]], order: str) -> list[float]:
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--stages", default="0,1,2,3")
-    parser.add_argument("--micro-batches", default="1,4")
+    parser.add_argument("--micro-batches", default="1,2")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--modes", default="fp32,bf16")
     parser.add_argument("--when", choices=["last", "every"], help="instead of the stage's")

@@ -174,16 +174,17 @@ def test_one_two_and_four_ranks_are_the_same_bits() -> None:
 
 
 @pytest.mark.long
-def test_the_default_has_the_bits_of_the_tree() -> None:
-    """On any number of ranks, at every stage, and however the micro-batches of a step are split over them."""
+@pytest.mark.parametrize(("total", "worlds"), [(2, (1, 2)), (4, (2, 4))])
+def test_the_default_has_the_bits_of_the_tree(total: int, worlds: tuple[int, ...]) -> None:
+    """With one and with two micro-batches on a rank, at every stage."""
     usual = [
-        Cell(stage, "", mode, model, order="")
+        Cell(stage, "", mode, model, total, order="")
         for mode in ("fp32", "bf16")
         for model in ("dense", "moe", "dropout")
         for stage in range(4)
     ]
     asked = [replace(cell, stage=1, when="last", order="tree") for cell in usual[::4]]
-    told = require_same([*usual, *asked], WORLDS)
+    told = require_same([*usual, *asked], worlds)
     for number, expected in enumerate(told[len(usual) :]):
         assert told[4 * number : 4 * number + 4] == [expected] * 4, asked[number]
 

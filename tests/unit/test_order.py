@@ -213,19 +213,20 @@ def test_weights_tied_across_a_pipeline_are_refused_by_name() -> None:
     ("ranks", "count", "config", "why"),
     [
         (1, 1, {}, ""),
-        (2, 4, {"stage": 0}, ""),
+        (2, 2, {"stage": 0}, ""),
         (4, 1, {"mode": "fp16"}, ""),
         (3, 1, {"stage": 3}, ""),
-        (1, 6, {}, ""),
-        (4, 16, {"stage": 3}, ""),
+        (1, 2, {"stage": 3}, ""),
+        (4, 2, {"stage": 3}, ""),
         (8, 1, {"stage": 2, "sharding": {"replicate": 2}}, ""),
-        (4, 2, {"pipeline": {"stages": 2}}, ""),
+        (4, 1, {"pipeline": {"stages": 2}}, ""),
         (2, 1, {"mode": "autocast-bf16", "reduce": "fp32"}, ""),
         (2, 3, {}, "3 micro-batches on each of 2 ranks make no whole nodes of the tree; 1, 3 or 6 ranks do"),
         (3, 2, {"stage": 3}, "make no whole nodes"),
+        (1, 3, {"stage": 3}, "2 sums of whole gradients, the order of ranks keeps 1"),
         (2, 8, {}, "3 sums of whole gradients, the order of ranks keeps 1"),
-        (2, 16, {"stage": 3}, "4 sums of slices of gradients"),
-        (4, 4, {"pipeline": {"stages": 2}}, "3 sums of whole gradients"),
+        (2, 4, {"stage": 3}, "2 sums of slices of gradients"),
+        (4, 2, {"pipeline": {"stages": 2}}, "2 sums of whole gradients"),
         (2, 1, {"mode": "autocast-bf16"}, "autocast"),
         (2, 1, {"reduce": "bf16"}, "another dtype than the sum"),
         (4, 1, {"prescale_gradients": True}, "before the reduction"),
@@ -298,7 +299,7 @@ def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
     usual, tree = (plan(2, 8, {"reduce": {"order": name}}) for name in ("rank", "tree"))
     sums = sum(segment.padded * 4 for segment in tree.segments)
     more = cost(tree).peak.accumulate - cost(usual).peak.accumulate
-    assert 2 * sums < more < 3 * sums
+    assert more == 2 * sums
     assert cost(plan(2, 1, TREE)).peak.accumulate == cost(plan(2, 1, {})).peak.accumulate
     assert max(HALVING.values()) == cost_module.HALVING
     for ranks, share in ((2, 1.0), (4, 1.25), (8, 1.0), (16, 1.0)):

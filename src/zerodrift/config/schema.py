@@ -125,8 +125,9 @@ class Reduce(Block):
     order: Literal["auto", "rank", "tree", "native"] | None = None
     """Add gradients by one `tree` over the micro-batches of a step, which gives the same bits on any number
     of ranks; in the order of ranks (`rank`); or as the carrier does (`native`: NCCL's reduce-scatter), which
-    promises no order. The same for all parameters. Default `auto`: the tree where sums make one, else the
-    order of ranks; the plan says which and why. Written, `tree` also refuses what would change its bits."""
+    promises no order. The same for all parameters. Default `auto`: the tree where that takes no
+    more memory, else the order of ranks; the plan says which. Written, `tree` also refuses what would change
+    its bits."""
 
 
 class ColumnKeys(Block):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from zerodrift.policy.determinism import DeterminismNeed, SILENT, need_of, remedy
     from zerodrift.policy.numbers import AutoValues
     from zerodrift.policy.order import (
-        BY_RANK, CARRIED, DEFAULT_RANK, GIVEN_UP, KEY, ORDER, REFUSED, TIED, When, accumulators, assignment,
-        for_parameters, micro_batches_of_rank, rank_levels, refuse_order, refuse_ranks,
+        BY_RANK, CARRIED, DEFAULT_RANK, GIVEN_UP, KEY, ORDER, REFUSED, SAME_BITS, TIED, When, accumulators,
+        assignment, for_parameters, micro_batches_of_rank, rank_levels, refuse_order, refuse_ranks,
     )  # fmt: skip
     from zerodrift.policy.parameters import ColumnsOf
     from zerodrift.policy.pipelining import SINGLE, SPLIT, V_SHAPED, most_unfinished, queues

@@ -176,8 +176,8 @@ AUTOCAST = OrderRefusal(
     "Write `order: tree`, with which they travel in fp32",
 )
 MEMORY = OrderRefusal(
-    "many micro-batches on a rank that keeps whole gradients",
-    "the partial sums of the tree would take more memory than one more gradient of every parameter",
+    "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
+    "partial sums of the tree would wait beside the one sum that the order of ranks keeps",
     "Write `order: tree` where there is memory for them",
 )
 
@@ -189,11 +189,12 @@ GIVEN_UP = "the same bits at every stage, and in every run, are given up"
 ORDER = "order of sums"
 """Key of the decision on it."""
 BY_RANK = "by rank: other bits on another number of ranks"
-_IN_WORDS: dict[Order, str] = {
-    "tree": "tree over micro-batches: the same bits on any number of ranks",
-    "rank": BY_RANK,
-    "native": "the carrier's",
+SAME_BITS = {
+    True: "the same bits on any number of ranks",
+    False: "the same bits on any number of ranks that adds by it",
 }
+"""What the tree promises, by whether the config asks for it."""
+_IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,8 @@ def _by_default(refusal: OrderRefusal, reason: str = "") -> str:
 
 def decisions(order: Order, why: str, requires_tree: bool) -> tuple[Decision, ...]:
     """Return the decisions that follow from the order of sums."""
-    found = (Decision(ORDER, _IN_WORDS[order], why),)
+    value = _IN_WORDS.get(order, f"tree over micro-batches: {SAME_BITS[requires_tree]}")
+    found = (Decision(ORDER, value, why),)
     if not requires_tree:
         return found
     why = f"{why}: torch refuses others while the engine is there"
@@ -292,11 +294,13 @@ def _excluding_parameters(
         others = f"; {listed(fit, 'or')} ranks do" if fit else ""
         return RANKS, f"{each} make no whole nodes of the tree{others}"
     for when in whens:
+        is_sliced = when == "every" and mesh.shard > 1
         sums = accumulators(count)
-        if policy.pipeline is not None and (when == "last" or mesh.shard == 1):
-            sums = count.bit_length() - 1 + most_unfinished(policy.pipeline, mesh.pipeline, count)
-        if sums - 1 > (mesh.shard if when == "every" else 1):
-            kept = "slices of" if when == "every" and mesh.shard > 1 else "whole"
+        if policy.pipeline is not None:
+            unfinished = most_unfinished(policy.pipeline, mesh.pipeline, count)
+            sums = unfinished + (sums - 1 if is_sliced else count.bit_length() - 1)
+        if sums > 1:
+            kept = "slices of" if is_sliced else "whole"
             return MEMORY, f"the tree would keep {sums} sums of {kept} gradients, the order of ranks keeps 1"
     return None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from zerodrift.errors import listed, several
 from zerodrift.plan import Boundary, Cost, Plan, accumulators_of, rank_micro_batches
-from zerodrift.policy import BY_RANK, COLUMNS, ORDER, Columns
+from zerodrift.policy import BY_RANK, COLUMNS, ORDER, SAME_BITS, Columns
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
@@ -80,7 +80,7 @@ def _order(plan: Plan) -> str:
     total = several(count * ranks, "micro-batch", "micro-batches")
     sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
     dealt = f"{', '.join(shown)}; {several(sums, 'accumulator')}"
-    return f"one tree over {total}, the same bits on any number of ranks: {dealt}"
+    return f"one tree over {total}, {SAME_BITS[plan.policy.requires_tree]}: {dealt}"
 
 
 def _few(numbers: Sequence[int]) -> str:

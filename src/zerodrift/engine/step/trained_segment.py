@@ -147,7 +147,7 @@ class TrainedSegment(FlatSegment):
         """
         arrived = self._new_gradients()
         self.arrived.update([number for number, grad in enumerate(arrived) if grad is not None])
-        neighbour = self._sum.neighbour if self._sums_whole else None
+        neighbour = self._sum.neighbour if self._sums_whole or self.ranks == 1 else None
         with torch.no_grad():
             if self.landing is None and neighbour is not None:
                 self._land_on(neighbour, arrived)
