@@ -317,7 +317,7 @@ def notebook() -> str:
     text = re.sub(r"<!--.*?-->\n", "", text).replace("](img/", "](../docs/img/")
     text = re.sub(r"\]\((\w+\.md)", r"](../docs/\1", text)
     # Commands are those of a person at the root of the repository.
-    cells = [_cell("code", "import os\n\nos.chdir('..')")]
+    cells = [_cell("code", 'import os\n\nos.chdir("..")')]
     for language, block, words in re.findall(r"```(\w+)\n(.*?)```\n|((?:(?!```).)+)", text, re.DOTALL):
         commands = [line for line in block.splitlines() if line.startswith(("zerodrift ", "$ zerodrift "))]
         if commands:
@@ -336,7 +336,7 @@ def notebook() -> str:
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     page = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(page, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(page, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def _cell(kind: str, text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -210,3 +211,17 @@ def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     done = zerodrift("diff", "a.json", "a.json", folder=tmp_path)
     assert done.returncode == 2 and "a.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_to_check_ends_the_command_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "zerodrift", "check", "--", sys.executable, "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as check:
+        assert check.stdout is not None
+        trained = int(check.stdout.readline())
+        check.terminate()
+        assert check.wait(30) == 128 + 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(trained, 0)

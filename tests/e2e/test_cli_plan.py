@@ -248,7 +248,7 @@ def test_support_in_three_forms() -> None:
     cells = json.loads(ok("support", "--json"))["cells"]
     assert {cell["status"] for cell in cells} == {"yes", "narrow", "no"}
     assert max(map(len, ok("support").splitlines())) <= 100
-    assert ok("support", "--markdown").startswith("# Support\n")
+    assert ok("support", "--markdown").startswith("# What is supported?\n")
 
 
 # --- plan --trace -----------------------------------------------------------------------------------

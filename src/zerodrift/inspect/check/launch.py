@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +60,7 @@ def run(
     with startup_folder(hook, "zerodrift-check-") as folder:
         seen = folder / "seen"
         seen.mkdir()
-        with locked(seen / HELD):
+        with locked(seen / HELD), _signals_end_it():
             child = spawn(command, folder, stdout, new_session=True)
             try:
                 code = _wait(child, seen, keep_going, timeout)
@@ -74,6 +74,21 @@ def run(
             {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
         )
         return RunRecord(code or 0, together, idle, failures(folder), silent, late=code is None)
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Turn signals that end this process into an exit, which ends the command too."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(child: subprocess.Popen[bytes], seen: Path, keep_going: bool, timeout: float | None) -> int | None:

@@ -32,6 +32,12 @@ _LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "zerodrift")
 _LIBRARIES_OF_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
+def _accelerate_runs() -> bool:
+    """Return True if accelerate has set up a process; transformers imports it in any case."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    return bool(getattr(state, "_shared_state", None))
+
+
 class Watcher:
     """The hooks on torch in this process. One at a time."""
 
@@ -100,7 +106,7 @@ class Watcher:
             process.ended = ended
         state.see_place()
         for name in (*_LIBRARIES, *_LIBRARIES_OF_LIGHTNING):
-            if sys.modules.get(name) is not None:
+            if sys.modules.get(name) is not None and (name != "accelerate" or _accelerate_runs()):
                 process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
             process.notes.append(
