@@ -224,12 +224,13 @@ class TrainedSegment(FlatSegment):
         landing[end:].zero_()
 
     def _land_without_negative_zeros(self, landing: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
-        pairs = list(zip(self._homes, arrived, strict=True))
-        here = [(home, _dense(grad)) for home, grad in pairs if grad is not None]
-        if here:
-            self._copy([home for home, _ in here], [grad for _, grad in here])
-        gaps = landing.split(self._lengths)[::2]
-        torch._foreach_zero_([*gaps, *(home for home, grad in pairs if grad is None)])
+        parts = landing.split(self._lengths)
+        homes = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is not None]
+        if homes:
+            here = [grad for grad in arrived if grad is not None]
+            self._copy(homes, [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in here])
+        none = [home for home, grad in zip(parts[1::2], arrived, strict=True) if grad is None]
+        torch._foreach_zero_([*parts[::2], *none])
 
     @functools.cached_property
     def _lengths(self) -> list[int]:
@@ -257,7 +258,8 @@ class TrainedSegment(FlatSegment):
             torch._foreach_add_(homes, 0.0)  # a few launches more, for all of them
         elif self.tree:
             for home, grad in zip(homes, grads, strict=True):
-                torch.add(grad.to(home.dtype), 0.0, out=home)  # -0.0 + 0.0 is 0.0
+                own = grad if grad.dtype is home.dtype else grad.to(home.dtype)
+                torch.add(own, 0.0, out=home)  # -0.0 + 0.0 is 0.0
 
     def _land_on(self, left: torch.Tensor, arrived: list[torch.Tensor | None]) -> None:
         """Add the gradients to the part of the tree before them, as a buffer of theirs would be added."""
