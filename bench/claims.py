@@ -109,6 +109,7 @@ def claims(results: Results) -> Iterator[Claim]:
     yield from _update(results)
     yield from _loading(results)
     yield from _what_stays(results)
+    yield from _on_a_device(results)
     yield from _pipelines(results)
     yield from _order(results)
     yield from _many_ranks(results)
@@ -178,6 +179,14 @@ def _what_stays(results: Results) -> Iterator[Claim]:
         what = f"Bytes a parameter between steps, times ranks: split master, {state} state"
         figure = results.one("persistent", "tensors", row)
         yield Claim("What stays between steps", what, figure, beside, plan)
+
+
+def _on_a_device(results: Results) -> Iterator[Claim]:
+    ratios = results.all("gpu-memory", "off")
+    furthest = max(ratios, key=lambda figure: abs(figure.value))
+    far = Figure(abs(furthest.value), ".1%", furthest.source)
+    what = f"The planned peak of Llama-3-8B, off the predicted one: the furthest of {len(ratios)}"
+    yield Claim("Memory on a device", what, far, {}, Limit(0.05))
 
 
 def _pipelines(results: Results) -> Iterator[Claim]:

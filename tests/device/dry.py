@@ -84,10 +84,16 @@ class DryGroup(StrictGroup):
         dist.ProcessGroup.__init__(self, rank, size)
         self._store, self._device = store, install()
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
-        self._number = next(self._numbers)
+        self._number, self._name = next(self.numbers), ""
 
     def _collective(
-        self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor], opts: Any, begin: Any
+        self,
+        name: str,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        opts: Any,
+        begin: Any,
+        splits: dict[str, list[int]] | None = None,
     ) -> dist.Work:
         self._check(name, [*reads, *writes])
         stream = self._stream if getattr(opts, "asyncOp", True) else torch.accelerator.current_stream()

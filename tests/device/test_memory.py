@@ -25,6 +25,8 @@ from tests.device.ranks import on_devices
 
 BENCH = Path(__file__).parents[2] / "bench"
 MIB = 1 << 20
+ACTIVATIONS = 32 * MIB
+"""More than the activations of 16 tokens, most of them logits in fp32."""
 
 
 def test_sizes_are_those_of_torch() -> None:
@@ -128,6 +130,6 @@ def _peaks(device: torch.device, cells: list[tuple[int, int]]) -> list[tuple[int
     ],
     ids=str,
 )
-def test_the_peak_of_a_large_model_is_within_the_plans(cells: list[tuple[int, int]]) -> None:
+def test_the_plan_of_a_large_model_has_its_peak(cells: list[tuple[int, int]]) -> None:
     for planned, used in on_devices(_peaks, 1, cells, timeout=280)[0]:
-        assert 0.75 * planned < used <= planned
+        assert used - ACTIVATIONS < planned < 1.05 * used

@@ -270,13 +270,31 @@ class Growing(GPT):
             layer.mlp.down = nn.Linear(number * width, width)
 
 
+class Rooted(GPT):
+    """The root is larger than all blocks together."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__(layers, width=width)
+        self.up, self.down = nn.Linear(width, 20 * width), nn.Linear(20 * width, width)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.down(self.up(x))))
+
+
+WHOLE: dict[str, type[GPT]] = {"plain": GPT, "growing": Growing, "rooted": Rooted}
+"""Models that keep all activations."""
+
+
 def one_step(
     stage: int, mode: str, kind: str, micro_batches: int, reduce: dict[str, str] | None = None
 ) -> Poll:
     """Watch a step: it holds no more than was planned, and above three quarters of it."""
     model: nn.Module
-    if kind in ("plain", "growing"):
-        model = (GPT if kind == "plain" else Growing)(4, width=128)
+    if kind in WHOLE:
+        model = WHOLE[kind](4, width=128)
     else:
         model = Checkpointed(4, width=128, reentrant=kind == "reentrant")
     by_messages()
@@ -317,7 +335,7 @@ PEAKS: list[Case] = [
     for mode in modes
     for stage in STAGES
     for micro_batches in (1, 2)
-]
+] + [(1, "fp32", "rooted", 1), (3, "bf16", "rooted", 1)]
 
 
 @pytest.mark.cells(1)

@@ -285,6 +285,13 @@ def keep_scratch() -> tuple[int, int]:
         comm.reduce_scatter(torch.empty(count), torch.ones(2 * count, dtype=BF16), "shard", Sum(FP32))
     held = comm._pairs._scratch._free
     sizes = len(held), sum(buffer.numel() for buffer in held)
+    largest = max(buffer.numel() for buffer in held)
+    comm.make_room(2 * largest, "shard")  # half of it is received
+    assert len(held) == sizes[0]
+    comm.make_room(2 * largest + 2, "shard")
+    assert not held
+    comm.reduce_scatter(torch.empty(10), torch.ones(20), "shard", Sum(FP32))
+    assert held
     comm.release()
     assert not held
     return sizes

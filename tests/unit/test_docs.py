@@ -189,7 +189,7 @@ def test_the_bill_by_hand_is_the_bill() -> None:
     assert head == ["segment", "elements", "with padding"]
     segments = {(segment.numel, segment.padded) for segment in plan.segments}
     assert {(value(numel), value(padded)) for _, numel, padded in lines} == segments
-    head, *lines = rows("docs/plan.md", "all routers 4 x 1,024 = 4,096.\n")
+    head, *lines = rows("docs/plan.md", "both segments of the block behind it travel.\n")
     assert head == ["figure", "by hand", "bytes"] and len(lines) == 10
     bill = zerodrift.cost(plan)
     for label, by_hand, total in lines:

@@ -304,7 +304,8 @@ def test_the_bill_has_the_accumulators_and_what_arrives_by_halves() -> None:
     assert max(HALVING.values()) == cost_module.HALVING
     for ranks, share in ((2, 1.0), (4, 1.25), (8, 1.0), (16, 1.0)):
         made = plan(ranks, 1, TREE)
-        largest = sorted((segment.padded * 4 for segment in made.segments), reverse=True)[:2]
+        # The root's, which is the largest, is reduced when the peak is over.
+        largest = sorted((segment.padded * 4 for segment in made.segments), reverse=True)[1:3]
         assert cost(made).peak.wire == share * sum(largest)
 
 

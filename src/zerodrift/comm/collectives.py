@@ -359,6 +359,12 @@ class Collectives:
         do = "Give every rank the same config, model and world size."
         raise RankError("plan", "must be the same on every rank", got=got, do=do)
 
+    def make_room(self, full: int, axis: AxisName) -> None:
+        """Free what is kept between reductions, if a reduction of `full` bytes is too large for it."""
+        line = self.mesh.axis(axis)
+        if self._calls == "pairs" and line.group is not None:
+            self._pairs.make_room(line, full // line.size)
+
     def release(self) -> None:
         """Free the memory that is kept between reductions."""
         self._pairs.release()

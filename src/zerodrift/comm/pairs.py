@@ -186,6 +186,11 @@ class Pairs:
 
         return finish
 
+    def make_room(self, line: Axis, size: int) -> None:
+        """Free what is kept between reductions, if a sum of slices of `size` bytes is too large for it."""
+        near = sum(_shares(self._shared, line, rank, size) for rank in range(line.size) if rank != line.rank)
+        self._scratch.make_room(size * (line.size - 1 - near))
+
     def release(self) -> None:
         """Free the memory that is kept between reductions."""
         self._scratch.drop()
@@ -227,7 +232,7 @@ class Post:
 
     def shares(self, rank: int, size: int) -> bool:
         """Return whether messages of this size, to and from this rank, go through shared memory."""
-        return size >= LEAST and self._shared is not None and self.line.ranks[rank] in self._shared.peers
+        return _shares(self._shared, self.line, rank, size)
 
     def send(self, tensor: torch.Tensor, to: Sequence[int], batch: int = 0) -> None:
         """Send the same to each of several ranks."""
@@ -309,6 +314,10 @@ class Post:
                 pass
 
 
+def _shares(shared: SharedMemory | None, line: Axis, rank: int, size: int) -> bool:
+    return size >= LEAST and shared is not None and line.ranks[rank] in shared.peers
+
+
 class Scratch:
     """Host memory that is kept between reductions."""
 
@@ -329,6 +338,11 @@ class Scratch:
 
     def give(self, *held: torch.Tensor) -> None:
         self._free.extend(held)
+
+    def make_room(self, size: int) -> None:
+        """Free all buffers if none of them has `size` bytes."""
+        if all(buffer.numel() < size for buffer in self._free):
+            self._free.clear()
 
     def drop(self) -> None:
         self._free.clear()

@@ -9,6 +9,7 @@ Invariant: every figure is bytes of one rank, on the most loaded pipeline stage.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerodrift.dtypes import BLOCK
@@ -21,6 +22,7 @@ from zerodrift.plan.schedule import (
     gathered_bytes,
     most_gathered_bytes,
     prefetch_budget,
+    reduce_order,
 )
 from zerodrift.plan.stages import part
 from zerodrift.plan.table import Plan, Segment, Unit
@@ -45,10 +47,12 @@ class RestingBytes:
     """0 if the accumulator is freed after the step."""
     master: int
     state: int
+    checksums: int = 0
+    """Checksums of storage that rests whole beside a master, by which the engine notices writes to it."""
 
     @property
     def total(self) -> int:
-        return self.storage + self.buffers + self.accumulate + self.master + self.state
+        return self.storage + self.buffers + self.accumulate + self.master + self.state + self.checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,9 @@ class Peak:
     accumulate: int
     """Sums of gradients that are not kept between steps."""
     gradient: int
-    """Gradients of the root and of one unit before their reduction, with its send buffers."""
+    """Gradients before their reduction, and the buffers that they are sent from."""
     wire: int
+    """Buffers of reductions under way."""
 
     @property
     def total(self) -> int:
@@ -150,7 +155,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
-    storage = accumulate = master = state = 0
+    storage = accumulate = master = state = checksums = 0
     for segment in plan.segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _resting_bytes(segment, columns.storage, shard)
@@ -158,6 +163,8 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
             continue
         owned = segment.padded // (shard if update.axis else 1)
         master += owned * MASTER_BYTES[update.master]
+        if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not _gathers(plan, segment):
+            checksums += -(-segment.padded * columns.storage.dtype.size // CHECKSUM_BLOCK) * 8
         count = count_moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
@@ -166,26 +173,78 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     if not plan.policy.sharding.free_accumulator:
         accumulate += sum(_arriving(plan, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
-    return RestingBytes(storage, buffers, accumulate, master, state)
+    return RestingBytes(storage, buffers, accumulate, master, state, checksums)
 
 
 def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
-    """Count the worst moment: the middle of a backward, when the last accumulators are filled."""
-    units = plan.units
-    blocks = [gathered_bytes(plan, unit) for unit in units if unit.name]
-    roots = sum(gathered_bytes(plan, unit) for unit in units if not unit.name)
-    if plan.policy.sharding.keep_gathered == "never":
-        budget = prefetch_budget(plan)
-        gathered = roots + max(most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1]))
-    else:
-        gathered = roots + sum(blocks)
-    sums = sum(sums_bytes(plan, segment, micro_batches) for segment in plan.segments)
-    sums += max(_arriving(plan, micro_batches), default=0)
-    accumulate = max(0, sums - rest.accumulate)
-    gradient = sum(_gradient(plan, unit, micro_batches) for unit in units if not unit.name)
-    gradient += max((_gradient(plan, unit, micro_batches) for unit in units if unit.name), default=0)
-    wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
-    return Peak(rest.total, gathered, accumulate, gradient, sum(wires[:REDUCTIONS]))
+    return max(_moments(plan, rest, micro_batches), key=lambda peak: peak.total)
+
+
+def _moments(plan: Plan, rest: RestingBytes, micro_batches: int) -> Iterator[Peak]:
+    """Yield the moments around each reduction of the last backward, in the plan's order of reductions.
+
+    A segment's gradients arrive while earlier reductions are under way, land in the buffer that they are sent
+    from when all but one of those have ended, and travel. The gradients of the root are taken to be there
+    from the beginning, as those of a head are. In a pipeline no order is known, and everything happens at
+    once.
+    """
+    around, at_root = _gathered(plan)
+    segments = [
+        (unit, plan.segments[number]) for unit in reduce_order(list(plan.units)) for number in unit.segments
+    ]
+    trained = [(unit, segment) for unit, segment in segments if segment.columns.update is not None]
+    made = {id(segment): sums_bytes(plan, segment, micro_batches) for _, segment in trained}
+    is_first = micro_batches == 1  # so the only backward allocates the sums, one after the other
+    sums = max(_arriving(plan, micro_batches), default=0) + (0 if is_first else sum(made.values()))
+    left = {unit.name: _gradient(plan, unit) for unit in plan.units}
+    root = left.get("", 0)
+
+    def moment(gathered: int, gradient: int, under_way: Sequence[Segment], wires: Sequence[int]) -> Peak:
+        landings = sum(_landing(plan, segment, micro_batches) for segment in under_way)
+        accumulate = max(0, sums - rest.accumulate)
+        return Peak(rest.total, gathered, accumulate, gradient + landings, sum(wires))
+
+    if plan.policy.pipeline is not None:
+        sums += sum(made.values()) if is_first else 0
+        most = max((size for name, size in left.items() if name), default=0)
+        wires = sorted((_wire_buffers(plan, segment) for segment in plan.segments), reverse=True)
+        yield moment(around, root + most, (), wires[:REDUCTIONS])
+        return
+    yield moment(around, root, (), ())
+    under_way: list[Segment] = []
+    kept: list[int] = []
+    """The largest wire buffers so far: on gloo their memory is kept for the next reductions."""
+    largest = 0
+    """The most bytes that a reduction has received so far."""
+    for unit, segment in trained:
+        gathered = around if unit.name else at_root
+        gradient = left[unit.name] + (root if unit.name else 0)
+        yield moment(gathered, gradient, under_way, kept)
+        under_way = [*under_way[1 - REDUCTIONS :], segment]
+        wire, arriving = _wire_buffers(plan, segment), _received(plan, segment)
+        sums += made[id(segment)] if is_first else 0
+        # Buffers that are too small for this segment have been freed.
+        others = kept if arriving <= largest else [_wire_buffers(plan, each) for each in under_way[:-1]]
+        yield moment(gathered, gradient, under_way, others)
+        kept, largest = sorted([*kept, wire], reverse=True)[:REDUCTIONS], max(largest, arriving)
+        own = _gradient_of(segment)
+        left[unit.name] -= own
+        yield moment(gathered, gradient - own, under_way, kept)
+
+
+def _gathered(plan: Plan) -> tuple[int, int]:
+    """Count the unsharded bytes that are alive at once while blocks run, and when only the root is left."""
+    blocks = [gathered_bytes(plan, unit) for unit in plan.units if unit.name]
+    roots = sum(gathered_bytes(plan, unit) for unit in plan.units if not unit.name)
+    if plan.policy.sharding.keep_gathered != "never":
+        return roots + sum(blocks), roots + sum(blocks)
+    budget = prefetch_budget(plan)
+    return roots + max(most_gathered_bytes(order, budget) for order in (blocks, blocks[::-1])), roots
+
+
+def _gathers(plan: Plan, segment: Segment) -> bool:
+    storage = segment.columns.storage
+    return bool(storage.axis and plan.slices(segment) > 1) or storage.dtype is not segment.columns.compute
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
@@ -263,17 +322,22 @@ def _waits(update: Update, micro_batches: int) -> bool:
     return not update.accumulate.axis and micro_batches > 1
 
 
-def _gradient(plan: Plan, unit: Unit, micro_batches: int) -> int:
-    """Count the bytes of a unit's gradient in the accumulate dtype, and of the send buffers."""
-    total = 0
-    for segment in (plan.segments[number] for number in unit.segments):
-        update = segment.columns.update
-        if update is None:
-            continue
-        total += segment.numel * update.accumulate.dtype.size
-        if plan.slices(segment) > 1 and update.axis and not _waits(update, micro_batches):
-            total += segment.padded * update.accumulate.dtype.size * (REDUCTIONS if unit.name else 1)
-    return total
+def _gradient(plan: Plan, unit: Unit) -> int:
+    """Count the bytes of a unit's gradients as autograd leaves them, in the accumulate dtype."""
+    return sum(_gradient_of(plan.segments[number]) for number in unit.segments)
+
+
+def _gradient_of(segment: Segment) -> int:
+    update = segment.columns.update
+    return 0 if update is None else segment.numel * update.accumulate.dtype.size
+
+
+def _landing(plan: Plan, segment: Segment, micro_batches: int) -> int:
+    """Count the bytes of the buffer that a segment's gradients are sent from, where it is not their sum."""
+    update = segment.columns.update
+    if update is None or plan.slices(segment) == 1 or not update.axis or _waits(update, micro_batches):
+        return 0
+    return segment.padded * update.accumulate.dtype.size
 
 
 def _wire_buffers(plan: Plan, segment: Segment) -> int:
@@ -281,20 +345,38 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     update, shard = segment.columns.update, plan.slices(segment)
     if update is None or shard == 1:
         return 0
-    if update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1):
-        return segment.padded * update.reduce.wire.size  # the buffer of `halving_exchanges`
-    received = segment.padded * (shard - 1) // shard * update.reduce.wire.size
+    received = _received(plan, segment)
+    if _halves(update, shard):
+        return received
     sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
     summed = segment.padded // shard * update.reduce.sum.size
     levels = rank_levels(shard) if update.reduce.order == "tree" else 0
     return received + sent + summed * (1 + levels)
 
 
+def _received(plan: Plan, segment: Segment) -> int:
+    """Count the bytes of the buffer in which other ranks' parts arrive."""
+    update, shard = segment.columns.update, plan.slices(segment)
+    if update is None or shard == 1:
+        return 0
+    if _halves(update, shard):
+        return segment.padded * update.reduce.wire.size  # the buffer of `halving_exchanges`
+    return segment.padded * (shard - 1) // shard * update.reduce.wire.size
+
+
+def _halves(update: Update, shard: int) -> bool:
+    """Return True if a sum over ranks travels by recursive halving."""
+    return update.reduce.order == "tree" and shard >= HALVING and not shard & (shard - 1)
+
+
 HALVING = 8
 """Least number of ranks, a power of two, on which a sum by the tree exchanges halves."""
 
+CHECKSUM_BLOCK = 512
+"""Bytes of storage that have one checksum, of 8 bytes; `BYTES` in the kernels."""
+
 REDUCTIONS = 2
-"""Reductions under way at once; `IN_FLIGHT` in the engine."""
+"""Reductions under way at once, in the engine too."""
 
 
 def sent_bytes(call: Collective, mesh: MeshShape) -> int:

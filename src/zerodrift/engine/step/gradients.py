@@ -246,6 +246,7 @@ class Gradients:
         send = send and not (segment.tree and segment.ranks == 1)
         if send:
             self._finish(REDUCTIONS - 1)  # before another buffer is taken to land in
+            segment.make_room()
         self._land(segment)
         if send:
             self._send(segment)

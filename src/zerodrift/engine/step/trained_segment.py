@@ -320,6 +320,10 @@ class TrainedSegment(FlatSegment):
 
     # --- over ranks -------------------------------------------------------------------------------------
 
+    def make_room(self) -> None:
+        """Free memory of earlier reductions that the coming one does not fit into."""
+        self.comm.make_room(self.spec.padded * self.update.reduce.wire.size, self.axis)
+
     def start_reduce(self, before: float) -> Handle:
         """Begin to add this rank's slice of the ranks' sum to `reduced`."""
         if self.has_unreduced_gradients and self.tree:
