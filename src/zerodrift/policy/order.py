@@ -193,7 +193,7 @@ SAME_BITS = {
     True: "the same bits on any number of ranks",
     False: "the same bits on any number of ranks that adds by it",
 }
-"""What the tree promises, by whether the config asks for it."""
+"""Promise of the tree, by whether the config asks for it."""
 _IN_WORDS: dict[Order, str] = {"rank": BY_RANK, "native": "the carrier's"}
 
 
