@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 QUICK: Mapping[str, int] = {
     "tests/unit/": 1,
+    "tests/device/test_suite.py": 0,
     "tests/numerics/": 0,
     "tests/ranks/test_collectives.py": 0,
     "tests/ranks/test_dropin.py": 0,

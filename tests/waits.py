@@ -23,6 +23,7 @@ from zerodrift.comm import collectives
 from zerodrift.comm import native as carrier
 from zerodrift.comm.mesh import Mesh
 from zerodrift.kernels import device, native
+from zerodrift.kernels.digests import reference_prints
 from zerodrift.optim import fused
 
 HOME = str(Path(zerodrift.__file__).parent)
@@ -53,7 +54,9 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in ASKED or (name in SENT and kwargs.get("device") is not None):
+        where = kwargs.get("device")
+        is_sent = name in SENT and where is not None and where is not fused.CPU  # what is named so stays
+        if name in ASKED or is_sent:
             self.add(name)
         if name == "to" and any(isinstance(value, torch.device) for value in (*args, *kwargs.values())):
             self.add("to")
@@ -139,6 +142,7 @@ def play_a_gpu(patch: pytest.MonkeyPatch) -> Streams:
     patch.setattr(fused, "compiled_for", lambda where, step: None)
     patch.setattr(device, "works", lambda where: True)
     patch.setattr(device, "update", lambda *slices, **choices: streams.tell("update"))
+    patch.setattr(device, "prints", lambda words, out: out.copy_(reference_prints(words)))
     made = collectives.Collectives.__init__
 
     def carried(self: Any, mesh: Any, carrier: Any = None) -> None:

@@ -20,6 +20,13 @@ Every key of a job file for `zerodrift train`; [train.md](train.md) shows how th
 sharding, optimizer, schedule and batch sizes are keys of the engine's [config](config.md), under `config`.
 Any key can be set on the command line: `--set run.steps=100 --set config.zero_optimization.stage=2`.
 
+```yaml
+model: {source: examples/qwen3-moe-tiny}
+data: {train: path/to/text, block: 128}
+run: {folder: runs/first, steps: 240}
+config: {precision: {mode: bf16}, train_batch_size: 16, optimizer: {type: AdamW, params: {lr: 3.0e-3}}}
+```
+
 **A job file can run code.** `model.source` and `model.parts` name a function that is imported and called, and
 paths lead wherever you may read and write: [what somebody else's job may do](train.md#somebody-elses-job)."""
 

@@ -96,8 +96,11 @@ def thin(taken: list[tuple[float, Picture]], frames: int) -> list[tuple[float, P
     changed = [
         after for before, after in zip([(0.0, ()), *taken], taken, strict=False) if before[1] != after[1]
     ]
-    step = max(1, -(-len(changed) // frames))
-    return [*changed[: len(changed) - 1 : step], changed[-1]]
+    if frames == 1:
+        return changed[-1:]
+    *before_last, last = changed
+    step = max(1, -(-len(before_last) // (frames - 1)))
+    return [*before_last[::step], last]
 
 
 def svg(taken: list[tuple[float, Picture]], width: int, height: int, seconds: float) -> str:

@@ -39,6 +39,7 @@ from zerodrift.report.support import support_markdown
 
 sys.path += [str(Path(__file__).resolve().parents[1] / "bench"), str(Path(__file__).resolve().parent)]
 import benchmarks
+import formats_page
 from claims import Results
 from columns_picture import columns_picture
 from job_page import render_job
@@ -77,8 +78,8 @@ def around(name: str, tables: str, behind: str = "") -> str:
 
 
 def fresh(text: str) -> str:
-    """A page with the output of its commands below them, and with its figures."""
-    return benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results())
+    """A page with the output of its commands below them, and with its figures and tables of formats."""
+    return formats_page.fresh(benchmarks.fresh(BLOCK.sub(_fresh_block, text), Results()))
 
 
 def pictures() -> dict[str, str]:
@@ -149,7 +150,18 @@ API_INTRO = """\
 
 # What can Python code call?
 
-The public names of `import zerodrift`. Nothing else in the package is public."""
+The public names of `import zerodrift`. Nothing else in the package is public.
+
+```python
+import torch
+import zerodrift as zd
+
+config = {"precision": {"mode": "bf16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+engine = zd.initialize(torch.nn.Linear(16, 1), config=config, device="cpu", quiet=True)
+engine.backward(engine(torch.randn(8, 16)).float().square().mean())
+print(engine.step().grad_norm)
+engine.destroy()
+```"""
 
 CONFIG_INTRO = """\
 Each block of a config is a class. Editors complete its fields, type checkers check them, and a wrong field is

@@ -136,11 +136,12 @@ def _render(page: Page, pages: dict[Path, Page]) -> None:
             _lead(token, "href", page, pages)
         elif token.type == "image":
             _lead(token, "src", page, pages)
+        elif token.type == "code_block":  # without a fence
+            token.type, token.info = "fence", "text"
     body = parser.renderer.render(tokens, parser.options, {})
     body = re.sub(r'(src|srcset)="docs/img/', r'\1="img/', body)
-    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
-        "</table>", "</table></div>"
-    )
+    frame = '<div class="scroll" role="group" aria-label="Table" tabindex="0">'
+    body = body.replace("<table>", f"{frame}<table>").replace("</table>", "</table></div>")
     page.body = re.sub(r"<th(?=[ >])", '<th scope="col"', body)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zerodrift.config.schema import DataTypes as DataTypes
     from zerodrift.config.schema import Experts as Experts
     from zerodrift.config.schema import Fp16 as Fp16
+    from zerodrift.config.schema import MatrixProducts as MatrixProducts
     from zerodrift.config.schema import OffloadOptimizer as OffloadOptimizer
     from zerodrift.config.schema import Optimizer as Optimizer
     from zerodrift.config.schema import Pipeline as Pipeline

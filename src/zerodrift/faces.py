@@ -22,9 +22,10 @@ def face(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        if home == room:
-            return importlib.import_module(f"{room}.{name}")
-        return getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        if home == room or not hasattr(module, name):  # a file, which its folder has not imported yet
+            return importlib.import_module(f"{home}.{name}")
+        return getattr(module, name)
 
     return load, lambda: sorted(homes), sorted(homes)
 

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 DEEPSPEED = "0.19.6"
 """Version of DeepSpeed that the drop-in imitates."""

@@ -77,4 +77,8 @@ def test_findings_with_one_mending_stand_together_and_the_costliest_first() -> N
         text.index("1  Keep the weights in fp32") < text.index("no-master") < text.index("2  Cast the logits")
     )
     assert max(map(len, text.splitlines())) <= 80
+    narrow = run_text([run], found, (), color=False, width=60)
+    table, _, config = narrow.partition("\nconfig")
+    assert max(map(len, table.splitlines())) <= 60 and "storage bf16  gather " in table
+    assert "logits.float(), targets)  # loss-in-16-bits" in config
     assert "logits.float()" in run_page([run], found, (), "python a.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.device.build import library
 from tests.device.standin import NAME, Order, install, ordered
-from tests.device.strict import begin
+from tests.device.strict import StrictGroup, begin
 from tests.ranks import harness
 from zerodrift.comm import mesh
 
@@ -24,18 +24,30 @@ def on_devices(function: Callable[..., Any], world: int, *args: Any, timeout: fl
 
 
 def instead_of_cpu(
-    function: Callable[..., Any], world: int, *args: Any, order: Order = "at once", timeout: float = 120.0
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    order: Order = "at once",
+    timeout: float = 120.0,
+    dying: Collection[int] = (),
 ) -> list[Any]:
     """Return `function(*args)` of every rank, where the device takes the CPU's place, unless it is named."""
-    return _on_devices(function, world, args, order, timeout)
+    return _on_devices(function, world, args, order, timeout, dying)
 
 
 def _on_devices(
-    function: Callable[..., Any], world: int, args: tuple[Any, ...], order: Order | None, timeout: float
+    function: Callable[..., Any],
+    world: int,
+    args: tuple[Any, ...],
+    order: Order | None,
+    timeout: float,
+    dying: Collection[int] = (),
 ) -> list[Any]:
     library()  # compiled here, which takes longer than a rank may
     given = (_with_device, world, function, args, order)
-    return [pickle.loads(value) for value in harness.run_here(*given, timeout=timeout, kind=NAME)]
+    may_die = range(world) if dying else ()  # NCCL's watchdog ends those that wait for a dead rank
+    answers = harness.run_here(*given, timeout=timeout, dying=may_die, kind=NAME)
+    return [None if answer is None else pickle.loads(answer) for answer in answers]
 
 
 def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Order | None) -> bytes:
@@ -46,6 +58,7 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
     begin()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.accelerator.set_device_index(rank)
+    torch.get_device_module(NAME).set_rng_state(torch.get_rng_state())
     dist.init_process_group("strict", store=store, rank=rank, world_size=world)
     place, find = torch.device(NAME, rank), mesh._device
     try:
@@ -57,6 +70,10 @@ def _with_device(function: Callable[..., Any], args: tuple[Any, ...], order: Ord
             value = function(*args)
             harness.destroy_engines()
         return _on_host(value)
+    except RuntimeError:
+        if StrictGroup.aborted:
+            os._exit(1)
+        raise
     finally:
         mesh._device = find
         torch.set_default_device(None)

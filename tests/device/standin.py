@@ -16,14 +16,16 @@ import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
+import zerodrift
 from tests.device.build import extension
-from tests.device.races import Access, RaceChecker
+from tests.device.races import Access, RaceChecker, stack
 
 NAME = "standin"
 DEVICES = 4
@@ -197,25 +199,26 @@ def accesses(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[Access]:
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation on the current stream, and return tensors that it will have written."""
     written = _written(op, args, kwargs)
-    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else op
+    call = _FOR_INTEGERS.get(str(op.overloadpacket), op)
+    call = op.overloadpacket if _has_numbers_for_tensors(op, args) else call
     if kwargs and any(not out.numel() for out in written):
         _resize_outputs(call, args, kwargs)
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    host_args, host_kwargs = pytree.tree_map(_on_host, (args, kwargs))
+    host_args, host_kwargs = pytree.tree_map(_as_launched, (args, kwargs))
+    shapes = None
 
     def compute() -> Any:
         with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return call(*host_args, **host_kwargs)
 
+    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
+        compute = _drawing(call, compute, host_args, host_kwargs)
     if _returns_its_arguments(op):
         launch_on(str(op), inputs, written, lambda: compute() is None or True)
         return _arguments_returned(op, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in op.tags and not device.dry:
-        device.run()  # numbers are drawn in the order of the calls
-        return _put(op, compute(), inputs, written)
-    try:
+    with contextlib.suppress(Exception):
         shapes = _shapes(call, args, kwargs)
-    except Exception:  # the shapes of the results follow from values: the host waits, as it does on a GPU
+    if shapes is None:  # they follow from values: the host waits, as it does on a GPU
         device.called("stream", _stream())
         return _put(op, compute(), inputs, written)
     if str(op.overloadpacket) in _NORMS:
@@ -232,6 +235,30 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     launch_on(str(op), inputs, [*written, *made], start)
     return results
+
+
+def _drawing(call: Any, compute: Callable[[], Any], args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Return `compute` with the numbers that its generator has next, which are drawn now, as on a GPU: from
+    the one that is given, or from the device's own, whose numbers are those of a CPU's with the same seed."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    own = given or device.native.host_generator(device.native.default_generator(-1))
+    used = given or torch.default_generator
+    state = own.get_state()
+
+    def draw(function: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+        before = used.get_state()
+        used.set_state(state)
+        try:
+            return function(), used.get_state()
+        finally:
+            used.set_state(before)
+
+    blank_args, blank_kwargs = pytree.tree_map_only(torch.Tensor, torch.ones_like, (args, kwargs))
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        _, after = draw(lambda: call(*blank_args, **blank_kwargs))
+    own.set_state(after)
+    return lambda: draw(compute)[0]
 
 
 def _shapes(call: Any, args: Any, kwargs: Any) -> Any:
@@ -254,6 +281,14 @@ def _described(value: Any) -> Any:
 
 
 _KNOWN: dict[Any, Any] = {}
+
+_ENGINE = str(Path(zerodrift.__file__).parent)
+"""The generator of a CPU is an error there; tests that name no device may have made one."""
+
+_FOR_INTEGERS = {
+    "aten.histc": lambda values, *rest: torch.histc(values.double(), *rest).to(values.dtype),
+}
+"""Operations that a GPU has for integers too, and a CPU only for floats."""
 
 _NORMS = ("aten.native_layer_norm", "aten.native_group_norm")
 """Operations whose statistics have the input's dtype on a CPU, and fp32 elsewhere."""
@@ -292,7 +327,21 @@ def _on_host(leaf: Any) -> Any:
         return torch.device("cpu")
     if isinstance(leaf, torch.Generator) and leaf.device.type == NAME:
         return device.native.host_generator(leaf)
+    if isinstance(leaf, torch.Generator) and _is_asked_by_engine():  # torch's words
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{leaf.device.type}'")
     return leaf
+
+
+def _is_asked_by_engine() -> bool:
+    """Return whether an operation is called in the engine, whatever modes of its own it goes through."""
+    callers = (code for code, _ in stack() if not code.co_name.startswith("__torch_"))
+    return next((code.co_filename.startswith(_ENGINE) for code in callers), False)
+
+
+def _as_launched(leaf: Any) -> Any:
+    """Return an argument of a launch. A number in a tensor of the host is read at once."""
+    on_host = _on_host(leaf)
+    return leaf.clone() if on_host is leaf and isinstance(leaf, torch.Tensor) and not leaf.dim() else on_host
 
 
 def _on_meta(leaf: Any) -> Any:
@@ -411,6 +460,14 @@ def _launcher(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_operation(op, *args, **kwargs)
 
 
+def convolve(*args: Any) -> Any:
+    return run_operation(torch.ops.aten.convolution.default, *args)
+
+
+def convolve_back(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+    return run_operation(torch.ops.aten.convolution_backward.default, grad, x, weight, [grad.shape[1]], *args)
+
+
 # --- the module `torch.standin` ------------------------------------------------------------------------
 
 
@@ -435,6 +492,7 @@ def _module(native: Any) -> types.ModuleType:
         memory_allocated=torch.accelerator.memory_allocated,
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # activation checkpointing keeps random states of such devices only
         _is_in_bad_fork=lambda: False,
         device_count=lambda: DEVICES,
         current_device=index_of,
@@ -472,6 +530,8 @@ def install() -> Device:
             some.impl(name.removeprefix("aten::"), _launcher(name), "PrivateUse1")
         some.impl("_copy_from", copy, "PrivateUse1")
         some.impl("_local_scalar_dense", scalar, "PrivateUse1")
+        some.impl("convolution_overrideable", convolve, "PrivateUse1")
+        some.impl("convolution_backward_overrideable", convolve_back, "PrivateUse1")
         _LIBRARIES.extend([everything, some])
     return device
 

@@ -132,11 +132,14 @@ class StrictGroup(dist.ProcessGroup):
     numbers = itertools.count()
     members: ClassVar[dict[str, list[list[Any]]]] = {}
     """Name of an operation -> the group and ranks that each of its parts needs."""
+    aborted: ClassVar[bool] = False
+    """Whether a rank has died. The host gets one error, and what was issued ends as if it had run."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
         self._device = install()
+        self._device.run()  # gloo waits for all ranks, which may wait for what was issued here; streams go on
+        self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(torch.device(NAME, torch.accelerator.current_device_index()))
         self._number, self._name = next(self.numbers), ""
         self._issued = self._over = 0
@@ -351,7 +354,15 @@ class StrictGroup(dist.ProcessGroup):
         view = self._device.native.host_view
         values, outs = [view(tensor) for tensor in reads], [view(tensor) for tensor in writes]
         ranges = [*accesses(reads, writes=False), *accesses(writes, writes=True)]
-        self._device.launch(stream.stream_id, name, ranges, lambda: progress(outs, values))
+
+        def start() -> bool:
+            try:
+                return StrictGroup.aborted or progress(outs, values)
+            except RuntimeError as error:
+                StrictGroup.aborted = not isinstance(error, StrictError)
+                raise
+
+        self._device.launch(stream.stream_id, name, ranges, start)
         if stream == current:
             return StreamWork(None, (), stream, writes)
         return StreamWork(stream.record_event(), [*reads, *writes], stream, writes)
@@ -370,6 +381,8 @@ class StrictGroup(dist.ProcessGroup):
                 raise StrictError(f"{text}; {_each(texts)}")
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if StrictGroup.aborted:
+            raise RuntimeError(f"communicator {self._number} was aborted, and `{name}` is issued on it")
         for tensor in tensors:
             problems = {
                 f"a tensor on {tensor.device}": tensor.device.type != NAME,
@@ -435,4 +448,5 @@ def begin() -> None:
         dist.Backend.register_backend("strict", StrictGroup, devices=[NAME])
     StrictGroup.numbers = itertools.count()
     StrictGroup.members.clear()
+    StrictGroup.aborted = False
     dist.batch_isend_irecv = _batch_isend_irecv

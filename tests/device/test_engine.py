@@ -22,6 +22,7 @@ from tests.ranks.harness import run_ranks
 from zerodrift.api import initialize
 from zerodrift.comm.native import CommunicationStream
 from zerodrift.engine.step import traversal
+from zerodrift.errors import RankError
 from zerodrift.optim.offload import GradientDownloads
 from zerodrift.plan.schedule import prefetch_ends
 
@@ -166,6 +167,8 @@ def _with_fault(device: torch.device, name: str | None, rest: dict[str, Any]) ->
             _train(device, 3, "fp32", "at once", layers=4 if rest == {} else 2, **rest)
         except (Race, StrictError) as error:
             return str(error)
+        except RankError as error:  # where the host was still issuing the operation
+            return str(error.__cause__)
     return ""
 
 

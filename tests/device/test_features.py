@@ -5,26 +5,30 @@ The functions are those that other tests run on the CPU. Here they get the devic
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerodrift as zd
 from tests.device.build import needs_device
+from tests.device.plugin import ROOT, environment
 from tests.device.ranks import instead_of_cpu
 from tests.device.standin import ORDERS, Order
-from tests.e2e.jobs import job
+from tests.e2e.jobs import QUICKLY, exported, job, kinds, losses, on_a_rank
 from tests.numerics import experts, test_experts, test_offload, test_order, test_pipelines
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, same, train
 from tests.ranks.harness import run_ranks
 from tests.ranks.ways import WAYS
 from zerodrift.checkpoint.checkpoints import Checkpoints
-from zerodrift.train.loop.start import run_here
 from zerodrift.train.report.metrics import read
 
 pytestmark = needs_device
@@ -33,6 +37,7 @@ STEPS = 2
 PINS: dict[str, Any] = {"precision": {"rules": [{"match": "*.router.*", "pin": "fp32"}]}}
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-3}}}
 FP16: dict[str, Any] = {"fp16": {"initial_scale_power": 17, "hysteresis": 1}}
+NARROW: dict[str, Any] = {"precision": {"gather": "fp8", "reduce": {"wire": "int4", "feedback": True}}}
 EIGHT: dict[str, Any] = {"precision": {"state": "8bit"}}
 
 
@@ -100,12 +105,14 @@ FEATURES: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "muon": (2, trained, (3, "bf16", 1, "dense", MUON)),
     "native": (2, trained, (3, "bf16", 2, "dense", {"precision": {"reduce": {"order": "native"}}})),
     "tree": (2, summed_by_the_tree, (3, "every", "dense")),
-    "replicas": (2, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
+    "narrow columns": (2, trained, (3, "bf16", 2, "dense", NARROW)),
+    "narrow columns, whole storage": (2, trained, (1, "bf16", 1, "dense", NARROW)),
+    "replicas": (4, trained, (3, "fp32", 1, "dense", {"sharding": {"replicate": 2}})),
     "ranks of experts": (2, on_ranks_of_experts, (3, None)),
     "offload": (2, offloaded, (2, {}, False)),
     "fully_shard": (2, by_fully_shard, (3, "bf16")),
     "fully_shard over replicas": (2, by_fully_shard, (1, "autocast-fp16")),
-    "1f1b": (2, test_pipelines.trained, (0, "1f1b", None)),
+    "1f1b, tied": (2, test_pipelines.trained, (0, "1f1b", None, True)),
     "zbv": (2, test_pipelines.trained, (0, "zbv", "queue")),
 }
 MORE: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
@@ -145,6 +152,34 @@ def test_features_have_the_bits_of_the_cpu(feature: str, orders: list[Order]) ->
             assert found == expected, order
 
 
+def drawn() -> tuple[list[float], bool]:
+    """Numbers by three ways, and whether the CPU's generator has moved."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    values = [torch.rand(4), nn.Dropout()(torch.ones(16)), torch.randn(4).normal_()]
+    return torch.cat(values).tolist(), not torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_come_from_the_devices_generator() -> None:
+    """A seed gives those that it gives on the CPU, whose own generator stays where it is."""
+    (numbers, _), *_ = run_ranks(drawn, 1)
+    assert instead_of_cpu(drawn, 1, order="side streams last") == [(numbers, False)]
+
+
+def drawn_by_the_engine() -> str:
+    file = str(Path(zd.__file__).with_name("asked.py"))
+    try:
+        eval(compile("torch.rand(4, generator=torch.Generator())", file, "eval"), {"torch": torch})
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_engine_must_not_draw_on_the_device_with_a_generator_of_the_cpu() -> None:
+    words = "Expected a 'standin' device type for generator but found 'cpu'"
+    assert instead_of_cpu(drawn_by_the_engine, 1) == [words]
+
+
 # --- files ---------------------------------------------------------------------------------------------
 
 
@@ -156,14 +191,14 @@ def saved(folder: str, stage: int) -> Run:
     return train(engine, 1)
 
 
-def resumed(folder: str, stage: int) -> Run:
+def resumed(folder: str, stage: int) -> tuple[Run, list[str]]:
     engine = make(config(stage, "bf16", **PINS), MODELS["experts"]())
-    Checkpoints(engine, folder, quiet=True).load()
-    return finish(engine)
+    loaded = Checkpoints(engine, folder, quiet=True).load()
+    return finish(engine), [str(each) for each in loaded.differences if each.what == "random numbers"]
 
 
 def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
-    """Saved by two ranks, loaded by two and by one, at another stage."""
+    """Saved by two ranks, loaded by two and by one, at another stage. Random numbers are the device's own."""
     runs = {"cpu": run_ranks, "device": instead_of_cpu}
     after = [run(saved, 2, str(tmp_path / name), 3) for name, run in runs.items()]
     assert same([after[0][0], after[1][0]]) == []
@@ -173,24 +208,43 @@ def test_files_have_the_same_bytes_and_load_on_either(tmp_path: Path) -> None:
         assert (tmp_path / "cpu/export" / name).read_bytes() == (
             tmp_path / "device/export" / name
         ).read_bytes()
-    loaded = [
-        run(resumed, world, str(tmp_path / folder), 2)[0]
-        for folder, run in (("cpu", instead_of_cpu), ("device", run_ranks))
-        for world in (1, 2)
-    ]
+    loaded = []
+    for folder, other, devices in (
+        ("cpu", instead_of_cpu, "of a CPU -> of a GPU (what a model draws differs from here on)"),
+        ("device", run_ranks, "of a GPU -> of a CPU (what a model draws differs from here on)"),
+    ):
+        assert runs[folder](resumed, 2, str(tmp_path / folder), 2)[0][1] == []
+        for world, expected in ((1, "of 2 ranks -> as they are"), (2, devices)):
+            run, notes = other(resumed, world, str(tmp_path / folder), 2)[0]
+            assert notes == [f"random numbers: {expected}"]
+            loaded.append(run)
     assert same(loaded) == []
 
 
-def job_trained(file: str, folder: str) -> None:
-    assert run_here(file, [f"run.folder={folder}", "run.checkpoint_every=2"]) == 0
-
-
-def test_a_job_trains_the_same_model(tmp_path: Path) -> None:
-    file = str(job(tmp_path, steps=4))
+def test_the_trainer_trains_the_same_model(tmp_path: Path) -> None:
+    """`zerodrift train` on two ranks with dropout, from a file to its export."""
     found = []
-    for name, run in {"cpu": run_ranks, "device": instead_of_cpu}.items():
-        run(job_trained, 2, file, str(tmp_path / name))
+    for name, run in (("cpu", run_ranks), ("device", instead_of_cpu)):
+        file = job(tmp_path / name, "dropping", steps=2, run={"checkpoint_every": 1})
+        run(on_a_rank, 2, str(file), QUICKLY[1:])
+        (start,) = kinds(tmp_path / name, "start")
+        assert (start.get("device") == "the stand-in device") is (name == "device")
+        found.append((losses(tmp_path / name), exported(tmp_path / name)))
+    assert len(found[0][0]) == 2 and found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_the_command_trains_the_same_model(tmp_path: Path) -> None:
+    """Two ranks that `zerodrift train` starts, without and with the device."""
+    file, found = str(job(tmp_path, steps=4)), []
+    for name, variables in {"cpu": dict(os.environ), "device": environment()}.items():
+        asked = [f"run.folder={tmp_path / name}", "run.checkpoint_every=2"]
+        words = [word for each in asked for word in ("--set", each)]
+        command = [sys.executable, "-m", "zerodrift", "train", file, "--nproc", "2", *words]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
         lines = read(tmp_path / name / "metrics.jsonl")
+        assert (lines[0].get("device") == "the stand-in device") is (name == "device")
         losses = [line["loss"] for line in lines if line["kind"] == "step"]
         found.append((losses, (tmp_path / name / "export/model.safetensors").read_bytes()))
     assert len(found[0][0]) == 4 and found[0] == found[1]

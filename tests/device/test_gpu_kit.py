@@ -42,7 +42,7 @@ def test_one_of_the_tests_for_a_gpu() -> None:
 @pytest.mark.long
 def test_the_doctor_sees_the_device() -> None:
     facts = {fact["what"]: fact for fact in json.loads(python("-m", "zerodrift", "doctor", "--json"))}
-    assert facts["standin:3"]["found"].startswith("the stand-in device, 8.00 GiB")
+    assert facts["standin:3"]["found"].startswith("the stand-in device, 4.00 TiB")
     assert facts["GPU updates"]["found"] == "plain PyTorch" and facts["GPU updates"]["bad"]
 
 

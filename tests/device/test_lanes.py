@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "reduced at the end": {"stage": 2, "micro_batches": 2, "precision": {"reduce": {"when": "last"}}},
     "native sums": {"stage": 3, "mode": "fp32", "precision": {"reduce": {"order": "native"}}},
 }
-for schedule, stage in (("1f1b", 0), ("gpipe", 1), ("1f1b", 3)):
+LATE = [("zbv", 1), ("zbv", 3), ("dualpipev", 0), ("dualpipev", 3), ("interleaved-zero-bubble", 0)]
+for schedule, stage in (("1f1b", 0), ("gpipe", 1), ("1f1b", 3), ("interleaved", 2), *LATE):
     pipeline = {"stages": 2, "schedule": schedule, "micro_batches": 4}
     CASES[f"{schedule}, stage {stage}"] = {"stage": stage, "micro_batches": 4, "pipeline": pipeline}
 CASES["replicas"] = {"stage": 2, "micro_batches": 2, "sharding": {"replicate": 2}}
@@ -87,7 +88,7 @@ def _recorded(device: torch.device, names: list[str]) -> list[tuple[Plan, int, L
     ids=["few", "many", "on four"],
 )
 def test_a_simulation_orders_a_step_as_the_device_does(world: int, names: list[str]) -> None:
-    ranks = on_devices(_recorded, world, names, timeout=400)
+    ranks = on_devices(_recorded, world, names, timeout=500)
     for found in ranks:
         for name, (plan, stage, lanes) in zip(names, found, strict=True):
             assert {name: simulated(plan)[stage].differences(lanes)} == {name: []}

@@ -95,6 +95,7 @@ CARRIED: dict[str, Any] = {
     "unequal splits": [[0.0, 10.0, 11.0], [1.0, 2.0, 3.0, 12.0, 13.0]],
     "nothing": [[], []],
     "integers": [[3] * 4, [3] * 4],
+    "a communicator is made meanwhile": [[1.0], [1.0]],
     "a pair at once": [[1.0] * 4, [0.0] * 4],
     "messages in the order of the calls": [[0.0, 0.0], [1.0, 2.0]],
 }
@@ -113,6 +114,12 @@ def _carried(device: torch.device, what: str) -> list[float]:
     elif what == "integers":
         out = torch.full((4,), 1 + rank, device=device)
         dist.all_reduce(out)
+    elif what == "a communicator is made meanwhile":
+        out = torch.full((1,), 1.0 - rank, device=device)
+        dist.broadcast(out, 0)
+        if rank:
+            torch.accelerator.synchronize()  # rank 0 makes the communicator and does not wait here
+        dist.new_group([0, 1])
     elif what == "a pair at once":
         out, mine = torch.empty(4, device=device), torch.full((4,), float(rank), device=device)
         for work in dist.batch_isend_irecv(

@@ -307,7 +307,7 @@ ZERO, BELOW_3 = (0,), (0, 1, 2)
 
 SCRIPTS = (
     Script(another_engine_of_the_same_model),
-    Script(a_model_that_is_given_again),
+    Script(a_model_that_is_given_again, alike=BELOW_3, why="it crashes on hooks of the older engine"),
     Script(weights_that_are_changed_between),
     Script(another_stage_afterwards, alike=BELOW_3, why="stages below 3 take no slices"),
     Script(a_frozen_part_in_both),

@@ -118,7 +118,9 @@ def test_what_is_refused(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Pa
     assert "got a folder with none of them" in convert(tmp_path / "empty", tmp_path / "out", code=2)
     assert "It is one already" in convert(run[0], tmp_path / "o", "--to", "checkpoint", code=2)
     assert "must be safetensors or checkpoint" in convert(run[0], tmp_path / "o", "--to", "pickle", code=2)
-    assert "must be fp32, bf16 or fp16" in convert(run[0], tmp_path / "o", "--dtype", "int8", code=2)
+    assert "must be fp32, bf16, fp16, fp8-128x128" in convert(
+        run[0], tmp_path / "o", "--dtype", "int8", code=2
+    )
     convert(run[0], tmp_path / "out")
     assert "say `overwrite`" in convert(run[0], tmp_path / "out", code=2)
     convert(run[0], tmp_path / "out", "--overwrite")

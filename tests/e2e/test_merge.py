@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.jobs import ROOT, job
 from tests.e2e.small_models import llama
 from zerodrift.cli import app
+from zerodrift.dtypes import DType
 from zerodrift.errors import ZerodriftError
+from zerodrift.kernels import narrow
 from zerodrift.train.loop.start import train
 from zerodrift.train.tools.merge import MergeOptions, merge
 from zerodrift.train.tools.sample import SamplingOptions, TextGenerator
@@ -100,6 +102,33 @@ def test_the_verb_merges_a_checkpoint_by_its_tag(
     app(words, standalone_mode=False)
     assert "from  adapters in" in capsys.readouterr().out
     assert json.loads((tmp_path / "m" / "config.json").read_text())["use_cache"] is True
+
+
+def test_a_base_that_rested_in_a_format_is_merged_with_its_decoded_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    base(tmp_path / "base")
+    config = {"precision": {"mode": "fp32"}, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    lora = {"rank": 2, "targets": ["q_proj", "up_proj"]}
+    model = {"source": str(tmp_path / "base"), "lora": lora, "base": "nf4", "activation_checkpointing": False}
+    train(str(job(tmp_path, steps=2, config={**config, "scheduler": None}, model=model)))
+    rounded = plain(tmp_path, torch.float32)
+    with torch.no_grad():
+        for name, value in rounded.named_parameters():
+            if "_proj" in name:
+                value.copy_(narrow.round_trip(DType.NF4_64, value))
+    expected = merged_by_peft(rounded, tmp_path / "run" / "export", tmp_path / "theirs")
+    texts = set()
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000002"):
+        for dtype in (None, "fp32"):
+            target = tmp_path / f"{place.name}-{dtype}"
+            merge(place, target, MergeOptions(dtype=dtype))
+            of = torch.float32 if dtype else torch.bfloat16
+            found = weights(target)
+            assert all(found[name].equal(value.to(of)) for name, value in expected.items())
+        texts.add("".join(TextGenerator(place).continue_prompt("It", SamplingOptions(4, 0.0, 0, 0))))
+    assert len(texts) == 1
 
 
 def moved(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_example_trains_on_two_hosts(tmp_path: Path) -> None:
     with two_hosts() as (one, other):
         file = Path("examples/jobs/two-hosts.yaml")
         said = ended([host.start(one, file, "--max-restarts=3", changes=changes) for host in (one, other)])
-    assert "mesh        replicate 2 (2 ranks)" in said[0], "a copy on each"
+    assert "ranks      replicate 2 (2 ranks)" in said[0], "a copy on each"
     assert list(losses(tmp_path)) == [1, 2]
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 

@@ -17,6 +17,7 @@ import torch
 
 from tests.device.programs import INTERPRETED, round_once
 from tests.gpu import device as place
+from tests.numerics import test_formats
 from tests.numerics.networks import GPT
 from tests.numerics.pieces import owned
 from tests.numerics.runs import config
@@ -35,7 +36,7 @@ from tests.numerics.test_fused import (
 from zerodrift import optimizers
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
-from zerodrift.kernels import device
+from zerodrift.kernels import device, narrow, native
 from zerodrift.kernels.digests import BYTES, prints, reference_prints
 from zerodrift.kernels.probe import Contraction, contraction
 from zerodrift.kernels.squares import block_square_sums, reference_square_sums
@@ -267,3 +268,26 @@ def test_sums_of_many_parts_in_their_order(count: int) -> None:
         out = torch.empty(700, dtype=dtypes[total], device=DEVICE)
         device.sums(parts.to(DEVICE), out)
         assert torch.equal(out.cpu(), want), (kind, total)
+
+
+@pytest.mark.parametrize("dtype", test_formats.FLAT, ids=str)
+def test_narrow_formats_equal_the_definition(dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(device, "NARROW_SPAN", 1 << 15)
+    if IS_ON_CPU:
+        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(narrow._Run, "has_fast_form", True)
+    for kind in GRADIENTS:
+        for number, values in enumerate(test_formats.batches(dtype, kind)):
+            if not values.numel():
+                continue
+            packed, decoded = test_formats.reference(dtype, values.float())
+            found = torch.full_like(packed, 0xA5, device=DEVICE)
+            narrow.encode(dtype, values.to(DEVICE), found)
+            test_formats.assert_same(found.cpu(), packed, (dtype, kind, number))
+            out = torch.full_like(values, 3.0, device=DEVICE)
+            narrow.decode(dtype, found, out)
+            test_formats.assert_same(out.cpu(), decoded.to(kind), (dtype, kind, number))
+            out = torch.full_like(values, 3.0, device=DEVICE)
+            narrow.decode(dtype, found, out, add=True)
+            test_formats.assert_same(out.cpu(), decoded.to(kind) + 3.0, (dtype, kind, number))

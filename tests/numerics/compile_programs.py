@@ -16,7 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zerodrift.kernels import device, programs
+from zerodrift.dtypes import NARROW, DType
+from zerodrift.kernels import device, narrow, narrow_programs, programs
 
 MOMENTS = ("*fp32", "*i16", "*i16", "*u8")
 MASTERS = ("*fp32", "*i16", None)
@@ -63,13 +64,31 @@ def compiled(target: GPUTarget, algorithm: int, master: int, state: int) -> str:
     return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
 
 
+def compiled_narrow(target: GPUTarget, dtype: DType, way: int) -> str:
+    """Return the assembly of encoding or decoding bf16 in a narrow format."""
+    fixed = narrow.choices(NARROW[dtype]) | {"way": way}
+    fixed["tile"] = device.NARROW_SPAN // fixed["block"]
+    scale = "*u8" if fixed["exponents"] else "*fp32"
+    types = {"codes": "*u8", "scales": scale, "values": "*i16", "numbers": "*fp32", "numel": "i64"}
+    names = narrow_programs.narrow.arg_names
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
+    source = ASTSource(narrow_programs.narrow, signature, fixed, attributes)
+    return triton.compile(source, target=target, options=device.strict_options(target)).asm["ptx"]
+
+
+def words_of(assembly: str) -> Counter[str]:
+    return Counter(re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", assembly, re.MULTILINE))
+
+
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    found = {}
-    for case in CASES:
-        words = re.findall(r"^\s+(?:@%p\d+ )?([a-z][\w.:]*)", compiled(target, *case), re.MULTILINE)
-        found[" ".join(str(number) for number in case)] = Counter(words)
-    print(json.dumps({"options": device.strict_options(target), "passes": found}))
+    passes = {" ".join(map(str, case)): words_of(compiled(target, *case)) for case in CASES}
+    flat = [dtype for dtype, form in NARROW.items() if form.is_flat]
+    runs = {
+        f"{dtype} {way}": words_of(compiled_narrow(target, dtype, way)) for dtype in flat for way in range(3)
+    }
+    print(json.dumps({"options": device.strict_options(target), "passes": passes, "runs": runs}))
 
 
 if __name__ == "__main__":

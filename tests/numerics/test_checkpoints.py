@@ -191,6 +191,7 @@ Mesh = tuple[int, int]
 """Stage and ranks."""
 MESHES = [(stage, world) for stage in range(4) for world in (1, 2, 4)]
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+NARROW = {"precision": {"gather": "fp8"}}
 SPREAD = {"sharding": {"replicate": 2}}
 
 
@@ -203,6 +204,7 @@ SPREAD = {"sharding": {"replicate": 2}}
         pytest.param((3, 2), [(2, 4)], MUON, MUON, id="muon 2 to 4", marks=pytest.mark.long),
         pytest.param((1, 4), [(3, 1)], MUON, MUON, id="muon 4 to 1", marks=pytest.mark.long),
         pytest.param((3, 4), [(2, 2)], SPREAD, {}, id="replicas", marks=pytest.mark.long),
+        pytest.param((3, 2), [(1, 4), (2, 1)], NARROW, NARROW, id="narrow", marks=pytest.mark.long),
         *(pytest.param(mesh, MESHES, {}, {}, id=f"all {mesh}", marks=pytest.mark.slow) for mesh in MESHES),
     ],
 )
@@ -247,7 +249,9 @@ def test_step_counts_of_torch_go_to_whoever_owns_the_parameter(tmp_path: Path) -
 def test_a_split_master_becomes_a_plain_one_and_back(tmp_path: Path) -> None:
     """The master is the same; what is visible is rounded as its new scheme rounds."""
     split, wide = ({"precision": {"master": master}} for master in ("split", "fp32"))
-    for number, (source, target) in enumerate([(split, wide), (wide, split)]):
+    for number, (source, target) in enumerate(
+        [(split, wide), (wide, split), (NARROW, split), (split, NARROW)]
+    ):
         saved = run_ranks(save_one, 2, str(tmp_path / str(number)), config(3, "bf16", **source))[0]
         for run, _, said in run_ranks(load_one, 2, str(tmp_path / str(number)), config(3, "bf16", **target)):
             assert not any(what.startswith(("masters", "state")) for what in saved.differs(run))

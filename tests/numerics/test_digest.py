@@ -34,7 +34,7 @@ def hashed(text: str, order: str = "little") -> int:
 
 def by_definition(kind: str, what: str, name: str, values: Tensor) -> int:
     key = hashed(f"0:{kind} {what} {name}")
-    words = values.contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize]).numpy()
+    words = values.contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[values.itemsize]).cpu().numpy()
     unsigned = words.view({2: np.uint16, 4: np.uint32}[values.itemsize]).astype(np.uint64)
     places = np.array([hashed(f"place {place}") | 1 for place in range(256)], dtype=np.uint64)
     total = 0

@@ -343,7 +343,6 @@ def test_a_strided_gradient_is_accepted() -> None:
     ("storage", "master", "told"),
     [
         (DType.FP16, Master.SPLIT, "must have bf16 storage for a split master"),
-        (DType.FP32, Master.FP32, "beside fp32 storage, which is its own"),
         (DType.FP8_E4M3, Master.SAME, "must have storage fp32, bf16 or fp16"),
     ],
 )

@@ -59,7 +59,7 @@ def with_copies(stage: int, state: str, away: bool, steps: int) -> Run:
         for of in engine.updater._slices.values():
             show_away(of)
         for segment in engine.executor.segments:
-            segment.sync_storage().wait()
+            segment.sync_storage(engine.updater).wait()
             mark_storage_changed(segment)
     run = train(engine, steps)
     engine.destroy()

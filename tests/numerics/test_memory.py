@@ -40,9 +40,11 @@ LAYERS, WIDTH = 4, 256
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of each storage behind the tensors, once."""
+    """Address -> bytes of each storage behind the tensors, once. A tensor on `meta` has no memory."""
     found = {}
     for tensor in tensors:
+        if tensor.is_meta:
+            continue
         storage = tensor.untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
@@ -51,6 +53,8 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def alive() -> dict[int, int]:
     """Every storage that a tensor of this process keeps, gradients included."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # what is still to run keeps what it uses
     gc.collect()
     # By type: `isinstance` asks the lazy attributes of torch for a class, and they warn.
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]

@@ -161,6 +161,8 @@ FEW = [
     Cell(3, "every", "bf16", replicate=2),
     Cell(2, "every", "bf16", replicate=4),
     Cell(1, "last", "bf16", "recomputed", replicate=2, total=8),
+    Cell(3, "every", "bf16", "moe", precision={"gather": "fp8"}),
+    Cell(1, "last", "bf16", "moe", precision={"gather": "fp8"}),
 ]
 
 
@@ -168,9 +170,9 @@ FEW = [
 def test_one_two_and_four_ranks_are_the_same_bits() -> None:
     """Weights, masters, moments, norms and loss scales; pairs of cells that differ in stage alone too."""
     told = require_same(FEW, WORLDS)
-    for one, other in ((1, 2), (3, 4), (6, 7), (8, 9)):
+    for one, other in ((1, 2), (3, 4), (6, 7), (8, 9), (11, 12)):
         assert told[one] == told[other]
-    assert len({left for left, _ in told}) == len(FEW) - 4
+    assert len({left for left, _ in told}) == len(FEW) - 5
 
 
 @pytest.mark.long

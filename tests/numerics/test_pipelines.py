@@ -58,9 +58,10 @@ def data(step: int, rank: int) -> list[torch.Tensor]:
     return [batch(step, rank, micro) for micro in range(COUNT)]
 
 
-def trained(stage: int, schedule: str, weights: str | None) -> Run:
+def trained(stage: int, schedule: str, weights: str | None, tied: bool = False, **precision: Any) -> Run:
     """Losses of steps and of an evaluation, norms, masters and moments."""
-    engine = pipeline(config(stage, "fp32", COUNT), schedule, weights, GPT(LAYERS, tied=False))
+    written = config(stage, "fp32", COUNT, precision=precision)
+    engine = pipeline(written, schedule, weights, GPT(LAYERS, tied=tied))
     run, rank = Run(), engine.mesh.rank("data")
     for step in range(STEPS):
         result = engine.train_batch(data(step, rank))
@@ -71,9 +72,9 @@ def trained(stage: int, schedule: str, weights: str | None) -> Run:
     return run
 
 
-def whole(stage: int) -> Run:
+def whole(stage: int, **precision: Any) -> Run:
     """The same training without a pipeline."""
-    engine = make(config(stage, "fp32", COUNT), GPT(LAYERS, tied=False))
+    engine = make(config(stage, "fp32", COUNT, precision=precision), GPT(LAYERS, tied=False))
     run = train(engine, STEPS, COUNT)
     run.weights, run.scales = {}, []
     with torch.no_grad():
@@ -93,6 +94,19 @@ def test_every_schedule_trains_the_bits_of_one_process() -> None:
     first, second = run_ranks(every_way, 2, timeout=120.0)
     for way, seen in first.items():
         assert alone.differs(seen) == seen.differs(second[way]) == [], way
+
+
+def in_fp8(alone: bool) -> list[Run]:
+    ways = [("1f1b", None), ("zbv", "queue"), ("zbv", "autograd")]
+    return [whole(1, compute="fp8")] if alone else [trained(1, *way, compute="fp8") for way in ways]
+
+
+def test_products_in_fp8_are_the_bits_of_one_process() -> None:
+    """Also those for weights' gradients, which no queue defers."""
+    ((alone,),) = run_ranks(in_fp8, 1, True)
+    for found in run_ranks(in_fp8, 2, False, timeout=120.0):
+        assert [alone.differs(run) for run in found] == [[]] * 3
+    assert alone.differs(run_ranks(whole, 1, 1)[0])
 
 
 AT_STAGES = [

@@ -73,6 +73,9 @@ def test_nothing_is_contracted_or_flushed_in_what_is_compiled(capability: int) -
             assert words["sqrt.rn.f32"] == 8 and words["div.rn.f32"] >= 16, (case, floats)
         if state == 0:
             assert any(word.startswith("ld.global.v4") for word in words), (case, words)
+    for case, words in told["runs"].items():
+        assert not any(".ftz" in word or "approx" in word or "fma" in word for word in words), (case, words)
+        assert ("div.rn.f32" in words) == case.endswith(" 0"), (case, words)
 
 
 @pytest.fixture

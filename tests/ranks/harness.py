@@ -92,8 +92,8 @@ def run_ranks(
     without an answer and counts as None. Anything else that is not a result raises RankFailure, within
     `timeout` seconds.
     """
-    if instead and not dying:
-        return instead[-1](function, world_size, *args, timeout=4 * timeout)
+    if instead:
+        return instead[-1](function, world_size, *args, timeout=4 * timeout, dying=dying)
     return run_here(function, world_size, *args, timeout=timeout, dying=dying)
 
 

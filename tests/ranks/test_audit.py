@@ -65,3 +65,34 @@ def test_the_numbers_are_those_of_one_process() -> None:
     # On one rank there is no wire.
     assert not any(line.reduce for line in alone.gradients)
     assert any(1e-4 < line.reduce < 1e-2 for line in first.gradients)
+
+
+def narrowed(rank: int, ranks: int, stage: int, rules: list[dict[str, str]], goal: str | None) -> Audit:
+    batches = [{"tokens": batch(number)} for number in range(2)]
+    config = {
+        "precision": {"mode": "bf16", "rules": rules},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    plan = zerodrift.make_plan(config, model(), ranks)
+    mine = batches[rank * 2 // ranks : (rank + 1) * 2 // ranks]
+    return audit(plan, model, mine, confirm=0, budget=None, narrow=goal)
+
+
+def narrowed_on_ranks() -> Audit:
+    return narrowed(started()[0], 2, 3, [], "bytes:2x")
+
+
+def test_ranks_choose_the_same_formats_and_one_process_drifts_as_far_with_them() -> None:
+    first, second = run_ranks(narrowed_on_ranks, 2, timeout=300)
+    advice = first.formats
+    assert advice is not None and advice == second.formats
+    assert {trial.column for trial in advice.trials} == {"gather"}
+    assert {trial.pattern: trial.left_out for trial in advice.trials if trial.left_out} == {
+        "layers.*.mlp.router.weight": "because it saves no bytes on the wire"  # smaller than its padding
+    }
+    assert len(advice.taken) > 3 and all(advice.trials[number].alone for number in advice.taken)
+    assert advice.chosen.bytes.wire < 0.9 * advice.start.bytes.wire
+    assert advice.start.drift.rms < advice.chosen.drift.rms <= advice.limit
+    alone = narrowed(0, 1, 2, [dict(rule) for rule in advice.rules], None)
+    assert alone.drift == advice.chosen.drift and alone.formats is None

@@ -437,7 +437,7 @@ def test_a_killed_rank_is_an_error_on_the_others(name: str, carrier: Carrier) ->
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_rank_that_is_killed_is_named_by_those_that_swap_nothing_with_it(carrier: Carrier) -> None:
+def test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it(carrier: Carrier) -> None:
     """Rank 0 waits for rank 2, and rank 2 for the one that is gone; rank 1 for both."""
     for text, seconds, _ in run_ranks(miss, 4, "halving", carrier, 30.0, "killed", dying={3})[:3]:
         assert text.startswith("`reduce_scatter` on axis `shard`: rank 3 must take part")

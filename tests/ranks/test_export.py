@@ -136,7 +136,7 @@ def refused(root: str) -> None:
 
     attempt("must not be there, or be empty", folder / "there")
     attempt("must be a folder", folder / "there" / "thing")
-    attempt("must be fp32, bf16 or fp16", dtype="int8")
+    attempt("must be fp32, bf16, fp16, fp8-128x128", dtype="int8")
     attempt("must be a number of bytes", max_shard_size="many")
     with mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")):
         attempt("No space left on device.*Make room")

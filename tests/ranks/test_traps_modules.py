@@ -90,8 +90,9 @@ def reading_a_sharded_parameter(stage: int) -> Any:
                 problems.append(f"use {number} does not say what to do")
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data.fill_(1.0)  # as compiled code writes, which asks no class and counts no version
-        with pytest.raises(ModelError, match=rf"`{name}`: must be written.*stands for it"):
-            engine(batch(0))
+        if engine.mesh.device.type == "cpu":  # on others the host would wait for the answer
+            with pytest.raises(ModelError, match=rf"`{name}`: must be written.*stands for it"):
+                engine(batch(0))
         with torch.no_grad():
             engine(batch(0))
         if "not gathered" not in repr(parameter):

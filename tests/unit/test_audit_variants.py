@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.audit.networks import Decoder
 from zerodrift.api import make_plan
 from zerodrift.inspect.audit import variants
 from zerodrift.inspect.audit.advice import Candidate, candidates, rules_for
-from zerodrift.inspect.audit.results import Bytes, Point
+from zerodrift.inspect.audit.results import Bytes, FormatAdvice, FormatGoal, FormatPoint, Point
 from zerodrift.inspect.audit.run import Subject, plan_for
 from zerodrift.inspect.audit.signals import Drift
+from zerodrift.inspect.audit.text import Audit
 from zerodrift.inspect.audit.variants import Choice, narrow_cells
 from zerodrift.plan.table import Plan
 from zerodrift.policy.decisions import Columns, Policy
@@ -117,3 +119,16 @@ def test_rules_match_what_was_pinned() -> None:
         {"match": "x[[]0]", "pin": "fp32", "output": "input"},
     )
     assert replace(Candidate("a", ("b",), 4, 2.0), output="input").density == 0.5
+
+
+def test_rules_are_printed_as_they_load_however_long_a_name_is() -> None:
+    names = ["a.weight", "model." + "layers." * 6 + "x.weight", "model." + "layers." * 12 + "x.weight"]
+    rules = tuple({"match": name, "storage": "int8"} for name in names)
+    drift = Drift(0.0, 0.0, 0.0, 0.0, 1, 0.0, 0, 0)
+    start = FormatPoint(drift, Bytes(1, 1, 1, 1))
+    advice = FormatAdvice(FormatGoal("bytes", 1.0, False), 1.0, start, (), (), start, None, rules)
+    shown = Audit(*("",) * 3, *(1, 1), drift, drift, 1.0, *((),) * 5, formats=advice).text()
+    assert yaml.safe_load(shown[shown.index("precision:") : shown.index("gradients   norm")]) == {
+        "precision": {"rules": [dict(rule) for rule in rules]}
+    }
+    assert [line for line in shown.splitlines() if len(line) > 80] == [f'    - match: "{names[2]}"']

@@ -62,6 +62,8 @@ def test_what_is_printed_is_what_the_json_says(tmp_path: Path) -> None:
     [
         (["--budget", "much"], "small", "--budget.*must be a share such as 1% or 0.01; got 'much'"),
         (["--budget", "-1%"], "small", "--budget"),
+        (["--narrow", "size"], "small", "--narrow.*must be bytes or speed.*bytes:0.01; got 'size'"),
+        (["--narrow", "bytes:0x"], "small", "--narrow.*must be bytes or speed"),
         (["--batches", "9"], "small", "must have a sequence for each of 9 micro-batches; got 8"),
         ([], "with_a_row", "must return a loss"),
         ([], "missing", "missing"),

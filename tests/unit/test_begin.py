@@ -114,6 +114,8 @@ def test_the_doctor_names_the_troubles_of_a_gpu(
     torch = doctor.torch
     monkeypatch.setattr(doctor, "usable_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(doctor.device, "obstacle", lambda where: obstacle)
+    on_cpu = doctor.products.deviation(torch.device("cpu"), length=64, size=16)
+    monkeypatch.setattr(doctor.products, "deviation", lambda gpu: on_cpu)
     for of, name, value in [
         (torch.accelerator, "device_count", 1),
         (torch.accelerator, "get_memory_info", (free, 80 << 30)),
@@ -127,7 +129,11 @@ def test_the_doctor_names_the_troubles_of_a_gpu(
     found = {fact.what: fact.note for fact in facts if fact.bad and fact.what != "CPU updates"}
     assert found.keys() == wrong.keys()
     assert all(note in found[what] for what, note in wrong.items()), found
-    assert ("cuda:0", "NVIDIA H100, 80.0 GiB, 9.0") in [(fact.what, fact.found) for fact in facts]
+    shown = {fact.what: f"{fact.found}; {fact.note}" for fact in facts}
+    assert shown["cuda:0"] == "NVIDIA H100, 80.0 GiB, 9.0; "
+    assert shown["cuda:0 fp8 products"].startswith(
+        "0.00% of bf16 results have other bits than exact sums; sums"
+    )
 
 
 def test_the_doctor_says_why_torch_finds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from zerodrift.engine.habits.determinism import (
 )
 from zerodrift.errors import UnsupportedError
 from zerodrift.inspect.trace.operations import every_operation, name_of
-from zerodrift.policy.determinism import REFUSED_ON_CUDA, DeterminismNeed, need_of, remedy
+from zerodrift.policy.order import REFUSED_ON_CUDA, DeterminismNeed, need_of, remedy
 
 TREE = DeterminismNeed("precision.reduce.order", "tree", "rank")
 

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -117,16 +119,66 @@ def test_a_page_is_headed_by_the_question_that_it_answers(path: Path) -> None:
     assert len(list(ROOT.glob("docs/*.md"))) <= 25
 
 
-def test_the_website_has_every_page_and_no_dead_link(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "tools/website.py", tmp_path / "site"]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The website, built without a dead link or a page outside of its navigation."""
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, ROOT / "tools/website.py", folder]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for address in ("index.html", "plan.html", "errors.html"):
-        text = (tmp_path / "site" / address).read_text()
-        assert 'rel="stylesheet" href="site.css"' in text and not re.search(
-            r'(src|href)="https?://[^"]*\.(js|css)', text
-        )
-    assert "no-master" in (tmp_path / "site" / "search.js").read_text()
+    return folder
+
+
+def test_the_website_works_from_disk(site: Path) -> None:
+    pages = sorted(site.glob("*.html"))
+    assert len(pages) > 25
+    for path in pages:
+        text = path.read_text()
+        assert 'rel="stylesheet" href="site.css"' in text
+        assert not re.search(r'(src|href)="https?://[^"]*\.(js|css|svg|png)', text), path.name
+    assert "no-master" in (site / "search.js").read_text()
+
+
+class Outline(HTMLParser):
+    """Elements of a page, in their order, and what assistive technology asks of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def faults(self) -> Iterator[str]:
+        tags = [tag for tag, _ in self.elements]
+        levels = [int(tag[1]) for tag in tags if re.fullmatch("h[1-6]", tag)]
+        if levels[:1] != [1] or levels.count(1) != 1:
+            yield f"headings begin with {levels[:3]}, and {levels.count(1)} are of level 1"
+        yield from (f"h{b} behind h{a}" for a, b in pairwise(levels) if b > a + 1)
+        yield from (f"{tags.count(tag)} x {tag}" for tag in ("header", "nav", "main") if tags.count(tag) != 1)
+        focused = next(attrs for tag, attrs in self.elements if tag in ("a", "button", "input"))
+        if focused.get("href") != "#content":
+            yield "the first element to get the focus does not skip to the page"
+        ids = [attrs["id"] for _, attrs in self.elements if "id" in attrs]
+        yield from (f"id {each} twice" for each in set(ids) if ids.count(each) > 1)
+        for tag, attrs in self.elements:
+            named = {"img": "alt", "th": "scope", "nav": "aria-label", "aside": "aria-label", "html": "lang"}
+            if tag in named and not attrs.get(named[tag]):
+                yield f"{tag} without {named[tag]}"
+            if "tabindex" in attrs and tag == "div" and not (attrs.get("role") and attrs.get("aria-label")):
+                yield "something that can be focused has no name"
+
+
+def test_every_page_of_the_website_has_an_outline_for_a_screen_reader(site: Path) -> None:
+    faults = {path.name: [*Outline(path.read_text()).faults()] for path in site.glob("*.html")}
+    assert not {name: found for name, found in faults.items() if found}
+    broken = '<html><a href="x"></a><main></main><h1 id="a"></h1><h3 id="a"></h3><img alt=""><th><nav></nav>'
+    assert sorted(Outline(broken).faults()) == [
+        "0 x header",
+        *("h3 behind h1", "html without lang", "id a twice", "img without alt", "nav without aria-label"),
+        *("th without scope", "the first element to get the focus does not skip to the page"),
+    ]
 
 
 # --- errors and findings ------------------------------------------------------------------------------

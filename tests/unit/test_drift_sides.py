@@ -515,7 +515,7 @@ REFUSED: list[tuple[type[ZerodriftError], Callable[[Path], SideComparison], str]
     (UnsupportedError, sent(**PACKED), "packed"),
     (ModelError, lambda path: compared(sent=path), "test_what_cannot_be_compared"),  # an empty folder
     (ModelError, lambda path: compared(loaded=path / "none"), "none"),
-    (ModelError, sent(**SEVEN_SCALES), "must be one scale"),
+    (ModelError, sent(**SEVEN_SCALES), "must have a floating scale for all of it"),
     (
         ModelError,
         lambda path: compared(sampler=KV, ids=[[1, 2, 96]]),

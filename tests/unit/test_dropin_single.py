@@ -86,6 +86,18 @@ def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
     assert step(engine) > step(engine)
 
 
+def test_the_keys_of_zero_plus_plus_decide() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    engine = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": zero})[0]
+    assert engine.zero_quantized_weights() and engine.zero_quantized_gradients()
+    assert not engine.zero_quantized_nontrainable_weights()
+    cells = [row.columns.cells() for row in engine.running.plan.rows if len(row.shape) > 1]
+    assert {(cell["gather"], cell["reduce"]) for cell in cells} == {("int8-256", "int4-128>fp32")}
+    assert engine.communication_data_type is torch.float32
+    assert step(engine) > step(engine)
+    engine.destroy()
+
+
 def test_the_config_comes_by_any_one_way(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(CONFIG))
@@ -106,13 +118,13 @@ def test_the_config_comes_by_any_one_way(tmp_path: Path) -> None:
 FUSED = deepspeed.ops.adam.FusedAdam
 MPU = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
 DATA = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None].expand(10, 4))
-QUANTIZED = {**CONFIG, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+LOSSY = {**CONFIG, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}
 NO_SIZE = {"optimizer": CONFIG["optimizer"]}
 OF_ARGUMENTS: list[tuple[type[Exception], str, Any]] = [
     (MeshError, "dist_init_required", lambda: make(dist_init_required=False)),
     (UnsupportedError, "`mpu`", lambda: make(mpu=MPU)),
     (UnsupportedError, "`mesh_param`", lambda: make(mesh_param=(1, 2))),
-    (ConfigError, "zero_quantized_weights", lambda: make(QUANTIZED)),
+    (ConfigError, "zeropp_loco_param", lambda: make(LOSSY)),
     (ConfigError, r"zero_optimization.stagge", lambda: make({**CONFIG, "zero_optimization.stagge": 3})),
     (ConfigError, "must be given", lambda: deepspeed.initialize(model=model())),
     (ConfigError, "nowhere", lambda: make("nowhere.json")),

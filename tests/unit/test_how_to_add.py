@@ -38,21 +38,22 @@ def refused(call, *told):
 Edits = dict[str, tuple[tuple[str, str], ...]]
 """File of the package -> (what is there, what is put in its place)."""
 
-FP8_ON_THE_WIRE: Edits = {
-    "dtypes.py": (('    "gather": _TRAINING,\n', '    "gather": (*_TRAINING, DType.FP8_E4M3),\n'),),
-    "policy/columns.py": (
-        ("if gather not in (storage, compute):", "if gather not in (storage, compute, DType.FP8_E4M3):"),
+E5M2_IN_GATHERS: Edits = {
+    "dtypes.py": (
+        ('    "gather": (*_TRAINING, *_FLAT),\n', '    "gather": (*_TRAINING, *_FLAT, DType.E5M2_128),\n'),
     ),
 }
 
-USE_FP8 = """
-config = {"precision": {"mode": "bf16", "gather": "float8_e4m3fn"}, "zero_optimization": {"stage": 3}}
+USE_E5M2 = """
+config = {"precision": {"mode": "bf16", "gather": "e5m2-128"}, "zero_optimization": {"stage": 3}}
 plan = make_plan(config, moe(), world_size=2)
-assert {row.columns.cells()["gather"] for row in plan.rows} == {"fp8_e4m3"}
-assert {line.dtype for line in cost(plan).traffic if line.purpose == "forward"} == {"fp8_e4m3"}
-assert "| `gather` | fp32, bf16, fp16 or fp8_e4m3 |" in render_config()
-other = {"precision": {"compute": "fp8_e4m3"}}
-refused(lambda: load(other), "`precision.compute`: must be fp32, bf16 or fp16")
+cells = {row.columns.cells()["gather"] for row in plan.rows}
+assert cells == {"e5m2-128", "bf16"}, cells  # norms are vectors
+traffic = {line.dtype: line.bytes for line in cost(plan).traffic if line.purpose == "forward"}
+assert set(traffic) == {"e5m2-128", "bf16"}, traffic
+assert "| `gather` | fp32, bf16, fp16, fp8, mxfp8, int8 or e5m2-128 |" in render_config()
+other = {"precision": {"grad": "e5m2-128"}}
+refused(lambda: load(other), "`precision.grad`: must be fp32, bf16 or fp16")
 """
 
 SIGN_OF_A_TRACE: Edits = {
@@ -212,7 +213,7 @@ def recipe(title: str) -> str:
 @pytest.mark.parametrize(
     ("title", "edits", "use"),
     [
-        ("A column value", FP8_ON_THE_WIRE, USE_FP8),
+        ("A column value", E5M2_IN_GATHERS, USE_E5M2),
         ("An optimizer", SIGN_OF_A_TRACE, USE_TOY),
         ("A DeepSpeed key", A_REFUSED_KEY, USE_KEY),
         ("A schedule", A_HALVING_SCHEDULE, USE_SCHEDULE),

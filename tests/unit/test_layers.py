@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 from tests.unit.sources import PACKAGE, PATHS, module_of, name_of, tree
 from zerodrift.faces import homes_of
@@ -34,14 +37,16 @@ ROOMS: dict[str, set[str]] = {
         *{"experts", "optim", "kernels", "comm", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "mesh"},
     },
-    "pipeline": {"engine", "experts", "comm", "plan", "policy", "report", "errors", "versions"},
+    "pipeline": {
+        *{"engine", "experts", "comm", "kernels", "plan", "policy", "report", "errors", "versions"},
+    },
     "backends": {"engine", "model", "optim", "comm", "plan", "policy", "report", "errors", "optimizers"},
     "checkpoint": {
-        *{"engine", "optim", "comm", "plan", "policy", "report", "model"},
+        *{"engine", "optim", "comm", "kernels", "plan", "policy", "report", "model"},
         *{"dtypes", "errors", "files", "mesh", "record", "versions"},
     },
     "weights": {
-        *{"checkpoint", "engine", "comm", "plan", "model"},
+        *{"checkpoint", "engine", "comm", "kernels", "plan", "policy", "model"},
         *{"dtypes", "errors", "mesh", "optimizers", "versions"},
     },
     "inspect": set(),
@@ -51,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "startup"},
     },
     "inspect.audit": {
-        *{"inspect.trace", "inspect.check", "engine", "comm", "weights", "checkpoint"},
+        *{"inspect.trace", "inspect.check", "engine", "comm", "kernels", "weights", "checkpoint"},
         *{"config", "model", "plan", "policy", "report", "dtypes", "errors", "files", "mesh", "optimizers"},
     },
     "inspect.drift": {
@@ -133,6 +138,24 @@ def test_a_room_imports_only_rooms_above_it() -> None:
             if package == "zerodrift" and target in ROOMS and target not in {own, "faces", *ROOMS[own]}:
                 wrong.append(f"{name_of(path)}:{line}: {own} must not import {target}")
     assert wrong == []
+
+
+def test_a_face_offers_a_file_of_a_folder_that_nothing_has_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "house" / "step").mkdir(parents=True)
+    (tmp_path / "house" / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\nfrom zerodrift.faces import face\nif TYPE_CHECKING:\n"
+        "    from house.step import compute\n    from house.step.compute import WIDTH\n"
+        "__getattr__, __dir__, __all__ = face(__name__)\n"
+    )
+    (tmp_path / "house" / "step" / "__init__.py").write_text("")
+    (tmp_path / "house" / "step" / "compute.py").write_text("WIDTH = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    house = importlib.import_module("house")
+    assert house.compute.WIDTH == house.WIDTH == 3
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = house.missing
 
 
 def test_other_rooms_names_come_from_their_faces() -> None:

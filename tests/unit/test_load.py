@@ -49,8 +49,11 @@ PINNED = "zero_optimization.fp32_pinned_parameters"
         ("precision.master=splitt", '"split" or "same"; got \'splitt\'. Did you mean `split`?'),
         ("precision.accumulate=bflat16", "bf16 or fp16; got 'bflat16'. Did you mean `bfloat16`"),
         ("precision.accumulate=int8", "must be fp32, bf16 or fp16; got 'int8'."),
-        ("precision.reduce=3", "must be fp32, bf16, fp16 or a block of keys; got 3."),
-        ("precision.reduce.wire=3", "`precision.reduce.wire`: must be fp32, bf16 or fp16"),
+        (
+            "precision.reduce=3",
+            "must be fp32, bf16, fp16, fp8, mxfp8, int8, e5m2-128, int4 or a block of keys",
+        ),
+        ("precision.reduce.wire=3", "`precision.reduce.wire`: must be fp32, bf16, fp16, fp8"),
         ("gradient_clipping=-1", '`gradient_clipping`: must be a number of at least 0 or "auto"; got -1.'),
         ("gradient_clipping='1.0'", "got '1.0'. Write it without quotes."),
         ("gradient_clipping=true", 'must be a number of at least 0 or "auto"; got true.'),
@@ -186,7 +189,7 @@ def test_a_dotted_key_is_to_be_nested() -> None:
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     source = {
-        "zero_optimization": {"stage": 4, "overlap_com": True, "zero_quantized_weights": True},
+        "zero_optimization": {"stage": 4, "overlap_com": True, "zeropp_loco_param": {"a": 1}},
         "gradient_cliping": 1.0,
         "bf16": {"enabled": "yes"},
         "amp": {"enabled": True},
@@ -197,7 +200,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     message = said(path, "nonsense")
     assert message.startswith(f"{path}: 10 problems\n  1. ")
     zero = "zero_optimization."
-    wrong = f"{zero}stage {zero}overlap_com {zero}zero_quantized_weights gradient_cliping bf16.enabled"
+    wrong = f"{zero}stage {zero}overlap_com {zero}zeropp_loco_param gradient_cliping bf16.enabled"
     for (
         where
     ) in f"{wrong} amp.enabled precision.rules[0] precision.rules[0].pin steps_per_print overrides".split():

@@ -146,10 +146,13 @@ def test_quantized_tensors_and_buffers_that_would_be_rounded_are_refused_by_name
     files = open_(write(tmp_path, tensors))
     want = tensors["inner.weight"].float().view(-1)
     assert torch.equal(filled(files, "inner.weight", 16), want)
-    tensors["inner.weight_scale_inv"] = torch.ones(1, 1)
+    tensors["inner.weight_scale_inv"] = torch.ones(3, 3)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     text = refusal(write(tmp_path, tensors), strict=False)
-    assert "fp8_e4m3 of `inner.weight`, scaled by `inner.weight_scale_inv`" in text
+    assert "`inner.weight`: must have a floating scale for all of it" in text
+    assert "fp32 [3, 3] in `inner.weight_scale_inv` for [4, 4]" in text
+    del tensors["inner.weight_scale_inv"]
+    text = refusal(write(tmp_path, {**tensors, "inner.weight": torch.ones(4, 4, dtype=torch.int8)}))
     assert "must be of a checkpoint that is not quantized; got 'fp8'" in text
     (tmp_path / "config.json").unlink()
     # A buffer is never rounded.

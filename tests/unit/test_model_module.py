@@ -123,6 +123,15 @@ def test_every_unknown_dtype_is_named_at_once() -> None:
         from_module(model)
 
 
+@pytest.mark.parametrize(("kind", "word"), [("Params4bit", "nf4"), ("Int8Params", "int8")])
+def test_a_parameter_of_bitsandbytes_names_the_key_to_use_instead(kind: str, word: str) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = type(kind, (nn.Parameter,), {})(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    words = f"(?s)`weight`: must be a plain tensor.*{kind} of bitsandbytes.*`precision.frozen: {word}`"
+    with pytest.raises(ModelError, match=words):
+        from_module(model)
+
+
 def test_a_lazy_module_is_refused_until_it_has_shapes() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with pytest.raises(ModelError) as caught:

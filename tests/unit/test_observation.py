@@ -21,6 +21,7 @@ from zerodrift.errors import ModelError, ZerodriftError
 from zerodrift.inspect.trace import places
 from zerodrift.inspect.trace.forwards import ForwardWatch
 from zerodrift.inspect.trace.hooks import when_imported
+from zerodrift.inspect.trace.libraries.narrow import narrow_name
 from zerodrift.inspect.trace.model import LiveModel
 from zerodrift.inspect.trace.parameter import LiveParameter, Owners, Samples
 from zerodrift.inspect.trace.records import COLUMNS, ParameterRecord
@@ -464,3 +465,40 @@ def test_a_module_that_is_only_asked_for_is_still_waited_for(
 )
 def test_a_library_is_one_wherever_it_is_installed(file: str, is_script: bool | None) -> None:
     assert places._is_script(file) is is_script
+
+
+# --- other libraries' narrow weights -----------------------------------------------------------------------
+
+
+def lookalike(library: str, name: str, **attributes: Any) -> Any:
+    """An object of a class by that name, which is all that is looked at."""
+    return type(name, (), {"__module__": f"{library}.tensor", **attributes})()
+
+
+FOUR_BITS = {"quant_type": "nf4", "blocksize": 64}
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "attributes", "told"),
+    [
+        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": True}, "nf4-64"),
+        ("bitsandbytes", "Params4bit", {**FOUR_BITS, "bnb_quantized": False}, ""),
+        ("bitsandbytes", "Int8Params", {"dtype": torch.int8}, "int8-row"),
+        ("bitsandbytes", "Int8Params", {"dtype": torch.float16}, ""),
+        ("torchao", "Float8Tensor", {"block_size": [1, 64]}, "fp8-row"),
+        ("torchao", "Float8Tensor", {"block_size": []}, "fp8-tensor"),
+        ("torchao", "Float8Tensor", {"block_size": [32, 32]}, "fp8-32x32"),
+        ("torchao", "Int8Tensor", {"block_size": [1, 64], "qdata": torch.zeros(1).char()}, "int8-row"),
+        ("torchao", "NF4Tensor", {"block_size": 64}, "nf4-64"),
+        ("torchao", "MXTensor", {"block_size": 32, "elem_dtype": torch.float8_e4m3fn}, "mxfp8"),
+        ("torchao", "Int4Tensor", {"block_size": [1, 128]}, "int4-128"),
+        ("torchao", "Another", {}, ""),
+        ("transformer_engine", "Float8Tensor", {}, "fp8-tensor"),
+        ("transformer_engine", "Float8BlockwiseQTensor", {"_is_2D_scaled": False}, "fp8-1x128"),
+        ("transformer_engine", "MXFP8TensorBase", {}, "mxfp8"),
+        ("mine", "Float8Tensor", {}, ""),
+    ],
+)
+def test_a_narrow_weight_is_named_by_its_class(library: str, name: str, attributes: Any, told: str) -> None:
+    known = {"qdata": torch.zeros(1).to(torch.float8_e4m3fn), "shape": (64, 64), **attributes}
+    assert narrow_name(lookalike(library, name, **known)) == told

@@ -349,3 +349,70 @@ def test_a_weight_that_is_pinned_without_its_bias_is_refused() -> None:
         assert plan(at(3, rules=[{"match": match, "pin": "fp32"}]), biased)
     for mode in ("autocast-bf16", "fp32"):
         assert plan(at(3, mode, rules=rules), biased)
+
+
+# --- narrow exports -----------------------------------------------------------------------------------------
+
+
+def layers() -> ModelSpec:
+    """One parameter of each kind that a narrow export meets."""
+    found = {
+        "embed.weight": ((96, 256), "Embedding"),
+        "up.weight": ((256, 256), "Linear"),
+        "cut.weight": ((192, 256), "Linear"),
+        "rest.weight": ((320, 256), "Linear"),
+        "turned.weight": ((256, 512), "Conv1D"),
+        "experts.down_proj": ((4, 256, 128), "Experts"),
+        "mlp.gate.weight": ((4, 256), "Linear"),
+        "norm.weight": ((256,), "LayerNorm"),
+        "lm_head.weight": ((96, 256), "Linear"),
+    }
+    return ModelSpec("layers", tuple(parameter(name, *of) for name, of in found.items()))
+
+
+def exports(export: str, *rules: dict[str, str]) -> dict[str, tuple[str, str]]:
+    config = {"precision": {"mode": "bf16", "export": export, "rules": list(rules)}}
+    rows = plan(config, layers()).rows
+    return {row.name: (str(row.columns.export), row.columns.reasons()["export"]) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("export", "narrow"),
+    [
+        ("fp8-128x128", {"up.weight", "rest.weight", "experts.down_proj"}),
+        ("fp8-row", {"up.weight", "cut.weight", "rest.weight", "experts.down_proj"}),
+        ("nf4", {"up.weight", "cut.weight", "rest.weight"}),
+    ],
+)
+def test_a_narrow_export_is_for_linear_layers(export: str, narrow: set[str]) -> None:
+    found = exports(export)
+    assert {name for name, (dtype, _) in found.items() if dtype != "bf16"} == narrow
+    assert "precision.export: " in found["up.weight"][1] and found["up.weight"][1].endswith("from the master")
+    wide = {
+        "embed.weight": "an embedding",
+        "norm.weight": "a vector, no matrix",
+        "lm_head.weight": "an output head",
+        "mlp.gate.weight": "a router",
+        "turned.weight": "a matrix of Conv1D, no `nn.Linear`",
+    }
+    for name, word in wide.items():
+        assert found[name][1].endswith(f"is for linear layers, and this is {word}"), found[name]
+    if export == "fp8-128x128":
+        assert "a dimension of 192, which `transformers` reads in tiles of 96" in found["cut.weight"][1]
+
+
+def test_a_rule_narrows_what_a_library_reads_and_nothing_else() -> None:
+    rules = [{"match": f"{name}.weight", "export": "fp8-128x128"} for name in ("lm_head", "cut")]
+    found = exports("fp8-128x128", *rules)
+    assert found["lm_head.weight"][0] == found["cut.weight"][0] == "fp8-128x128"
+    for name in ("embed", "turned", "norm"):
+        with pytest.raises(ConfigError, match="`export` must not be fp8-row here: no library reads a"):
+            exports("bf16", {"match": f"{name}.weight", "export": "fp8-row"})
+    with pytest.raises(ConfigError, match=r"must be one narrow format.*got int8-row and fp8-row"):
+        exports("fp8-row", {"match": "up.weight", "export": "int8-row"})
+    with pytest.raises(
+        ConfigError, match=r"`precision.export`: must be fp32, bf16, fp16, fp8-128x128, fp8-row"
+    ):
+        exports("fp8")  # which of two
+    with pytest.raises(ConfigError, match="must suit a linear layer of the model; got nf4"):
+        exports("nf4", {"match": "*", "export": "bf16"})

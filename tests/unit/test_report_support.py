@@ -8,7 +8,7 @@ import re
 import pytest
 
 from zerodrift.policy.decisions import State
-from zerodrift.policy.support import states, table
+from zerodrift.policy.support import narrow_storages, states, table
 from zerodrift.record import encode
 from zerodrift.report.as_json import support_json
 from zerodrift.report.support import support_markdown, support_text
@@ -74,14 +74,15 @@ def test_markdown_is_tables_of_equal_width() -> None:
 
 def test_json_holds_the_cells() -> None:
     found = json.loads(support_json(CELLS, STATES))
-    assert found == {"cells": encode(list(CELLS)), "states": encode(list(STATES))}
+    storages = encode(list(narrow_storages()))
+    assert found == {"cells": encode(list(CELLS)), "states": encode(list(STATES)), "storages": storages}
 
 
 def test_every_state_is_shown_with_its_size_and_its_refusals() -> None:
     page = support_markdown(CELLS, STATES)
     lines = [
         line
-        for line in page.partition("## State\n")[2].partition("## Order")[0].splitlines()
+        for line in page.partition("## State\n")[2].partition("## Storage")[0].splitlines()
         if line.startswith("- ")
     ]
     assert [line.split("**")[1] for line in lines] == [str(state) for state in State]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.models import at, plan
+from tests.unit.models import at, moe, plan
 from zerodrift import ConfigError
 from zerodrift.policy.decisions import State
-from zerodrift.policy.support import StateCell, SupportCell, states, table
+from zerodrift.policy.support import StateCell, StorageCell, SupportCell, narrow_storages, states, table
 
 TABLE = table()
 
@@ -68,3 +69,50 @@ def test_a_state_cell_says_what_really_happens(cell: StateCell) -> None:
 
 def test_every_state_runs_somewhere_and_has_a_cell() -> None:
     assert {cell.state for cell in states() if cell.status == "yes"} == {str(state) for state in State}
+
+
+# --- storage ------------------------------------------------------------------------------------------
+
+
+NORMS = replace(moe(), parameters=tuple(replace(p, trained=len(p.shape) == 1) for p in moe().parameters))
+"""The mixture of experts with its norms trained and its matrices frozen."""
+
+
+def storages(stage: int = 3, backend: str = "native", **precision: Any) -> dict[str, str]:
+    written = {**at(stage, **precision), "backend": backend}
+    return {row.name: str(row.columns.storage.dtype) for row in plan(written, NORMS, world=4).rows}
+
+
+@pytest.mark.parametrize("cell", narrow_storages(), ids=lambda c: f"{c.backend}-{c.storage}-{c.trained}")
+def test_a_storage_cell_says_what_really_happens(cell: StorageCell) -> None:
+    rule = {"match": "model.norm.weight" if cell.trained else "*.up_proj.weight", "storage": cell.storage}
+    if cell.status == "yes":
+        assert storages(backend=cell.backend, rules=[rule])["model.layers.0.mlp.experts.0.up_proj.weight"]
+        return
+    with pytest.raises(ConfigError, match=f"`storage` must not be {cell.storage} here: {cell.reason}"):
+        storages(backend=cell.backend, rules=[rule])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_is_for_linear_layers_and_a_rule_comes_before_it(stage: int) -> None:
+    rules = [
+        {"match": "lm_head.weight", "storage": "int8"},
+        {"match": "*.down_proj.weight", "storage": "bf16"},
+        {"match": "*.0.*.o_proj.weight", "pin": "fp32"},
+    ]
+    gather = "bf16" if stage == 3 else None
+    found = storages(stage, frozen="nf4", storage="fp32", gather=gather, rules=rules)
+    layer = "model.layers.0."
+    assert found["lm_head.weight"] == "int8-256"
+    assert found[f"{layer}mlp.experts.0.down_proj.weight"] == "bf16"
+    assert (
+        found[f"{layer}mlp.experts.0.up_proj.weight"] == found[f"{layer}self_attn.q_proj.weight"] == "nf4-64"
+    )
+    kept = ("model.embed_tokens.weight", f"{layer}mlp.gate.weight", f"{layer}self_attn.o_proj.weight")
+    assert {found[name] for name in (*kept, "model.norm.weight")} == {"fp32"}
+
+
+def test_a_narrow_storage_travels_as_it_rests() -> None:
+    rule = {"match": "lm_head.weight", "storage": "nf4", "gather": "bf16"}
+    with pytest.raises(ConfigError, match="`gather` must be the storage format, nf4-64"):
+        storages(rules=[rule])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, ZerodriftError
 from zerodrift.train.job import Job, Lora
 from zerodrift.train.job_file import every_path, for_a_job, read_job, worded_for_a_job
@@ -89,6 +90,14 @@ def test_a_file_names_its_run(tmp_path: Path) -> None:
         pytest.param(
             least(data={"train": "x", "block": 2**63 - 1}), ["at most 16,777,216"], id="a block beyond memory"
         ),
+        pytest.param(
+            least(model={"source": "x", "base": "nf4"}, config={"precision": {"frozen": "int8"}}),
+            [
+                "`model.base`: must agree with `config.precision.frozen`, which says int8-256; got nf4.",
+                "`model.base`: must go with `model.lora` or `model.freeze`",
+            ],
+            id="the format of a base",
+        ),
     ],
 )
 def test_everything_that_is_wrong_is_told_at_once(wrong: dict[str, Any], lines: list[str]) -> None:
@@ -96,6 +105,15 @@ def test_everything_that_is_wrong_is_told_at_once(wrong: dict[str, Any], lines: 
         read_job(wrong)
     for line in lines:
         assert line in str(caught.value), caught.value
+
+
+def test_the_format_of_a_base_is_a_key_of_the_config() -> None:
+    written = least(model={"source": "x", "lora": {}, "base": "nf4"}, config={"precision": {"mode": "bf16"}})
+    job, config = read_job(written)
+    assert config.precision.frozen is DType.NF4_64
+    assert job.config == {"precision": {"mode": "bf16", "frozen": "nf4"}}
+    again, _ = read_job(job.model_dump(mode="json", by_alias=True))
+    assert again == job
 
 
 def test_a_config_file_is_read_and_overridden(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -17,25 +17,44 @@ import zerodrift as zd
 from tests.unit.models import moe
 from zerodrift import dtypes
 from zerodrift.config import fields
-from zerodrift.config.schema import Config, DTypeName
+from zerodrift.config.schema import (
+    Config,
+    DTypeKey,
+    ExportKey,
+    Frozen,
+    GatherKey,
+    Product,
+    Storage,
+    WireKey,
+)
 from zerodrift.train.job_file import read_job
 
 COLUMNS = """storage: bf16, gather: bf16, compute: bf16, grad: bf16, accumulate: fp32, master: split,
-   reduce: {wire: bf16, sum: fp32, when: every, order: rank}, state: bf16-stochastic, export: fp32"""
+   reduce: {wire: bf16, sum: fp32, when: every, order: rank, feedback: false},
+   state: bf16-stochastic, export: fp32"""
+PRODUCTS = "{forward: fp8, grad_input: fp8, grad_weight: bf16, pad: true}"
 WRITTEN: dict[str, tuple[int, str]] = {
+    "products": (
+        1,
+        f"""
+precision: {{mode: bf16, compute: {PRODUCTS}, rules: [{{match: "*.q_proj.weight", compute: {PRODUCTS}}}]}}
+""",
+    ),
     "most keys": (
         4,
         f"""
 precision:
   {{{COLUMNS},
-   mode: bf16, buffers: keep, allow_narrow: false, statistics: true,
+   mode: bf16, frozen: nf4, buffers: keep, allow_narrow: false, statistics: true,
    rules: [{{{COLUMNS}, match: "*.experts.*", class: torch.nn.Linear, placement: sliced}}]}}
 sharding: {{replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576,
            accumulator: keep}}
 backend: native
 gradient_accumulation_dtype: fp32
 communication_data_type: bf16
-zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true}}
+zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
+                    zero_quantized_weights: false, zero_quantized_gradients: false,
+                    zero_quantized_nontrainable_weights: false}}
 gradient_clipping: 0.5
 prescale_gradients: false
 gradient_predivide_factor: 2.0
@@ -232,8 +251,20 @@ def test_an_engine_without_a_config_says_what_to_pass() -> None:
 
 
 def test_the_dtypes_that_are_offered_are_those_that_are_admitted() -> None:
-    admitted = {str(dtype) for column in dtypes.ADMITTED.values() for dtype in column}
-    assert set(typing.get_args(DTypeName)) == admitted
+    words = {column: {dtypes.word(dtype, row) for dtype in row} for column, row in dtypes.ADMITTED.items()}
+    keys: dict[str, Any] = {"storage": Storage, "frozen": Frozen, "gather": GatherKey, "reduce.wire": WireKey}
+    keys |= {"compute.product": Product, "export": ExportKey}
+    for column, admitted in words.items():
+        offered = typing.get_args(keys.get(column, DTypeKey))
+        offered = {word for option in offered for word in _words(option)}
+        assert offered == admitted, column
+
+
+def _words(option: Any) -> set[str]:
+    """The words among the alternatives of an annotation."""
+    if typing.get_origin(option) is Literal:
+        return set(typing.get_args(option))
+    return {word for inner in typing.get_args(option) for word in _words(inner)}
 
 
 CHECKED = """

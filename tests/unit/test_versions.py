@@ -172,3 +172,16 @@ def test_an_untested_version_is_one_line_of_the_first_rank_and_works(
         assert caplog.messages.count(only) == 1
     finally:
         versions.warn.cache_clear()
+
+
+def test_the_version_is_the_same_wherever_it_stands_and_has_its_changes() -> None:
+    text = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")}
+    wanted = re.escape(versions.__version__)
+    assert re.search(rf'^version = "{wanted}"$', text["pyproject.toml"], flags=re.MULTILINE)
+    assert re.search(rf"^version: {wanted}$", text["CITATION.cff"], flags=re.MULTILINE)
+    pattern = r"^## \[(.*?)\](?: - ([\d-]{10}))?$"
+    first, second = re.findall(pattern, text["CHANGELOG.md"], flags=re.MULTILINE)[:2]
+    assert first == ("Unreleased", "") and second[0] == versions.__version__
+    assert re.search(rf"^date-released: {second[1]}$", text["CITATION.cff"], flags=re.MULTILINE)
+    rows = [f'"Programming Language :: Python :: 3.{minor}"' for minor in range(10, 14)]
+    assert ends("python") == ("3.10", "3.13") and all(row in text["pyproject.toml"] for row in rows)

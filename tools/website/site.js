@@ -15,6 +15,10 @@ menu.addEventListener("click", () => {
   menu.setAttribute("aria-expanded", String(isOpen));
 });
 
+const list = document.getElementById("navigation");
+const here = list.querySelector("[aria-current]");
+list.scrollTop = here.offsetTop - list.clientHeight / 2;  // the page that is shown, where the list is longer than the screen
+
 for (const block of document.querySelectorAll("pre.code")) {
   const button = document.createElement("button");
   button.className = "copy";
@@ -58,8 +62,10 @@ function score(words, [, title, heading, text]) {
 }
 
 function excerpt(words, text) {
-  const place = Math.max(0, text.toLowerCase().indexOf(words[0]) - 40);
-  return (place ? "... " : "") + text.slice(place, place + 130);
+  const before = Math.max(0, text.toLowerCase().indexOf(words[0]) - 40);
+  const place = before ? text.indexOf(" ", before) + 1 : 0;
+  const end = text.indexOf(" ", place + 130);
+  return (place ? "... " : "") + (end > 0 ? `${text.slice(place, end)} ...` : text.slice(place));
 }
 
 function show() {

@@ -113,7 +113,3 @@ def sum_over_replicas(
     how = Sum(reduce.sum.torch, order=reduce.order)
     with collectives.issue() as comm:
         comm.all_reduce(flat, flat.to(reduce.wire.torch), "replicate", how)
-    if flat.device.type != "cpu":
-        # The buffer belongs to the stream of reduce-scatters, and torch drops it behind this hook, which runs
-        # on another: without this the next reduce-scatter could write into it while this sum is under way.
-        flat.record_stream(torch.accelerator.current_stream())

@@ -249,6 +249,10 @@ class LiveGroup:
         update = self.spec.kind.update
         if self._sums_replicas and update is not None:
             sum_over_replicas(self.collectives, reduced, update[2], self._before)
+        if reduced.device.type != "cpu":
+            # The buffer belongs to the stream of reduce-scatters. Behind this hook torch adds it to the
+            # gradient, on another stream, and drops it: the next reduce-scatter could write into it then.
+            reduced.record_stream(torch.accelerator.current_stream())
 
     # --- one backward -----------------------------------------------------------------------------------
 

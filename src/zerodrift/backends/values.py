@@ -178,6 +178,7 @@ class DTensorShard:
         self._members = members
         self._updater = updater if any(member.row.trained for member in members) else None
         self.updated = self._updater is not None
+        self.packed = self.feedback = None
         ends = list(itertools.accumulate((member.range.numel for member in members), initial=0))
         self.numel = ends[-1]
         self._places = [(member, slice(*ends[n : n + 2])) for n, member in enumerate(members)]
@@ -217,6 +218,9 @@ class DTensorShard:
         self.set_weights(values)
 
     @torch.no_grad()
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        """Do nothing: gradients travel in a plain dtype."""
+
     def set_moment(self, key: str, values: torch.Tensor) -> None:
         for member, place in self._places:
             held = self._moments_of(member).get(key)

@@ -244,6 +244,9 @@ class Checkpoints:
         counters = saved.shared["counters"] if saved.takes_moments else None
         try:
             everywhere(comm, lambda: contents.fill(engine, saved.reader, saved.table, counters))
+            if counters is not None:
+                ranks = saved.shared.get("feedback", 0)
+                everywhere(comm, lambda: contents.fill_feedback(engine, saved.reader, ranks))
         except CheckpointError as error:
             raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
         Shards(engine).sync_storage()
@@ -323,7 +326,8 @@ class Checkpoints:
         if takes_moments:
             contents.check_moments(engine, table, shared["counters"])
         if "optimizer" in parts and own is not None:
-            states.check_random_state(own["random"])
+            difference = states.check_random_state(own["random"], engine.mesh.device)
+            notes += [] if difference is None else [difference]
         holder = states.read_state(path, state_file(0)) if own is None and shared["alike"] else own
         client = None if holder is None else holder["client"]
         return _SavedRun(table, reader, shared, own, without, tuple(notes), takes_moments, client)

@@ -19,10 +19,18 @@ from zerodrift.checkpoint import state as states
 from zerodrift.checkpoint.differences import CurrentRun
 from zerodrift.checkpoint.manifest import Manifest, SavedParameter
 from zerodrift.checkpoint.save import Head
-from zerodrift.checkpoint.tensors import CheckpointReader, Destination, Item, moment_key, weight_key
+from zerodrift.checkpoint.tensors import (
+    CheckpointReader,
+    Destination,
+    Item,
+    feedback_key,
+    moment_key,
+    weight_key,
+)
 from zerodrift.dtypes import DType
-from zerodrift.engine import MOMENTS, Digest, Shards
+from zerodrift.engine import MOMENTS, Digest, Shards, Span
 from zerodrift.errors import CheckpointError
+from zerodrift.kernels import PackedRun, narrow
 from zerodrift.optim import SCHEDULES
 from zerodrift.versions import __version__
 
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
     from zerodrift.optim import Counters
 
 VERSIONS = (("zerodrift", __version__), ("torch", torch.__version__))
+WINDOW = 1 << 20
+"""Elements of a narrow format that are filled at a time."""
 FORM = "form"
 """Key of the checksum beside the value digests that says in which dtypes values rest."""
 
@@ -49,11 +59,30 @@ def items(engine: Engine, frozen: bool = True) -> Iterator[Item]:
     """Yield this rank's share of weights and moments, one segment at a time."""
     shards = Shards(engine)
     saved = {row.name for row in engine.plan.rows if frozen or row.trained}
-    for part in shards.weights():
-        if part.name in saved:
-            yield Item(weight_key(part.name), part.numel, part.start, part.values)
+    for piece in shards.pieces():
+        share = [span for span in piece.share if span.row.name in saved]
+        if share and piece.packed is not None:
+            yield from (_records(piece.packed, span) for span in share)
+        elif share:
+            flat = piece.weights()
+            for part in (span.part(flat) for span in share):
+                yield Item(weight_key(part.name), part.numel, part.start, part.values)
     for key, part in shards.moments():
         yield Item(moment_key(key, part.name), part.numel, part.start, part.values)
+    rank = engine.mesh.rank("data")
+    for piece in shards.pieces():
+        if piece.feedback is not None:
+            for row in piece.rows:
+                values = piece.feedback[row.offset : row.offset + row.numel]
+                yield Item(feedback_key(rank, row.name), row.numel, 0, values)
+
+
+def _records(packed: PackedRun, span: Span) -> Item:
+    """Return blocks of a narrow format as bytes, so that they are loaded with every bit."""
+    records, form = packed.records(span.place.start, span.numel), narrow.form_of(packed.dtype)
+    numel = form.blocks(span.row.whole_shape) * form.record_bytes
+    start = span.start // packed.block * form.record_bytes
+    return Item(weight_key(span.row.name), numel, start, records)
 
 
 def summary(engine: Engine, counters: Counters, known: Collection[str]) -> StageSummary:
@@ -102,6 +131,8 @@ def head(
         digests=((FORM, _form(engine)), *digest.by_kind().items()),
     )
     shared = {**states.shared(engine, counters), "alike": alike}
+    if any(piece.feedback is not None for piece in Shards(engine).pieces()):
+        shared["feedback"] = engine.mesh.size("data")
     elsewhere: dict[str, tuple[str, ...]] = {}
     for stage in stages:
         elsewhere |= stage.moments
@@ -182,11 +213,14 @@ def fill(
         engine.updater.set_counters(counters)
     for piece in Shards(engine).pieces():
         there = [(span, by_name[span.row.name]) for span in piece.held if span.row.name in by_name]
+        if piece.packed is not None:
+            for span, entry in there:
+                _fill_packed(piece.packed, reader, span, entry)
+            continue
         values = piece.zeros()
         if len(there) < len(piece.held):
             values.copy_(piece.weights())
-        spans = [(weight_key(entry.name), span) for span, entry in there]
-        reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
+        reader.read_weights([(entry, span.start, values[span.place]) for span, entry in there])
         piece.set_weights(values)
         del values
         if not piece.updated or counters is None:
@@ -197,6 +231,41 @@ def fill(
             reader.read([Destination(key, span.start, values[span.place]) for key, span in spans])
             piece.set_moment(moment, values)
             del values
+
+
+def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
+    """Fill what narrow wires have rounded away, saved by so many data ranks; 0 if it was not saved.
+
+    Every rank gets its own. On another number of ranks the first one gets the sum of all: it is added to the
+    same sum of gradients.
+    """
+    rank, world = engine.mesh.rank("data"), engine.mesh.size("data")
+    saved = [rank] if ranks == world else range(0 if rank else ranks)
+    for piece in Shards(engine).pieces():
+        piece.set_feedback(None)
+        update = piece.rows[0].columns.update
+        if update is None or not update.reduce.feedback or not ranks:
+            continue
+        size = max(row.offset + row.numel for row in piece.rows)
+        whole = torch.zeros(size, device=engine.mesh.device)
+        for number in saved:
+            for row in piece.rows:
+                values = torch.empty(row.numel)
+                reader.read([Destination(feedback_key(number, row.name), 0, values)])
+                whole[row.offset : row.offset + row.numel] += values.to(whole.device)
+        piece.set_feedback(whole)
+
+
+def _fill_packed(packed: PackedRun, reader: CheckpointReader, span: Span, entry: SavedParameter) -> None:
+    """Fill blocks with the bits that were saved, or encode values that were saved in another form."""
+    for first in range(0, span.numel, WINDOW):
+        count, start = min(WINDOW, span.numel - first), span.start + first
+        if entry.dtype == packed.dtype.value:
+            packed.copy(span.place.start + first, reader.read_packed(entry, start, count))
+        else:
+            values = torch.empty(count)
+            reader.read_weights([(entry, start, values)])
+            packed.encode(span.place.start + first, values.to(packed.data.device))
 
 
 def require_saved(
@@ -219,7 +288,8 @@ def _form(engine: Engine) -> str:
     for row in engine.plan.rows:
         update = row.columns.update
         kept = "" if update is None else f"{update.master} {update.state}"
-        text.append(f"{row.name} {row.columns.storage.dtype} {kept}")
+        travels = f" {row.columns.gather}" if row.columns.rounds_on_the_way else ""
+        text.append(f"{row.name} {row.columns.storage.dtype} {kept}{travels}")
     return hashlib.sha256("\n".join(text).encode(errors="surrogatepass")).hexdigest()[:16]
 
 

@@ -79,6 +79,8 @@ class WeightsInspection:
     bytes: int
     holdings: tuple[Row, ...]
     kin: tuple[Row, ...]
+    quantised: str = ""
+    """The narrow format that config.json names, such as `fp8-128x128, by fp8`."""
     complete = True
 
 
@@ -123,7 +125,27 @@ def _inspect_weights(path: Path) -> WeightsInspection:
     ]
     files = [path] if path.is_file() else sorted(path.glob(f"*{safetensors.SUFFIX}"))
     size = sum(file.stat().st_size for file in files)
-    return WeightsInspection(str(path), len(files), size, _holdings(table), _families(table))
+    held = _holdings(table), _families(table)
+    return WeightsInspection(str(path), len(files), size, *held, _quantised_as(path))
+
+
+def _quantised_as(path: Path) -> str:
+    """Return the format of quantised files by the config beside them, in zerodrift's words if it has one."""
+    method = ""
+    try:
+        block = json.loads((path / "config.json").read_bytes())["quantization_config"]
+        method = str(block["quant_method"])
+        if method == "fp8":
+            word = "fp8-" + "x".join(str(int(size)) for size in block["weight_block_size"])
+        elif method == "bitsandbytes":
+            word = f"{block['bnb_4bit_quant_type']}-64" if block["load_in_4bit"] else "int8-row"
+        else:
+            (weights,) = (group["weights"] for group in block["config_groups"].values())
+            element = {"float": "fp", "int": "int"}[weights["type"]] + str(int(weights["num_bits"]))
+            word = f"{element}-{'row' if weights['strategy'] == 'channel' else weights['strategy']}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return method  # of a form that is not known here
+    return f"{word}, by {method}"
 
 
 def _inspect_one(path: Path, verify: bool) -> Inspection:
@@ -147,7 +169,7 @@ def _holdings(table: Iterable[SavedParameter]) -> tuple[Row, ...]:
             row = rows.setdefault((kind, dtype.value), row)
             row["tensors"] += 1
             row["elements"] += math.prod(entry.shape)
-            row["bytes"] += math.prod(entry.shape) * dtype.size
+            row["bytes"] += dtype.nbytes(math.prod(entry.shape))
     return tuple(rows.values())
 
 
@@ -180,6 +202,7 @@ def inspection_text(inspection: Inspected, color: bool, width: int = WIDTH) -> s
             ("path", inspection.path),
             ("kind", "safetensors: weights alone, without a run to go on with"),
             ("size", f"{figures.size(inspection.bytes)} in {several(inspection.files, 'file')}"),
+            *([("quantised", inspection.quantised)] if inspection.quantised else []),
         ]
         parts = [title("inspect", width=width), pairs(facts, width=width), *_tensors_text(inspection, width)]
     return render(parts, color, width)

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from zerodrift.checkpoint.differences import CheckpointDifference
 from zerodrift.checkpoint.paths import open_own
 from zerodrift.errors import CheckpointError, UnsupportedError, said
 
@@ -215,12 +216,22 @@ def put_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(cuda, device)
 
 
-def check_random_state(state: Mapping[str, Any]) -> None:
-    """Raise unless the state can be restored, by trying it on generators of its own."""
-    python, plain, words, _ = _generators(state)
+def check_random_state(state: Mapping[str, Any], device: torch.device) -> CheckpointDifference | None:
+    """Raise unless the state can be restored, by trying it on generators of its own.
+
+    Return a difference if one of the run that saved and this run draws on a GPU, and the other on a CPU.
+    """
+    python, plain, words, cuda = _generators(state)
     random.Random().setstate(python)
     np.random.RandomState().set_state(plain)
     torch.Generator().set_state(words)
+    was_on_cpu, is_on_cpu = cuda is None, device.type == "cpu"
+    if was_on_cpu != is_on_cpu:
+        saved, now = (f"of a {'CPU' if on_cpu else 'GPU'}" for on_cpu in (was_on_cpu, is_on_cpu))
+        return CheckpointDifference("random numbers", saved, now, "what a model draws differs from here on")
+    if cuda is not None:
+        torch.Generator(device).set_state(cuda)
+    return None
 
 
 def _generators(state: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:

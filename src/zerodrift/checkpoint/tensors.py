@@ -1,9 +1,10 @@
 """Write and read flat pieces of parameters in files of `torch.distributed.checkpoint` (DCP).
 
 A weight and each moment is one DCP tensor of one dimension, `weights.<name>` and `moments.<key>.<name>`, cut
-into chunks. DCP's own writer would keep all tensors of a file until it is closed (torch 2.13), so the same
-bytes are written here, one chunk at a time. A reader opens the descriptions of the ranks that wrote its
-elements, which follow from the plan.
+into chunks. One in a narrow format is the bytes of its blocks, each the codes and then the scale. DCP's own
+writer would keep all tensors of a file until it is closed (torch 2.13), so the same bytes are written here,
+one chunk at a time. A reader opens the descriptions of the ranks that wrote its elements, which follow from
+the plan.
 
 Invariant: neither direction holds more than one chunk, and each element is read from exactly one.
 
@@ -37,8 +38,9 @@ from zerodrift.checkpoint.manifest import (
     read_plan,
 )
 from zerodrift.checkpoint.paths import open_own, short
-from zerodrift.dtypes import BLOCK, DType
+from zerodrift.dtypes import BLOCK, DType, Format
 from zerodrift.errors import CheckpointError, said
+from zerodrift.kernels import PackedRun, narrow
 from zerodrift.plan import Plan, Row, rank_of
 
 CHUNK = 8 << 20
@@ -50,6 +52,7 @@ OTHER = "Load another checkpoint."
 
 weight_key = "weights.{}".format
 moment_key = "moments.{}.{}".format
+feedback_key = "feedback.{}.{}".format
 
 
 # --- writing ----------------------------------------------------------------------------------------------
@@ -207,10 +210,17 @@ class CheckpointReader:
     def check(self, entry: SavedParameter, start: int = 0, stop: int | None = None) -> None:
         """Raise unless a run of elements of a parameter and of its moments is there."""
         numel = math.prod(entry.shape)
-        for key in (weight_key(entry.name), *(moment_key(key, entry.name) for key in entry.moments)):
-            for chunk in self.find(key, start, numel if stop is None else stop):
-                if chunk.numel != numel:
-                    must = f"must hold {numel:,} elements of {key!r}"
+        runs = {moment_key(key, entry.name): (start, stop, numel) for key in entry.moments}
+        form = DType(entry.dtype).format
+        if form is not None:
+            low, high = _records(form, start, numel if stop is None else stop)
+            runs[weight_key(entry.name)] = low, high, form.blocks(entry.shape) * form.record_bytes
+        else:
+            runs[weight_key(entry.name)] = start, stop, numel
+        for key, (low, end, held) in runs.items():
+            for chunk in self.find(key, low, held if end is None else end):
+                if chunk.numel != held:
+                    must = f"must hold {held:,} elements of {key!r}"
                     raise CheckpointError(self._folder, must, got=f"{chunk.numel:,}", do=OTHER)
 
     def read(self, wanted: Sequence[Destination]) -> None:
@@ -230,10 +240,34 @@ class CheckpointReader:
             del values
 
     def weight(self, entry: SavedParameter) -> torch.Tensor:
-        """Return a whole weight in its own dtype."""
-        into = torch.empty(math.prod(entry.shape), dtype=DType(entry.dtype).torch)
-        self.read([Destination(weight_key(entry.name), 0, into)])
+        """Return a whole weight in its own dtype; fp32 for a narrow format."""
+        dtype = DType(entry.dtype)
+        into = torch.empty(math.prod(entry.shape), dtype=torch.float32 if dtype.format else dtype.torch)
+        self.read_weights([(entry, 0, into)])
         return into.view(entry.shape)
+
+    def read_weights(self, wanted: Sequence[tuple[SavedParameter, int, torch.Tensor]]) -> None:
+        """Fill flat tensors with the elements of weights from a first one on; a narrow format is decoded."""
+        plain = [want for want in wanted if DType(want[0].dtype).format is None]
+        self.read([Destination(weight_key(entry.name), start, into) for entry, start, into in plain])
+        for entry, start, into in wanted:
+            form = DType(entry.dtype).format
+            if form is None:
+                continue
+            before = start % form.run
+            run = self.read_packed(entry, start - before, before + into.numel())
+            into.copy_(run.values()[before : before + into.numel()])
+
+    def read_packed(self, entry: SavedParameter, start: int, numel: int) -> PackedRun:
+        """Return the blocks of a narrow format that hold so many elements; the first one begins a block."""
+        dtype = DType(entry.dtype)
+        form = narrow.form_of(dtype)
+        low, high = _records(form, start, start + numel)
+        records = torch.empty(high - low, dtype=torch.uint8)
+        self.read([Destination(weight_key(entry.name), low, records)])
+        run = PackedRun.empty(dtype, (high - low) // form.record_bytes * form.run)
+        run.set_records(0, records)
+        return run
 
     def find(self, key: str, start: int, stop: int) -> Sequence[Chunk]:
         """Return the chunks with elements `[start, stop)` of a tensor, in order."""
@@ -263,6 +297,10 @@ class CheckpointReader:
         kind, _, name = key.partition(".")
         name = name if kind == "weights" else name.partition(".")[2]
         try:
+            row = self._plan.row(name) if kind == "weights" else None
+            form = None if row is None else row.columns.storage.dtype.format
+            if form is not None:
+                start, stop = (at // form.record_bytes * form.run for at in (start, stop))
             ranks = holders(self._plan, name, start, stop)
             return sorted({rank for rank in ranks if 0 <= rank < self._files.ranks})
         except _NO_PLAN:
@@ -300,6 +338,12 @@ class CheckpointReader:
             )
             raise CheckpointError(self._folder, must, got="something else", do=OTHER)
         return values
+
+
+def _records(form: Format, start: int, stop: int) -> tuple[int, int]:
+    """Return the bytes of the blocks that hold elements `[start, stop)`."""
+    block = form.run
+    return start // block * form.record_bytes, -(-stop // block) * form.record_bytes
 
 
 def _is_whole(chunks: Sequence[Chunk], start: int, stop: int) -> bool:

@@ -67,7 +67,11 @@ def _root(
     """
     if context.invoked_subcommand is None:
         with streams.errors(debug=False):
-            lines = [f"  {question:35} {command}" for question, command in QUESTIONS]
+            is_narrow = streams.layout()["width"] < 80
+            lines = [
+                f"  {question}\n      {command}" if is_narrow else f"  {question:35} {command}"
+                for question, command in QUESTIONS
+            ]
             streams.emit("\n".join([f"zerodrift {__version__}", "", *lines, ""]))
 
 

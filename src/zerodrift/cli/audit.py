@@ -28,6 +28,7 @@ def audit(
     budget: options.Budget = "1%",
     of: options.BudgetOf = "rest",
     confirm: options.Confirm = 8,
+    narrow: options.Narrow = None,
     set_: options.Set = None,
     html: options.HtmlAudit = None,
     json: options.Json = False,
@@ -41,25 +42,26 @@ def audit(
 
     \b
     Examples:
-      zerodrift audit job.yaml
+      zerodrift audit examples/jobs/lab.yaml
       zerodrift audit config.yaml --model path/to/model --data ids.npy \\
         --html audit.html
       zerodrift audit config.yaml --model package.module:function \\
-        --budget 0.5% --of wire
+        --budget 0.5% --of wire --narrow bytes
     """
     with streams.errors(debug):
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
-        from zerodrift.inspect.audit import audit_subject, load_subject, this_rank
+        from zerodrift.inspect.audit import audit_subject, load_subject, parse_goal, this_rank
 
+        goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
         with _progress(rank) as report:
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:
                 subject = load_subject(source, require_model(model), weights, tokens, batches, set_ or [])
-            found = audit_subject(*subject, share, cast(Any, of), confirm, report)
+            found = audit_subject(*subject, share, cast(Any, of), confirm, report, goal)
         if rank:
             return
         if html is not None:

@@ -41,6 +41,7 @@ def check(
 
     \b
     Examples:
+      zerodrift check -- python examples/check/bf16.py
       zerodrift check -- torchrun --nproc-per-node 2 train.py
       zerodrift check --expect ds.json -- deepspeed train.py --deepspeed ds.json
       zerodrift check --save precision.json -- accelerate launch train.py
@@ -68,7 +69,7 @@ def check(
             from zerodrift.inspect.check import run_text
 
             # The last line of the command may have no end.
-            streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), color=streams.color()))
+            streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), **streams.narrow_layout()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
     if others:
@@ -182,9 +183,8 @@ def drift(
     """Compare a trainer with a sampler, and show which difference their drift comes from.
 
     The trainer's model is run on the tokens with each cell of the other side in turn: with its tensors, its
-    dtypes, and all of them but one. Tensors that are not the bits that were trained are named first.
-    Without a table, the other side computes as the trainer does. Exit code 0: within the bar; 2: nothing to
-    compare; 3: above it, or a tensor is not what was trained.
+    dtypes, and all of them but one. Tensors that are not the bits that were trained are named first. Exit
+    code 0: within the bar; 2: nothing to compare; 3: above it, or a tensor is not what was trained.
 
     \b
     Examples:
@@ -226,6 +226,6 @@ def drift(
                 ("other side", ", ".join(there)),
                 ("tokens", f"{count:,} in {len(sequences):,} sequences, {tokens}"),
             ]
-            streams.emit(comparison_text(found, facts, color=streams.color()))
+            streams.emit(comparison_text(found, facts, **streams.narrow_layout()))
     if not found.within:
         raise typer.Exit(NOT_AS_EXPECTED)

@@ -25,9 +25,9 @@ def inspect(
 
     \b
     Examples:
-      zerodrift inspect runs/a
-      zerodrift inspect runs/a/checkpoints/step-00000200 --verify
-      zerodrift inspect runs/a/export
+      zerodrift inspect runs/lab
+      zerodrift inspect runs/lab/checkpoints/step-00000020 --verify
+      zerodrift inspect runs/lab/export
     """
     with streams.errors(debug):
         from zerodrift.checkpoint import inspect as read
@@ -68,9 +68,9 @@ def convert(
 
     \b
     Examples:
-      zerodrift convert runs/a merged --merge         (a run with `model.lora`)
-      zerodrift convert runs/a exported --model path/to/model --dtype bf16
-      zerodrift convert ds_run converted              (to continue training)
+      zerodrift convert runs/lab exported --model examples/qwen3-moe-tiny
+      zerodrift convert runs/a merged --merge         # a run with model.lora
+      zerodrift convert ds_run converted              # to continue training
       zerodrift convert ds_run exported --to safetensors --model path/to/model
       zerodrift convert path/to/model start --to checkpoint
     """

@@ -39,9 +39,7 @@ def examples(
       zerodrift examples --copy
     """
     with streams.errors(debug):
-        if not EXAMPLES.is_dir():
-            must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
-            raise ZerodriftError(EXAMPLES, must, got="no such folder", do=todo)
+        _require_installed(EXAMPLES, "folder")
         streams.emit(_copy(folder) if copy else _list(streams.layout()["width"]))
 
 
@@ -92,12 +90,16 @@ def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: op
             )
 
 
+def _require_installed(path: Path, kind: str) -> None:
+    if not path.exists():
+        must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
+        raise ZerodriftError(path, must, got=f"no such {kind}", do=todo)
+
+
 def _topics() -> dict[str, str]:
     """Return the sections of docs/errors.md: name -> text."""
     page = DOCS / "errors.md"
-    if not page.is_file():
-        must, todo = "must be installed with the package", "Install it from a wheel, or clone it."
-        raise ZerodriftError(page, must, got="no such file", do=todo)
+    _require_installed(page, "file")
     parts = re.split(r"^### (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     names, texts = parts[::2], (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in parts[1::2])
     return {name.strip("`"): text.strip() + "\n" for name, text in zip(names, texts, strict=True)}
@@ -150,7 +152,7 @@ def _list(width: int) -> str:
     for path in _files():
         lines.append(path.relative_to(EXAMPLES).as_posix())
         lines += textwrap.wrap(_summary(path), width, initial_indent=" " * 4, subsequent_indent=" " * 4)
-    end = "Copy them with `zerodrift examples --copy`, into the folder `examples`."
+    end = "`zerodrift examples --copy` copies them to `examples`."
     return "\n".join([*lines, "", end, f"Pages about them: {legible(str(DOCS))}", ""])
 
 

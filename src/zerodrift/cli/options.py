@@ -28,68 +28,54 @@ Debug = Annotated[bool, _flag("--debug", "Show the traceback of an error.")]
 # --- plan, explain, support ---------------------------------------------------------------------------
 
 Config = Annotated[str, _argument("CONFIG", "Config file in YAML or JSON, ours or DeepSpeed's; or a job.")]
-_MODEL = _option(
-    "--model", "X", "A folder or file with a transformers config or safetensors, or package.module:function."
-)
+_MODEL = _option("--model", "X", "Folder with a config or safetensors, or module:function.")
 Model = Annotated[str | None, _MODEL]
 ModelOfTrainer = Annotated[str, _MODEL]
 WorldSize = Annotated[
-    int | None, _option("--world-size", "N", "Ranks to plan for. Default: 1, or a job's `nproc`.", min=1)
+    int | None, _option("--world-size", "N", "Ranks to plan for. Default: 1, or a job's.", min=1)
 ]
 Set = Annotated[
     list[str] | None,
-    _option("--set", "KEY=VALUE", "Override a config key, as in zero_optimization.stage=2. Repeatable."),
+    _option("--set", "KEY=VALUE", "Override a key: zero_optimization.stage=2. Repeatable."),
 ]
 Auto = Annotated[
     list[str] | None,
-    _option(
-        "--auto", "KEY=NUMBER[,NUMBER]", 'The number for a key that the config sets to "auto". Repeatable.'
-    ),
+    _option("--auto", "KEY=N[,N]", 'The number for a key that is "auto". Repeatable.'),
 ]
 MicroBatches = Annotated[
-    int | None, _option("--micro-batches", "M", "Micro-batches per step to assume for the cost.", min=1)
+    int | None, _option("--micro-batches", "M", "Micro-batches per step, for the cost.", min=1)
 ]
-Rows = Annotated[
-    str | None, _option("--rows", "PATTERN", "List only the parameters that match this glob, one by one.")
-]
-Html = Annotated[
-    Path | None, _option("--html", "FILE", "Also write the plan as a single self-contained HTML page.")
-]
-Trace = Annotated[
-    bool, _flag("--trace", "Show what every operation of a step would compute in, module by module.")
-]
+Rows = Annotated[str | None, _option("--rows", "PATTERN", "List the parameters that match, one by one.")]
+Html = Annotated[Path | None, _option("--html", "FILE", "Also write the plan as a single HTML page.")]
+Trace = Annotated[bool, _flag("--trace", "Show what every operation of a step computes in.")]
 Inputs = Annotated[
     str | None,
     _option(
         "--inputs",
         "FUNCTION",
-        "For --trace and --simulate: package.module:function that returns the model's arguments.",
+        "A module:function that returns the model's arguments.",
     ),
 ]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,
-    _option("--device", "DEVICE", "With --trace: cpu or cuda, if it is not the job's or this machine's."),
+    _option("--device", "DEVICE", "With --trace: cpu or cuda. Default: the job's."),
 ]
 Simulate = Annotated[
     str | None,
     _option(
         "--simulate",
         "CLUSTER",
-        "Show what a step would take on machines that a file describes; h100, h200 and a100 are there.",
+        "Time a step on h100, h200, a100 or a file's machines.",
     ),
 ]
-Sweep = Annotated[
-    bool, _flag("--sweep", "With --simulate: rank stages, wires, orders, replicas and recomputation.")
-]
+Sweep = Annotated[bool, _flag("--sweep", "With --simulate: rank stages, wires, orders, replicas.")]
 TokensOfSample = Annotated[
     int | None,
-    _option(
-        "--tokens", "N", "With --simulate: tokens of a sample. Default: a job's `block`.", min=2, max=1 << 24
-    ),
+    _option("--tokens", "N", "With --simulate: tokens of a sample.", min=2, max=1 << 24),
 ]
 Recompute = Annotated[
     bool,
-    _flag("--recompute", "With --simulate: blocks compute activations again. A job says it itself."),
+    _flag("--recompute", "With --simulate: recompute activations by block."),
 ]
 Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
 Markdown = Annotated[bool, _flag("--markdown", "Print the table as a Markdown page.")]
@@ -161,9 +147,15 @@ Batches = Annotated[int, _option("--batches", "N", "Micro-batches on each rank."
 Budget = Annotated[str, _option("--budget", "SHARE", "More bytes that pins may cost: 1% or 0.01.")]
 BudgetOf = Annotated[str, _option("--of", "BYTES", "Which bytes: at rest, at peak or on the wire.")]
 Confirm = Annotated[int, _option("--confirm", "K", "Cells of the shortlist that are replayed.", min=0)]
-HtmlAudit = Annotated[
-    Path | None, _option("--html", "FILE", "Also write the audit as a single self-contained HTML page.")
+Narrow = Annotated[
+    str | None,
+    _option(
+        "--narrow",
+        "GOAL",
+        "Choose narrow formats for bytes or speed, up to 1.5 times the plan's drift, or as in bytes:2x.",
+    ),
 ]
+HtmlAudit = Annotated[Path | None, _option("--html", "FILE", "Also write the audit as a single HTML page.")]
 
 # --- drift --------------------------------------------------------------------------------------------
 
@@ -174,32 +166,24 @@ TrainerConfig = Annotated[
         "The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
     ),
 ]
-TokenFile = Annotated[
-    Path, _option("--tokens", "FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl.")
-]
+TokenFile = Annotated[Path, _option("--tokens", "FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
 TrainedWeights = Annotated[
     Path | None,
-    _option(
-        "--weights", "PATH", "A checkpoint, ours or DeepSpeed's, or safetensors. Default: those of --model."
-    ),
+    _option("--weights", "PATH", "A checkpoint or safetensors. Default: those of --model."),
 ]
 SentFolder = Annotated[
-    Path | None, _option("--sent", "FOLDER", "The safetensors that the trainer wrote for the sampler.")
+    Path | None, _option("--sent", "FOLDER", "Safetensors that the trainer wrote for the sampler.")
 ]
-LoadedFolder = Annotated[
-    Path | None, _option("--loaded", "FOLDER", "The tensors that the sampler holds, as safetensors.")
-]
+LoadedFolder = Annotated[Path | None, _option("--loaded", "FOLDER", "Safetensors of what the sampler holds.")]
 SamplerTable = Annotated[
     Path | None,
-    _option("--sampler", "FILE", "The sampler's dtypes in YAML or JSON; docs/drift.md lists its keys."),
+    _option("--sampler", "FILE", "The sampler's dtypes, with the keys of docs/drift.md."),
 ]
 RecordedFile = Annotated[
     Path | None,
-    _option("--recorded", "FILE", "Log-probabilities of the tokens that the sampler gave: .json, .jsonl."),
+    _option("--recorded", "FILE", "The sampler's log-probabilities: .json or .jsonl."),
 ]
-Bar = Annotated[
-    float, _option("--bar", "D", "The mean |difference| of log-probabilities that is let pass.", min=0.0)
-]
+Bar = Annotated[float, _option("--bar", "D", "The mean |difference| that passes.", min=0.0)]
 
 # --- inspect and convert ------------------------------------------------------------------------------
 
@@ -216,25 +200,25 @@ To = Annotated[
     ),
 ]
 WeightsModel = Annotated[
-    str | None, _option("--model", "X", "Folder or file with the transformers config of the weights.")
+    str | None, _option("--model", "X", "Folder or file with the weights' transformers config.")
 ]
-Dtype = Annotated[str | None, _option("--dtype", "D", "Dtype of the safetensors: fp32, bf16 or fp16.")]
-MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one safetensors file.")]
+Dtype = Annotated[
+    str | None, _option("--dtype", "D", "Dtype in files: fp32, bf16, fp16, or narrow: fp8-row.")
+]
+MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one file.")]
 Tag = Annotated[str, _option("--tag", "TAG", "The checkpoint to read. Default: the latest.")]
 Moments = Annotated[
     str,
-    _option("--optimizer", "KIND", "The optimizer that DeepSpeed's moments belong to, if it is not AdamW."),
+    _option("--optimizer", "KIND", "DeepSpeed's optimizer, if it is not AdamW."),
 ]
 Overwrite = Annotated[bool, _flag("--overwrite", "Replace TARGET if it exists.")]
-Trust = Annotated[
-    bool, _flag("--trust", "Unpickle DeepSpeed files that run code. Only for files of your own.")
-]
+Trust = Annotated[bool, _flag("--trust", "Unpickle DeepSpeed files, which may run code.")]
 Merge = Annotated[
     bool,
     _option(
         "--merge",
         None,
-        "Merge the adapters at SOURCE into their base, which --model names where it has moved.",
+        "Merge adapters into their base, or the one at --model.",
     ),
 ]
 

@@ -50,13 +50,12 @@ def plan(
 
     \b
     Examples:
-      zerodrift plan job.yaml --world-size 8
+      zerodrift plan examples/jobs/lab.yaml --world-size 8
       zerodrift plan config.yaml --model path/to/model --html plan.html
       zerodrift plan config.yaml --model X --simulate h100 --tokens 4096
 
-    --trace runs one forward and backward without weights, and prints the dtypes of every operation in
-    place of the plan; with --device cuda also those that are not deterministic there, where the plan asks
-    for the same bits. --simulate prints what a step would take. Pages: docs/plan.md, docs/simulate.md.
+    In place of the plan --trace prints the dtypes of every operation of a step, and --simulate the time
+    that a step would take. Pages: docs/plan.md, docs/simulate.md.
     """
     with streams.errors(debug):
         simulated = simulate is not None
@@ -103,7 +102,8 @@ def explain(
     """Show one parameter: its dtypes, what set each of them, and which rank owns which part.
 
     \b
-    Example:
+    Examples:
+      zerodrift explain examples/jobs/lab.yaml model.layers.0.mlp.gate.weight
       zerodrift explain config.yaml --model path/to/model \\
         model.layers.3.mlp.router.weight
     """
@@ -262,7 +262,7 @@ def _trace_text(planned: Plan, source: PlanSource, inputs: str | None, device: s
     found = [*nondeterministic(planned, seen, device, source.digest_every), *found]
     if json:
         return as_json.trace_json(planned, seen, found)
-    return trace_text(planned, seen, found, color=streams.color())
+    return trace_text(planned, seen, found, color=streams.layout()["color"])
 
 
 def _timeline(planned: Plan) -> Timeline | None:
@@ -359,9 +359,9 @@ def _simulation_text(
         fit, others = sweep(planned, step.plans, _timeline, work, cluster)
         if json:
             return sweep_json(cluster_name, fit, others)
-        return sweep_text(planned, work, cluster_name, fit, others, color=streams.color())
+        return sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
     again = recompute if step.recompute is None else step.recompute
     found = simulate(planned, work, cluster, recompute=again, timeline=order)
     if json:
         return simulation_json(planned, work, cluster_name, found)
-    return simulation_text(planned, work, cluster_name, found, color=streams.color())
+    return simulation_text(planned, work, cluster_name, found, **streams.narrow_layout())

@@ -70,6 +70,11 @@ def layout() -> dict[str, Any]:
     return {"color": color(), "width": max(NARROWEST, min(columns, WIDEST))}
 
 
+def narrow_layout() -> dict[str, Any]:
+    """Return colour and width of a report that is 80 columns wide, or as wide as a narrower terminal."""
+    return {**layout(), "width": min(80, layout()["width"])}
+
+
 NARROWEST, WIDEST = 50, 120
 """Limits of the width of a report on a terminal."""
 

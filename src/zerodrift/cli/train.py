@@ -30,7 +30,7 @@ def train(
 
     \b
     Examples:
-      zerodrift train examples/jobs/pretrain.yaml
+      zerodrift train examples/jobs/lab.yaml --nproc 2
       zerodrift train job.yaml --dry-run
       zerodrift train job.yaml --nproc 2 --set run.steps=100 \\
         --set config.zero_optimization.stage=2
@@ -59,7 +59,7 @@ def evaluate(
 
     \b
     Examples:
-      zerodrift evaluate job.yaml
+      zerodrift evaluate examples/jobs/lab.yaml
       zerodrift evaluate job.yaml --set run.resume=step-00000200
       zerodrift evaluate job.yaml --set data.validation=path/to/other/text
     """
@@ -79,7 +79,7 @@ def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug =
 
     \b
     Examples:
-      zerodrift data job.yaml
+      zerodrift data examples/jobs/lab.yaml
       zerodrift data job.yaml --set data.train=chats.jsonl --set data.block=1024
     """
     with streams.errors(debug):
@@ -106,8 +106,8 @@ def replay(
 
     \b
     Examples:
-      zerodrift replay runs/demo
-      zerodrift replay runs/demo --from 80 --to 160 --nproc 1
+      zerodrift replay runs/lab
+      zerodrift replay runs/lab --from 20 --to 40 --nproc 1
     """
     with streams.errors(debug):
         from zerodrift.train import replay as again
@@ -134,7 +134,7 @@ def sample(
 
     \b
     Examples:
-      zerodrift sample runs/demo --prompt 'def '
+      zerodrift sample runs/lab --prompt 'model:'
       zerodrift sample runs/chat --chat --prompt 'Who are you?' --temperature 0
     """
     with streams.errors(debug):

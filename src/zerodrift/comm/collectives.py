@@ -119,12 +119,18 @@ class Collectives:
         self.start_all_gather(out, shard, axis, of).wait()
 
     def start_all_gather(
-        self, out: torch.Tensor, shard: torch.Tensor, axis: AxisName, of: str = ""
+        self,
+        out: torch.Tensor,
+        shard: torch.Tensor,
+        axis: AxisName,
+        of: str = "",
+        note: Recorded | None = None,
     ) -> Handle:
-        """Start an all-gather. `shard` may be its own place in `out`; slices travel in the dtype of `out`."""
+        """Start an all-gather. `shard` may be its own place in `out`; slices travel in the dtype of `out`.
+        `note` is recorded instead, of bytes that hold something else."""
         line = self.mesh.axis(axis)
         _check_slices(out, shard, line)
-        self._note("all_gather", out, axis, None)
+        self._note("all_gather", out, axis, None, note)
         if line.group is None or not out.numel():
             _copy(line.slice(out, line.rank), shard)
             return Handle()
@@ -267,17 +273,24 @@ class Collectives:
         return arrived
 
     def start_all_to_all(
-        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: AxisName
+        self,
+        rows: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        axis: AxisName,
+        of: str = "",
+        note: Recorded | None = None,
     ) -> tuple[torch.Tensor, Handle]:
-        """Start an all-to-all. The rows have arrived when the handle has been waited for."""
+        """Start an all-to-all. The rows have arrived when the handle has been waited for. `note` is recorded
+        instead, of rows that are parts of something else."""
         line = self.mesh.axis(axis)
         if rows.dim() != 2 or not rows.is_contiguous() or rows.shape[0] != sum(send):
             raise AssertionError(f"rows {tuple(rows.shape)} for {list(send)}")
-        self._note("all_to_all", rows, axis, None)
+        self._note("all_to_all", rows, axis, None, note)
         if line.group is None:
             return rows.clone(), Handle()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
-        turn = self._turn("all_to_all", line, "")
+        turn = self._turn("all_to_all", line, of)
         if self._calls == "native":
             return arrived, Handle(self._native.swap(turn, line, arrived, rows, receive, send))
         outgoing, incoming = rows.split(list(send)), arrived.split(list(receive))
@@ -387,13 +400,20 @@ class Collectives:
 
         return Handle(wait)
 
-    def _note(self, op: Op, tensor: torch.Tensor, axis: AxisName, sum_dtype: torch.dtype | None) -> None:
+    def _note(
+        self,
+        op: Op,
+        tensor: torch.Tensor,
+        axis: AxisName,
+        sum_dtype: torch.dtype | None,
+        note: Recorded | None = None,
+    ) -> None:
         if not self._logs:
             return
         dtype, total = from_torch(tensor.dtype), None if sum_dtype is None else from_torch(sum_dtype)
         if dtype is None:
             raise AssertionError(f"{tensor.dtype} has no name in `dtypes`")
-        entry = Recorded(op, dtype, tensor.numel(), axis, total)
+        entry = note or Recorded(op, dtype, tensor.numel(), axis, total)
         for log in self._logs:
             log.append(entry)
 

@@ -7,11 +7,12 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.config import fields, schema
     from zerodrift.config.additions import Additions
+    from zerodrift.config.block import Block
     from zerodrift.config.loader import ConfigSource, is_path, load
     from zerodrift.config.parser import read
     from zerodrift.config.plain_tree import join, override, plain, shown
     from zerodrift.config.schema import (
-        BackendName, Bf16, Block, Config, DataTypes, Experts, Flag, Fp16, Natural, NonNegativeFloat,
+        BackendName, Bf16, Config, DataTypes, Experts, Flag, Fp16, MatrixProducts, Natural, NonNegativeFloat,
         OffloadOptimizer, Optimizer, Pipeline, Positive, PositiveFloat, Precision, Reduce, Rule, Scheduler,
         Sharding, TorchAutocast, ZeroOptimization,
     )  # fmt: skip

@@ -146,13 +146,10 @@ ignored pipeline_loading_checkpoint: weights are read straight into their shards
 ignored log_trace_cache_warnings: the order of gathers is planned, not traced
 ignored enable_sanity_checks: the plan's invariants are always checked
 ignored save_muon_momentum_buffer_in_memory: nothing is offloaded to NVMe
-refused zero_quantized_weights: weights are not quantized on the wire
-    instead: Set `precision.gather` for a narrower wire.
-refused zero_quantized_nontrainable_weights: frozen weights are not quantized
-    instead: Frozen parameters rest in their `storage` dtype.
-refused zero_quantized_gradients: gradients are not quantized on the wire
-    instead: Set `precision.reduce` for a narrower wire.
-refused zeropp_loco_param: gradients are not quantized on the wire
+used zero_quantized_weights: `gather: int8`, encoded from fp32 values at every stage
+used zero_quantized_nontrainable_weights: `frozen: int8`, for linear layers, at every stage
+used zero_quantized_gradients: `reduce: {wire: int4}`, encoded once and summed in fp32
+refused zeropp_loco_param: what rounding loses on the wire is not added to the next gradient
     off: {}
 refused zero_hpz_partition_size: there is no second copy of the shards
     instead: To keep gathers inside a node, set `sharding.replicate` to the number of nodes.

@@ -50,7 +50,7 @@ class ColumnDType:
         found = value if isinstance(value, DType) else None
         if isinstance(value, str):
             with contextlib.suppress(ConfigError):
-                found = table.parse(value)
+                found = table.parse_among(value, self.admitted)
         if found not in self.admitted:
             raise ValueError(f"must be one of {', '.join(table.spellings(self.admitted))}")
         return found
@@ -189,7 +189,8 @@ def _words(option: Any, extras: tuple[Any, ...]) -> list[str]:
         if option is bool:
             return ["true", "false"]
         if option is DType:
-            return [str(dtype) for dtype in _admitted(extras)]
+            admitted = _admitted(extras)
+            return [table.word(dtype, admitted) for dtype in admitted]
         if option in (int, float):
             return _number(option, extras)
         if option is str:

@@ -13,18 +13,18 @@ The docstrings under the fields are the configuration reference: the docs are ge
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from zerodrift.config import fields
+from zerodrift.config.block import Block
 from zerodrift.config.fields import ColumnDType, Items
 from zerodrift.config.plain_tree import collect_written
-from zerodrift.config.validation import add_errors
 from zerodrift.dtypes import DType
-from zerodrift.errors import ConfigError, Problems
+from zerodrift.errors import Problems
 from zerodrift.mesh import MOST_RANKS
 from zerodrift.optimizers import TYPES, either
 
@@ -32,6 +32,10 @@ Auto = Literal["auto"]
 DTypeName = Literal["fp32", "bf16", "fp16"]
 """The dtypes that an editor offers. A key accepts every spelling of the dtypes in `dtypes.ADMITTED`."""
 DTypeKey = DType | DTypeName
+GatherKey = DTypeKey | Literal["fp8", "mxfp8", "int8"]
+WireKey = GatherKey | Literal["int4", "e5m2-128"]
+ExportKey = DTypeKey | Literal["fp8-128x128", "fp8-row", "int8-row", "nf4"]
+FrozenKey = DType | Literal["nf4", "int8", "fp8", "mxfp8", "int4", "mxfp4"]
 
 
 def _integer(value: Any) -> Any:
@@ -44,14 +48,16 @@ def _never(value: Any) -> Any:
     return 0 if isinstance(value, float) and value == math.inf else value
 
 
-Storage = Annotated[DTypeKey, ColumnDType("storage")]
-Gather = Annotated[DTypeKey, ColumnDType("gather")]
+Storage = Annotated[DTypeKey | FrozenKey, ColumnDType("storage")]
+Frozen = Annotated[FrozenKey, ColumnDType("frozen")]
+Gather = Annotated[GatherKey, ColumnDType("gather")]
 Compute = Annotated[DTypeKey, ColumnDType("compute")]
+Product = Annotated[DTypeKey | Literal["fp8"], ColumnDType("compute.product")]
 Grad = Annotated[DTypeKey, ColumnDType("grad")]
 Accumulate = Annotated[DTypeKey, ColumnDType("accumulate")]
-Wire = Annotated[DTypeKey, ColumnDType("reduce.wire")]
+Wire = Annotated[WireKey, ColumnDType("reduce.wire")]
 Sum = Annotated[DTypeKey, ColumnDType("reduce.sum")]
-Export = Annotated[DTypeKey, ColumnDType("export")]
+Export = Annotated[ExportKey, ColumnDType("export")]
 Buffers = Annotated[DTypeKey, ColumnDType("buffers")]
 Pin = Annotated[Literal[DType.FP32, "fp32"], ColumnDType("storage", DType.FP32)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -71,48 +77,6 @@ BackendName = Literal["native", "fsdp2"]
 Mode = Literal["auto", "fp32", "bf16", "fp16", "autocast-bf16", "autocast-fp16"]
 
 
-class Block(BaseModel):
-    """A block of keys: unknown keys are errors, fields keep their docstrings."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True
-    )
-
-    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
-
-        def __init__(self, /, *values, **given) -> None:
-            name = type(self).__name__
-            if values:
-                raise ConfigError(name, "must get its fields by name", got=f"{len(values)} without")
-            problems = Problems()
-            try:
-                super().__init__(**given)
-            except ValidationError as error:
-                add_errors(problems, error, given, type(self))
-            problems.raise_as(ConfigError, name)
-            self.check(problems)
-            problems.raise_as(ConfigError)
-
-        # Nested blocks are validated with the outer one, so that their errors have the whole path.
-        __init__.__pydantic_base_init__ = True
-
-        def __setattr__(self, name, value) -> None:
-            if name in type(self).model_fields:
-                where = f"{type(self).__name__}.{name}"
-                must = "must be given when it is made"
-                raise ConfigError(where, must, got="an assignment", do="Make another one.")
-            super().__setattr__(name, value)
-
-    def check(self, problems: Problems) -> None:
-        """Check the conditions that types cannot express, for a block that is constructed alone."""
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Return the written fields."""
-        return (
-            (name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set
-        )
-
-
 class Reduce(Block):
     """The `reduce` column in full; a bare dtype means both `wire` and, if it is fp32, `sum`."""
 
@@ -128,17 +92,36 @@ class Reduce(Block):
     promises no order. The same for all parameters. Default `auto`: the tree where that takes no
     more memory, else the order of ranks; the plan says which. Written, `tree` also refuses what would change
     its bits."""
+    feedback: Flag | None = None
+    """Narrow wires only: add what a rank's rounding has lost to its next gradient. Takes an fp32 value for
+    each element on every rank. Default false."""
+
+
+class MatrixProducts(Block):
+    """The products of linear layers, one by one; a product that is left out is in the compute dtype."""
+
+    forward: Product | None = None
+    """The output: input and weight. `fp8`, or the compute dtype."""
+    grad_input: Product | None = None
+    """The input's gradient: the output's gradient and the weight."""
+    grad_weight: Product | None = None
+    """The weight's gradient: the output's gradient and the input."""
+    pad: Flag | None = None
+    """Let zeros fill up weights whose sizes are no multiples of 16, where a device needs that. Default
+    false: such a weight is refused."""
 
 
 class ColumnKeys(Block):
     """The columns of a parameter: of every parameter in `precision`, of the matching ones in a rule."""
 
     storage: Storage | None = None
-    """The parameter at rest between steps."""
+    """The parameter at rest between steps. A narrow format is for frozen parameters."""
     gather: Gather | None = None
     """The parameter on the wire."""
-    compute: Compute | None = None
-    """The parameter in the module's arithmetic."""
+    compute: Compute | Literal["fp8", "fp8-hp-grad-weight"] | MatrixProducts | None = None
+    """The parameter in the module's arithmetic. `fp8` sets the three products of a linear layer,
+    `fp8-hp-grad-weight` all but that for the weight's gradient, a block each of them; the values themselves
+    then keep the mode's dtype."""
     grad: Grad | None = None
     """The gradient as autograd leaves it; equals `compute`."""
     accumulate: Accumulate | None = None
@@ -151,7 +134,8 @@ class ColumnKeys(Block):
     state: Literal["fp32", "bf16", "bf16-stochastic", "8bit"] | None = None
     """The optimizer's moments, and how they are rounded."""
     export: Export | None = None
-    """The parameter in a saved model file."""
+    """The parameter in a saved model file. A narrow format is for linear layers; embeddings, heads, norms and
+    routers keep theirs."""
 
 
 class Rule(ColumnKeys):
@@ -194,6 +178,9 @@ class Precision(ColumnKeys):
     """Floating buffers: `keep` them as they are, or cast them. Same as `data_types.buffer_dtype`."""
     allow_narrow: Flag | None = None
     """Allow `accumulate` to be narrower than `compute`."""
+    frozen: Frozen | None = None
+    """The `storage` of frozen linear layers, in a narrow format: the base of adapters. Embeddings, heads,
+    norms, routers and biases keep theirs, unless a rule says otherwise."""
     statistics: Flag | None = None
     """Record how every update is rounded, for `engine.update_statistics()`. Default false."""
     rules: Items[Rule] = ()
@@ -304,7 +291,7 @@ class DataTypes(Block):
 
     grad_accum_dtype: Accumulate | None = None
     """Same as `gradient_accumulation_dtype`."""
-    param_dtype: Storage | None = None
+    param_dtype: Buffers | None = None
     """Must agree with the mode: this is a check, not a setting."""
     buffer_dtype: Buffers | None = None
     """Cast floating buffers to this dtype. By default they are kept as they are."""
@@ -330,6 +317,12 @@ class ZeroOptimization(Block):
     """Hybrid sharding: ranks per shard group; -1 is all of them."""
     offload_optimizer: OffloadOptimizer | None = None
     """Master and state in host memory."""
+    zero_quantized_weights: Flag | None = None
+    """ZeRO++: gather trained weights in int8."""
+    zero_quantized_nontrainable_weights: Flag | None = None
+    """ZeRO++: keep and gather frozen linear layers in int8."""
+    zero_quantized_gradients: Flag | None = None
+    """ZeRO++: send gradients in int4."""
     load_from_fp32_weights: Literal[True] | None = None
     """Take masters from the model's own fp32 values. This is always done; false is refused."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zerodrift.deepspeed.config import MANAGED
+from zerodrift.deepspeed.parameters import plain_wire
 from zerodrift.policy import Mode
 
 THEIRS = ("adagrad", "adam", "adamw", "lion", "muon")
@@ -25,7 +26,6 @@ FALSE = (
     "flops_profiler_enabled graph_harvesting is_deepcompile_active is_deepcompile_enabled "
     "load_universal_checkpoint memory_breakdown pld_enabled random_ltd_enabled sparse_gradients_enabled "
     "super_offload use_node_local_storage wall_clock_breakdown zero_nvme_offload_optimizer "
-    "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights "
 )
 """Switches of features that are not here."""
 
@@ -38,8 +38,9 @@ def _data_types(self: Any) -> tuple[torch.dtype, torch.dtype]:
 
 
 def wire_dtype(self: Any) -> torch.dtype:
-    """Return the dtype in which gradients are sent, unless a rule says otherwise."""
-    wires = [update.reduce.wire.torch for update in _updates(self)]
+    """Return the dtype in which gradients are sent, unless a rule says otherwise; for a narrow wire, that of
+    their sum."""
+    wires = [plain_wire(update.reduce) for update in _updates(self)]
     return wires[0] if wires else torch.float32
 
 
@@ -88,7 +89,15 @@ def _stage(least: int) -> Callable[[Any], Any]:
 
 _offload = _policy(lambda policy: policy.sharding.offload)
 
+QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
+
+
+def _is_written(key: str) -> Callable[[Any], bool]:
+    return lambda self: bool(_written(self, "zero_optimization", key))
+
+
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
+    **{key: _is_written(key) for key in QUANTIZED},
     # precision
     "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
     "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),

@@ -37,7 +37,7 @@ from zerodrift.engine import (
 )
 from zerodrift.errors import ModelError, UnsupportedError
 from zerodrift.plan import Row
-from zerodrift.policy import SAFE_MODULES
+from zerodrift.policy import SAFE_MODULES, Reduction
 
 ENGINE_PARAMETER = "_zerodrift_owner"
 """The attribute of a parameter that an engine runs."""
@@ -223,7 +223,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     else:
         updater.set_master(segment.number, flat)
     segment.drop()
-    segment.sync_storage().wait()
+    segment.sync_storage(updater).wait()
     mark_storage_changed(segment)
 
 
@@ -316,6 +316,11 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
+def plain_wire(reduce: Reduction) -> torch.dtype:
+    """Return the dtype of the wire; of the sum, where values travel in a narrow format."""
+    return (reduce.wire if reduce.wire.format is None else reduce.sum).torch
+
+
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     """Return the planned dtype of the gradient on the wire. Without an engine it is the parameter's own
     dtype."""
@@ -323,7 +328,7 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     if owner is not None:
         row = owner.running().plan.row(owner.name)
         if row is not None and row.columns.update is not None:
-            return row.columns.update.reduce.wire.torch
+            return plain_wire(row.columns.update.reduce)
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
 
 

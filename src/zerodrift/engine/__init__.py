@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from zerodrift.engine.place import ELSEWHERE, ValueSource, ValueSources, tie
     from zerodrift.engine.progress import StepResult, TrainingProgress, refusal
     from zerodrift.engine.shards import SegmentShard, Shards, Span
-    from zerodrift.engine.step import compute
+    from zerodrift.engine.step import compute, products
     from zerodrift.engine.step.compute import ForwardPrecision
     from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
     from zerodrift.engine.step.norm import Norm, RankAgreement, bad_parameters, global_norm
+    from zerodrift.engine.step.products import has_narrow_products
     from zerodrift.engine.step.segment import FlatSegment
     from zerodrift.engine.step.trained_segment import TrainedSegment, trained_of
     from zerodrift.engine.step.unit import LiveUnit, refuse_wrapper

@@ -34,7 +34,7 @@ from zerodrift.engine.habits.storage_writes import (
 from zerodrift.engine.nested import in_transform
 from zerodrift.engine.place import ValueSources, place
 from zerodrift.engine.progress import TrainingProgress, refusal
-from zerodrift.engine.step import compute
+from zerodrift.engine.step import compute, products
 from zerodrift.engine.step.accumulation import GradientBuffers
 from zerodrift.engine.step.gradients import BackwardCallbacks, Gradients
 from zerodrift.engine.step.norm import (
@@ -104,6 +104,7 @@ class NativeExecutor:
         ]
         if policy.mode is not Mode.FP32:
             pin(self.segments)
+        products.attach(self.segments)
         self._trained = trained_of(self.segments)
         self.sum_over_ends: Callable[[], None] = lambda: None
         for segment in self.segments:
@@ -114,6 +115,12 @@ class NativeExecutor:
         if self._trained and (optimizer is not None or policy.optimizer is not None):
             owned = [segment.piece(masters.pop(segment.number)) for segment in self._trained]
             self.updater = make_updater(self.part, owned, optimizer, originals, update_slice=update_slice)
+        for segment in self._trained:
+            if segment.shows_narrow_values:
+                shown = masters.get(segment.number)  # there is one without an optimizer only
+                handle = segment.sync_storage(self.updater) if shown is None else segment.show_master(shown)
+                handle.wait()
+                record_versions(segment)
         mark_as_ours(self._handles)
         self._progress: TrainingProgress
 
@@ -267,7 +274,7 @@ class NativeExecutor:
         self.guard.require_closed("load")
         self.drop()
         for segment in self.segments:
-            segment.sync_storage().wait()
+            segment.sync_storage(self.updater).wait()
             mark_storage_changed(segment)
             refresh_views(segment)
 
@@ -282,6 +289,7 @@ class NativeExecutor:
             unit.detach()
         self.guard.leave()
         unpin(self.segments)
+        products.detach(self.segments)
         self.gradients.callbacks = None
 
 

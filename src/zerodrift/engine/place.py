@@ -29,7 +29,7 @@ from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
 from zerodrift.errors import ModelError, Problems
-from zerodrift.kernels import host_memory
+from zerodrift.kernels import PackedRun, host_memory
 from zerodrift.model import is_dtensor, recipe
 from zerodrift.optim import split
 from zerodrift.plan import Plan, Row, gathered_bytes, round_up
@@ -54,6 +54,10 @@ class ValueSource(Protocol):
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """Write the elements from `start` on of the row-major flattening into flat `out`, cast to its
         dtype."""
+
+    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
+        """Write so many elements from `start` on into a packed run, from its element `at` on, if the source
+        holds their codes and scales in its format; else return False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ class SegmentFiller:
     def __init__(self, segment: FlatSegment) -> None:
         self.segment = segment
         self.storage = segment.storage
+        self._packer = None if segment.packed is None else _Packer(segment, segment.packed)
         kind = segment.update.master if isinstance(segment, TrainedSegment) else Master.SAME
         self._split = kind is Master.SPLIT
         owned = segment.owned
@@ -195,13 +200,16 @@ class SegmentFiller:
         elif kind is Master.FP32:
             self.master = host_memory.zeros(owned.shape, torch.float32, owned.device)
         # Not all of it: a pass over fresh memory costs as much as reading it full from files.
-        for low, high in _gaps(segment):
+        for low, high in _gaps(segment) if self._packer is None else ():
             for flat in (self.storage, self.master):
                 if flat is not None:
                     self._of(flat, self._within(flat, low, high - low)).zero_()
 
     def give(self, offset: int, values: torch.Tensor) -> None:
         """Keep the part of a run of values, from an element of the segment on, that rests on this rank."""
+        if self._packer is not None:
+            self._packer.give(offset, values)
+            return
         where = self._within(self.storage, offset, values.numel())
         self._of(self.storage, where).copy_(self._rounded(values[where.start - offset : where.stop - offset]))
         if self.master is None:
@@ -217,6 +225,9 @@ class SegmentFiller:
         if low >= high:
             return
         where, start = slice(low, high), low - row.offset + self.segment.first_of(row)
+        if self._packer is not None:
+            self._packer.fill(row.name, source, start, low, high)
+            return
         storage = self._of(self.storage, where)
         exact = from_torch(source.exact(row.name))
         if self.master is None or (self._split and exact is not None and DType.BF16.holds(exact)):
@@ -234,6 +245,9 @@ class SegmentFiller:
 
     def exchange(self, comm: Collectives) -> None:
         """Gather the shares of other ranks into what rests whole."""
+        if self._packer is not None:
+            self._packer.exchange(comm)
+            return
         for flat in (self.storage, self.master):
             if flat is not None:
                 exchange(self.segment, flat, comm)
@@ -259,6 +273,36 @@ class SegmentFiller:
         return self.segment.at_rest(values.float() if self._split else values)
 
 
+class _Packer:
+    """Encodes the first values of a segment whose values rest packed."""
+
+    def __init__(self, segment: FlatSegment, packed: PackedRun) -> None:
+        self._segment, self._packed = segment, packed
+        self._start = segment.rank * packed.numel if segment.sharded else 0
+
+    def give(self, offset: int, values: torch.Tensor) -> None:
+        low = max(self._start, offset)
+        high = min(self._start + self._packed.numel, offset + values.numel())
+        if low < high:
+            self._packed.encode(low - self._start, values[low - offset : high - offset])
+
+    def fill(self, name: str, source: ValueSource, start: int, low: int, high: int) -> None:
+        """Read the elements of the segment in [low, high); the first is element `start` of a name."""
+        if source.fill_packed(name, start, self._packed, low - self._start, high - low):
+            return
+        window = torch.empty(min(WINDOW, high - low), device=self._packed.data.device)
+        for first in range(0, high - low, WINDOW):
+            values = window[: min(WINDOW, high - low - first)]
+            source.fill(name, start + first, values)
+            self._packed.encode(low + first - self._start, values)
+
+    def exchange(self, comm: Collectives) -> None:
+        """Gather the codes and the scales that other ranks filled, where all rest whole."""
+        if not self._segment.sharded:
+            for part in (self._packed.codes, self._packed.scales):
+                _exchange_shares(self._segment, part.view(-1), comm)
+
+
 def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
     """Yield (first, one past the last) of the elements between and after parameters."""
     reached = 0
@@ -273,20 +317,30 @@ def _gaps(segment: FlatSegment) -> Iterator[tuple[int, int]]:
 def share_of(segment: FlatSegment, rank: int) -> slice:
     """Return the elements that a rank fills: an equal part, which is what it owns where that is a part."""
     padded, ranks = segment.spec.padded, segment.ranks
-    count = padded // ranks if padded % ranks == 0 else round_up(-(-padded // ranks), BLOCK)
+    equal = padded % (ranks * BLOCK) == 0
+    count = padded // ranks if equal else round_up(-(-padded // ranks), BLOCK)
     return slice(min(padded, rank * count), min(padded, (rank + 1) * count))
 
 
 def exchange(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
     """Gather the shares that other ranks filled into a buffer that is whole on every rank."""
-    if segment.ranks == 1 or flat.numel() != segment.spec.padded:
+    if flat.numel() == segment.spec.padded:
+        _exchange_shares(segment, flat, comm)
+
+
+def _exchange_shares(segment: FlatSegment, flat: torch.Tensor, comm: Collectives) -> None:
+    """Gather the shares of a buffer of all elements, or of as many bytes for each block of them."""
+    padded = segment.spec.padded
+    if segment.ranks == 1 or not padded:
         return
-    if flat.numel() % segment.ranks == 0:
+    if padded % (segment.ranks * BLOCK) == 0:
         moved = flat.view(torch.uint8)  # nothing is computed on the way, and gloo knows few dtypes
         comm.all_gather(moved, segment.slice_of(moved), segment.axis)
         return
     for rank in range(segment.ranks):
-        comm.broadcast(flat[share_of(segment, rank)], rank, segment.axis)
+        share = share_of(segment, rank)
+        ends = (at * flat.numel() // padded for at in (share.start, share.stop))
+        comm.broadcast(flat[slice(*ends)], rank, segment.axis)
 
 
 def give(row: Row, parameter: nn.Parameter, rest: Any, comm: Collectives) -> None:

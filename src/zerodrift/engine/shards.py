@@ -23,6 +23,7 @@ from zerodrift.engine.habits.storage_writes import take_over_writes
 from zerodrift.engine.place import exchange, share_of
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
+from zerodrift.kernels import PackedRun
 from zerodrift.optim import Updater
 from zerodrift.plan import Row
 
@@ -66,7 +67,7 @@ class SegmentShard(Protocol):
     Flat tensors in and out have `numel` elements, weights in `dtype`: fp32 where there is a master, else that
     of storage. `rows` are all with a part in the piece, on whatever rank. Of them this rank holds `held`,
     reads `share`, which no other rank does, and fills `filled` from files. An optimizer owns it where
-    `updated`.
+    `updated`. Frozen values in a narrow format rest in `packed`, and are decoded to fp32 here.
     """
 
     @property
@@ -83,12 +84,14 @@ class SegmentShard(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def updated(self) -> bool: ...
+    @property
+    def packed(self) -> PackedRun | None: ...
     def zeros(self) -> torch.Tensor: ...
     def weights(self) -> torch.Tensor:
         """Return the masters, exact; storage where there is none."""
 
     def stored(self) -> torch.Tensor:
-        """Return the bits that the model sees, in the storage dtype."""
+        """Return the bits that the model sees, in the dtype of storage; of compute, if they travel narrow."""
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Return moments in fp32 by torch's names; none before the first step."""
@@ -101,6 +104,13 @@ class SegmentShard(Protocol):
 
     def set_moment(self, key: str, values: torch.Tensor) -> None: ...
 
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        """Return what a narrow wire has rounded away of this rank's gradient of all rows, or None."""
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        """Replace it, up to the end of the last row."""
+
 
 class FlatShard:
     """A `SegmentShard` of a native segment."""
@@ -109,10 +119,12 @@ class FlatShard:
         self.segment = segment
         self.rows = tuple(segment.rows)
         self._updater = updater if isinstance(segment, TrainedSegment) else None
+        self._wire = segment.wire if isinstance(segment, TrainedSegment) else None
         self.updated = self._updater is not None
         self._storage = segment.owned
-        self.numel = self._storage.numel()
-        self.dtype = torch.float32 if self.updated else self._storage.dtype
+        self.packed = segment.packed
+        self.numel = self._storage.numel() if self.packed is None else self.packed.numel
+        self.dtype = torch.float32 if self.updated or self.packed is not None else self._storage.dtype
         start = 0 if self.numel == segment.spec.padded else segment.rank * self.numel
         self.held = tuple(_spans(segment, start, start + self.numel, start))
         index, copies = copy
@@ -123,16 +135,33 @@ class FlatShard:
         filled = share_of(segment, segment.rank)
         self.filled = tuple(_spans(segment, filled.start, filled.stop, start))
 
+    @property
+    def feedback(self) -> torch.Tensor | None:
+        return None if self._wire is None else self._wire.feedback
+
+    def set_feedback(self, values: torch.Tensor | None) -> None:
+        if self._wire is None:
+            return
+        self._wire.feedback = None
+        if values is not None:
+            whole = values.new_zeros(self.segment.spec.padded)
+            whole[: values.numel()] = values
+            self._wire.feedback = whole
+
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._storage.device)
 
     def weights(self) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.values()
         if self._updater is None:
             return self._storage.detach()
         take_over_writes(self.segment, self._updater)
         return self._updater.master(self.segment.number)
 
     def stored(self) -> torch.Tensor:
+        if self.segment.narrow is not None:
+            return self.segment.as_shown(self.weights())
         return self._storage.detach()
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -141,13 +170,13 @@ class FlatShard:
     @torch.no_grad()
     def set_weights(self, values: torch.Tensor) -> None:
         if self._updater is None:
-            self._storage.copy_(values)
+            self.segment.store(values)
         else:
             self._updater.set_master(self.segment.number, values)
 
     def set_filled(self, values: torch.Tensor, comm: Collectives) -> None:
         exchange(self.segment, values, comm)
-        if self.updated:  # else it is storage itself
+        if self.updated or self.packed is not None:  # else it is storage itself
             self.set_weights(values)
 
     def set_moment(self, key: str, values: torch.Tensor) -> None:

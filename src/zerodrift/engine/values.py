@@ -295,7 +295,7 @@ class SegmentValues:
                     self.comm.broadcast(shown.view(-1), 0, segment.axis)
                     self.comm.broadcast(shown.view(-1), 0, "replicate")
                 place = segment.view(whole, row)
-                kept = segment.at_rest(place).to(shown.dtype) == shown
+                kept = segment.as_shown(place) == shown
                 if row.name in self.guard.replaced:
                     kept.fill_(False)
                 if not kept.all():
@@ -339,17 +339,17 @@ class SegmentValues:
         """Gather a copy of the masters in fp32; storage, where there is no master."""
         self._take_over_writes([segment])
         if not isinstance(segment, TrainedSegment) or self.updater is None:
-            return self._whole(segment, segment.storage.to(torch.float32, copy=True))
+            return self._whole(segment, segment.values_at_rest())
         return self._whole(segment, self.updater.master(segment.number))
 
     def _set_whole_master(self, segment: FlatSegment, whole: torch.Tensor) -> None:
         with torch.no_grad():
             if not isinstance(segment, TrainedSegment) or self.updater is None:
-                segment.storage.copy_(segment.slice_of(whole) if segment.sharded else whole)
+                segment.store(segment.slice_of(whole) if segment.sharded else whole)
                 mark_storage_changed(segment)
                 return
             self.updater.set_master(segment.number, segment.owned_of(whole))
-        segment.sync_storage().wait()
+        segment.sync_storage(self.updater).wait()
         mark_storage_changed(segment)
 
     def has_gradient(self, row: Row) -> bool:

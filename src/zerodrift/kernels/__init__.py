@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.kernels import device, host_memory, native, squares
+    from zerodrift.kernels import device, host_memory, narrow, native, products, squares
     from zerodrift.kernels.build import COMPILERS, find_compiler
     from zerodrift.kernels.digests import BYTES, block_digests, prints
+    from zerodrift.kernels.packed import PackedRun
     from zerodrift.kernels.probe import contraction, exact_sqrt, vector_root
     from zerodrift.kernels.squares import reference_square_sums
 

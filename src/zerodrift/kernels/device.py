@@ -29,6 +29,9 @@ TILE = 4
 _SPAN = 256
 """Elements per program of a sum: slices are many and short where parts are many."""
 
+NARROW_SPAN = 2048
+"""Elements per program of a narrow format."""
+
 STRICT = ("enable_fp_fusion", "enable_reflect_ftz")
 """Compiler options that are turned off if this Triton has them: contraction of products and sums, and
 flushing of subnormals in roots and quotients. A Triton without the second option flushes them."""
@@ -87,13 +90,21 @@ def prints(words: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def narrow(codes: Tensor, scales: Tensor, values: Tensor, numbers: Tensor, **choices: Any) -> None:
+    """Encode or decode a run. The arguments are those of `narrow_programs.narrow`."""
+    tile, numel = NARROW_SPAN // choices["block"], values.numel()
+    tensors = (codes, scales, as_bits(values), numbers)
+    _launch("narrow", values, NARROW_SPAN, *tensors, numel, tile=tile, **choices)
+
+
 def _launch(name: str, flat: Tensor, elements: int, *arguments: Any, **choices: int) -> None:
     """Launch a program for every so many elements of a flat tensor, on its device."""
-    from zerodrift.kernels import programs
+    from zerodrift.kernels import narrow_programs, programs
 
     grid = (-(-flat.numel() // elements),)
+    program = getattr(narrow_programs if name == "narrow" else programs, name)
     with torch.accelerator.device_index(flat.device.index):
-        getattr(programs, name)[grid](*arguments, **choices, **_options(flat.device))
+        program[grid](*arguments, **choices, **_options(flat.device))
 
 
 def as_bits(tensor: Tensor) -> Tensor:

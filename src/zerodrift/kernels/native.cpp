@@ -7,11 +7,11 @@
 // tensors arrive as addresses in a plain struct, which `optim/fused.py` mirrors.
 //
 // Here are the pass and what is exported. Its parts, one translation unit with this file, are `formats.h` (16
-// bits), `codes.h` (8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`, `digests.h`, `sums.h`, and
-// `memory.h`, which is about speed alone. Each of the others names the Python file that defines its numbers, and
-// equals it bit for bit. Three things make that hold: the compiler may not contract a*b+c on its own (-ffp-contract=off), products and sums
-// are contracted exactly where torch's own kernels were seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`),
-// and every sum has a fixed order within its block.
+// bits), `codes.h` (8 bits), `narrow.h` (4 and 8 bits), `updates.h` (the arithmetic), `squares.h`, `prints.h`,
+// `digests.h`, `sums.h`, and `memory.h`, which is about speed alone. Each of the others names the Python file that
+// defines its numbers, and equals it bit for bit. Three things make that hold: the compiler may not contract
+// a*b+c on its own (-ffp-contract=off), products and sums are contracted exactly where torch's own kernels were
+// seen to (ZERODRIFT_FMA_*, set by `kernels/probe.py`), and every sum has a fixed order within its block.
 //
 // Invariant: an element's result depends on its own values, its group and its block's key: never on where a
 // slice begins, on the number of threads, or on alignment.
@@ -23,6 +23,7 @@
 #include "digests.h"
 #include "formats.h"
 #include "memory.h"
+#include "narrow.h"
 #include "prints.h"
 #include "squares.h"
 #include "sums.h"
@@ -364,5 +365,21 @@ extern "C" void zerodrift_sums(int64_t numel, int64_t count, const void* const* 
       add_in_turn(sum, parts, out_type, at, n);
     }
     store_sum(out, out_type, sum, at, n);
+  }
+}
+
+// Encodes a run of whole blocks, or decodes it; see `enum Way`.
+extern "C" void zerodrift_narrow(int64_t numel, const Format* format, int32_t way, void* values, int32_t type,
+                                 void* codes, void* scales, const int64_t* draws, int32_t threads) {
+  const Run run{*format, LARGEST[format->element], numel, type, values, static_cast<uint8_t*>(codes),
+                static_cast<uint8_t*>(scales), draws};
+  const SpanFunction function = span_function(format->element, way);
+  const int64_t spans = (numel + BLOCK - 1) / BLOCK;
+  const int count = workers(numel, threads);
+  (void)count;
+#pragma omp parallel for schedule(static) num_threads(count) if (count > 1)
+  for (int64_t span = 0; span < spans; ++span) {
+    const int64_t at = span * BLOCK;
+    function(run, at, static_cast<int>(numel - at < BLOCK ? numel - at : BLOCK));
   }
 }

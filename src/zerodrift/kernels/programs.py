@@ -42,12 +42,12 @@ LEAST_SCALE, LARGEST_SCALE = tl.constexpr((127 - 96) << 23), tl.constexpr((127 +
 
 
 @triton.jit
-def _bits(x):
+def bits_of(x):
     return x.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _value(bits):
+def value_of(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -65,11 +65,11 @@ def _high(bits):
 @triton.jit
 def _wide(high):
     """Convert bf16 bits in int16 to fp32."""
-    return _value(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return value_of(high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
-def _load(data, at, mask):
+def load_wide(data, at, mask):
     """Load fp32, fp16, or the bits of bf16, as fp32."""
     held = tl.load(data + at, mask=mask, other=0)
     if data.dtype.element_ty == tl.int16:
@@ -79,21 +79,21 @@ def _load(data, at, mask):
 
 
 @triton.jit
-def _bf16_even(x):
-    bits = _bits(x)
+def bf16_even(x):
+    bits = bits_of(x)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return tl.where(_is_nan(bits), QUIET, _high(rounded)).to(tl.int16)
 
 
 @triton.jit
 def _bf16_away(x):
-    bits = _bits(x)
+    bits = bits_of(x)
     return tl.where(_is_nan(bits), QUIET, _high(bits + 0x8000)).to(tl.int16)
 
 
 @triton.jit
 def _bf16_random(x, random16):
-    bits = _bits(x)
+    bits = bits_of(x)
     return tl.where(_is_nan(bits), QUIET, _high(bits + random16)).to(tl.int16)
 
 
@@ -130,7 +130,7 @@ def _load_moment(moment, scale, codes, number: tl.constexpr, block, there, at, m
         value = tl.load(codes + number * CODE + 3 * LEVELS + code)
         return value * tl.load(scale + block, mask=there, other=0)[:, None]
     else:
-        return _load(moment, at, mask)
+        return load_wide(moment, at, mask)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _store_moment(
     if state == STATE_FP32:
         tl.store(moment + at, x, mask=mask)
     elif state == STATE_BF16:
-        tl.store(moment + at, _bf16_even(x), mask=mask)
+        tl.store(moment + at, bf16_even(x), mask=mask)
     elif state == STATE_STOCHASTIC:
         tl.store(moment + at, _bf16_random(x, (words >> (16 * number)) & 0xFFFF), mask=mask)
     else:
@@ -154,13 +154,13 @@ def _store_moment(
 @triton.jit
 def _encode(x, code, signed: tl.constexpr, draws):
     """Encode fp32 as codes and a scale per block; see `optim/blockwise.py`."""
-    bits = _bits(x)
+    bits = bits_of(x)
     magnitude = bits & MAGNITUDE
     most = tl.max(magnitude, 1)
-    scale = _value(tl.minimum(most, LARGEST_SCALE))
+    scale = value_of(tl.minimum(most, LARGEST_SCALE))
     scale = tl.where(most < LEAST_SCALE, 0.0, tl.where(most > INFINITY, float("nan"), scale))
     inverse = tl.where(scale > 0.0, tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0)), 0.0)
-    part = _value(magnitude) * inverse[:, None]
+    part = value_of(magnitude) * inverse[:, None]
     part = tl.where(part <= 1.0, part, 1.0)  # a NaN is 1 as well
     first = tl.zeros_like(magnitude).to(tl.int32)  # the code before this decade's: 2^level - 1
     start = tl.zeros_like(x) + tl.load(code + LEVELS)
@@ -235,11 +235,11 @@ def _load_master(storage, master, at, mask, kind: tl.constexpr):
     if kind == MASTER_FP32:
         return tl.load(master + at, mask=mask, other=0.0)
     elif kind == MASTER_SPLIT:
-        high = _bits(_load(storage, at, mask))
+        high = bits_of(load_wide(storage, at, mask))
         low = tl.load(master + at, mask=mask, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
-        return _value(high + low)
+        return value_of(high + low)
     else:
-        return _load(storage, at, mask)
+        return load_wide(storage, at, mask)
 
 
 @triton.jit
@@ -247,12 +247,12 @@ def _store_master(p, storage, master, at, mask, kind: tl.constexpr):
     if kind == MASTER_FP32:
         tl.store(master + at, p, mask=mask)
     if kind == MASTER_SPLIT:
-        bits = _bits(p)
+        bits = bits_of(p)
         low = tl.where(_is_nan(bits), 0, bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
         tl.store(master + at, low, mask=mask)
         tl.store(storage + at, _bf16_away(p), mask=mask)
     elif storage.dtype.element_ty == tl.int16:
-        tl.store(storage + at, _bf16_even(p), mask=mask)
+        tl.store(storage + at, bf16_even(p), mask=mask)
     else:
         tl.store(storage + at, p.to(storage.dtype.element_ty), mask=mask)
 
@@ -293,7 +293,7 @@ def update(
     if keys is not None:
         words = _random_words(keys, block, there, stochastic)
 
-    g = _load(grad, at, mask) * tl.load(row)
+    g = load_wide(grad, at, mask) * tl.load(row)
     p = _load_master(storage, master, at, mask, master_kind)
     l2 = tl.load(row + 2)
     # Nothing is added for 0, as in torch: 0 * inf would be NaN.
@@ -325,7 +325,7 @@ def squares(data, out, numel, tile: tl.constexpr):
     lane = block[:, None] * BLOCK + tl.arange(0, LANES)[None, :]
     sums = tl.zeros((tile, LANES), tl.float64)
     for place in tl.static_range(0, BLOCK, LANES):
-        wide = _load(data, lane + place, lane + place < numel).to(tl.float64)
+        wide = load_wide(data, lane + place, lane + place < numel).to(tl.float64)
         sums += wide * wide  # the square of an fp32 value is exact
     # A sum of two has one order.
     sums = tl.sum(tl.reshape(sums, (tile, 2, 8)), 1)
@@ -340,13 +340,13 @@ def sums(parts, out, numel, count, narrow: tl.constexpr, tile: tl.constexpr):
     `narrow`, if the sum has such a dtype."""
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     mask = at < numel
-    total = _load(parts, at, mask)
+    total = load_wide(parts, at, mask)
     here = at
     for _ in range(1, count):
         here += numel
-        total += _load(parts, here, mask)
+        total += load_wide(parts, here, mask)
         if narrow == BF16_SUM:
-            total = _wide(_bf16_even(total))
+            total = _wide(bf16_even(total))
         elif narrow == FP16_SUM:
             total = total.to(tl.float16).to(tl.float32)
     tl.store(out + at, _narrowed(total, narrow), mask=mask)
@@ -373,7 +373,7 @@ def prints(words, out, count, tile: tl.constexpr):
 @triton.jit
 def _narrowed(total, narrow: tl.constexpr):
     if narrow == BF16_SUM:
-        return _bf16_even(total)
+        return bf16_even(total)
     elif narrow == FP16_SUM:
         return total.to(tl.float16)
     else:

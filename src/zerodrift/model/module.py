@@ -8,7 +8,7 @@ Invariant: the order is that of `named_parameters`, and each Parameter object is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
         if is_lazy(tensor):
             do = "Run one batch through the lazy module first, or write its sizes."
             problems.add(name, "must have a shape", got="an uninitialized parameter or buffer", do=do)
+    _check_plain(tensors, problems)
     problems.raise_as(ModelError)
     _merge_declared_ties(module, groups, problems)
     _check_memory(groups, problems)
@@ -77,6 +78,25 @@ def from_module(module: nn.Module, source: str = "") -> ModelSpec:
         containers=frozenset(path for path, part in modules.items() if path and not has_forward(part)),
         shared=tuple((path, first[id(part)]) for path, part in modules.items() if path != first[id(part)]),
     )
+
+
+QUANTISED = {"Params4bit": "nf4", "Int8Params": "int8"}
+"""Classes of bitsandbytes' parameters -> the word of the storage that takes their place."""
+
+
+def _check_plain(tensors: Iterable[tuple[str, torch.Tensor]], problems: Problems) -> None:
+    """Refuse parameters that a library has quantised, which nobody can shard, with the key to use instead."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors:
+        if type(tensor).__name__ in QUANTISED:
+            found.setdefault(type(tensor).__name__, []).append(name)
+    for kind, names in found.items():
+        do = (
+            f"Load the model without a `quantization_config` (`load_in_4bit`, `bnb_4bit_...`), and set "
+            f"`precision.frozen: {QUANTISED[kind]}`; in a job, `model.base: {QUANTISED[kind]}`."
+        )
+        got = f"{kind} of bitsandbytes in {listed(names)}"
+        problems.add(names[0], "must be a plain tensor, to be sharded and quantised here", got=got, do=do)
 
 
 def has_forward(module: nn.Module) -> bool:

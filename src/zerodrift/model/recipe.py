@@ -154,12 +154,12 @@ def replay(recipe: InitRecipe, name: str, seed: int) -> torch.Tensor:
 
     generator = torch.default_generator
     before = generator.get_state()
-    flat = torch.empty(recipe.numel, dtype=recipe.dtype)
+    flat = torch.empty(recipe.numel, dtype=recipe.dtype, device="cpu")
     if recipe.dtype.is_floating_point:
         flat.fill_(float("nan"))
     try:
         generator.manual_seed(derive_seed(name, seed))
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             done: dict[ComputedTensor, Any] = {}
             for operation in recipe.operations:
                 operation.play(flat, done)

@@ -36,8 +36,6 @@ class Scheme:
             must = "must have storage fp32, bf16 or fp16"
         elif self.master is Master.SPLIT and self.storage is not DType.BF16:
             must, do = "must have bf16 storage for a split master", "Use master `fp32`."
-        elif self.master is Master.FP32 and self.storage is DType.FP32:
-            must, do = "must have no fp32 master beside fp32 storage, which is its own", "Use master `same`."
         if must:
             got = f"storage {self.storage}, master {self.master}"
             raise UnsupportedError("optim.Scheme", must, got=got, do=do)

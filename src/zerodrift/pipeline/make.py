@@ -18,6 +18,7 @@ from torch import nn
 from zerodrift.comm import Collectives, Mesh
 from zerodrift.engine import Engine, ValueSource, ValueSources
 from zerodrift.errors import UnsupportedError
+from zerodrift.kernels import PackedRun
 from zerodrift.pipeline.cut import Causal, Cut, check_names, prune
 from zerodrift.pipeline.run import PipelineExecutor
 from zerodrift.pipeline.values import make_equal
@@ -99,6 +100,9 @@ class _Named:
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         self.source.fill(self.name, start, out)
+
+    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
+        return self.source.fill_packed(self.name, start, run, at, numel)
 
 
 def _known_here(plan: Plan, mine: Plan, sources: ValueSources) -> ValueSources:

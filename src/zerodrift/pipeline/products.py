@@ -21,6 +21,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812
 
+from zerodrift.engine import has_narrow_products
+
 Kind = Literal["linear", "matmul", "batched", "grouped"]
 """Forms of a product of input `x` and weight `w`: x w^T with w [out, in]; x w with w [in, out]; the same for
 each of a batch; rows of x in groups, each with its own w."""
@@ -60,6 +62,8 @@ def recognise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
     if parsed is None:
         return None
     kind, x, weight, bias, offsets, run = parsed
+    if has_narrow_products(weight):
+        return None  # all its products are formed as planned, its gradient's at once
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_floating_point()):
         return None
     parameter = _root(weight)

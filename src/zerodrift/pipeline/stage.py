@@ -82,7 +82,7 @@ class RandomStreams:
         else:
             parts = came.cpu().split([state.numel() for state in before])
             for generator, state in zip(self._generators, parts, strict=True):
-                generator.set_state(state)
+                generator.set_state(state.clone())  # one that begins inside of memory crashes torch (2.13)
         begun = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -102,7 +102,7 @@ class RandomStreams:
         return torch.cat([generator.get_state() for generator in self._generators]).to(self._device)
 
     def advance(self) -> None:
-        torch.rand((), generator=self._generators[0])
+        torch.rand((), generator=self._generators[0], device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,4 +139,6 @@ def make_equal(part: Plan, own: SegmentValues) -> None:
             comm.broadcast(master, 0, "ends")
             if not segment.spec.lead:
                 updater.set_master(segment.number, master)
+            if isinstance(segment, TrainedSegment) and segment.shows_narrow_values:
+                segment.sync_storage(updater).wait()
         mark_storage_changed(segment)

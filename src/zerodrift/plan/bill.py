@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerodrift.dtypes import BLOCK
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.errors import ConfigError
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ADAMW, of_type
@@ -49,10 +49,13 @@ class RestingBytes:
     state: int
     checksums: int = 0
     """Checksums of storage that rests whole beside a master, by which the engine notices writes to it."""
+    feedback: int = 0
+    """Fp32 values, on every rank, that the wire has rounded away and the next gradient gets."""
 
     @property
     def total(self) -> int:
-        return self.storage + self.buffers + self.accumulate + self.master + self.state + self.checksums
+        held = self.storage + self.buffers + self.accumulate + self.master + self.state
+        return held + self.checksums + self.feedback
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,7 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
-    storage = accumulate = master = state = checksums = 0
+    storage = accumulate = master = state = checksums = feedback = 0
     for segment in plan.segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _resting_bytes(segment, columns.storage, shard)
@@ -165,6 +168,8 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
         master += owned * MASTER_BYTES[update.master]
         if plan.policy.backend == "native" and MASTER_BYTES[update.master] and not _gathers(plan, segment):
             checksums += -(-segment.padded * columns.storage.dtype.size // CHECKSUM_BLOCK) * 8
+        if update.reduce.feedback and shard > 1:
+            feedback += segment.padded * DType.FP32.size
         count = count_moments(plan.policy.optimizer, update.optimizer)
         state += owned // BLOCK * block_bytes(update.state) * count
         if not plan.policy.sharding.free_accumulator:
@@ -173,7 +178,7 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     if not plan.policy.sharding.free_accumulator:
         accumulate += sum(_arriving(plan, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
-    return RestingBytes(storage, buffers, accumulate, master, state, checksums)
+    return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback)
 
 
 def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
@@ -243,12 +248,13 @@ def _gathered(plan: Plan) -> tuple[int, int]:
 
 
 def _gathers(plan: Plan, segment: Segment) -> bool:
-    storage = segment.columns.storage
-    return bool(storage.axis and plan.slices(segment) > 1) or storage.dtype is not segment.columns.compute
+    columns = segment.columns
+    sliced = bool(columns.storage.axis and plan.slices(segment) > 1)
+    return sliced or columns.encodes or columns.storage.dtype is not columns.compute
 
 
 def _resting_bytes(segment: Segment, placed: Placed, shard: int) -> int:
-    return segment.padded * placed.dtype.size // (shard if placed.axis else 1)
+    return placed.dtype.nbytes(segment.padded) // (shard if placed.axis else 1)
 
 
 def accumulators_of(plan: Plan, segment: Segment, micro_batches: int) -> int:
@@ -348,7 +354,8 @@ def _wire_buffers(plan: Plan, segment: Segment) -> int:
     received = _received(plan, segment)
     if _halves(update, shard):
         return received
-    sent = 0 if update.reduce.wire is update.accumulate.dtype else segment.padded * update.reduce.wire.size
+    wire = update.reduce.wire
+    sent = 0 if wire is update.accumulate.dtype else wire.nbytes(segment.padded)
     summed = segment.padded // shard * update.reduce.sum.size
     levels = rank_levels(shard) if update.reduce.order == "tree" else 0
     return received + sent + summed * (1 + levels)
@@ -360,8 +367,9 @@ def _received(plan: Plan, segment: Segment) -> int:
     if update is None or shard == 1:
         return 0
     if _halves(update, shard):
-        return segment.padded * update.reduce.wire.size  # the buffer of `halving_exchanges`
-    return segment.padded * (shard - 1) // shard * update.reduce.wire.size
+        return update.reduce.wire.nbytes(segment.padded)  # the buffer of `halving_exchanges`
+    wire = update.reduce.wire
+    return wire.nbytes(segment.padded) if wire.format else segment.padded * (shard - 1) // shard * wire.size
 
 
 def _halves(update: Update, shard: int) -> bool:
@@ -389,7 +397,7 @@ def sent_bytes(call: Collective, mesh: MeshShape) -> int:
         "ends": 2,
     }[call.axis]
     passes = 2 if call.op == "all_reduce" else 1
-    return passes * call.numel * call.dtype.size * (ranks - 1) // ranks
+    return passes * call.dtype.nbytes(call.numel) * (ranks - 1) // ranks
 
 
 def count_moments(optimizer: ComponentSpec | None, share: MuonUpdate) -> int:

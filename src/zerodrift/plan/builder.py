@@ -8,6 +8,7 @@ Invariant: a plan that `build` returns has passed every check of `plan/check.py`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from zerodrift.policy import (
     Master,
     Policy,
     for_parameters,
+    queues,
     refuse_order,
     refuse_ranks,
     require_matches,
@@ -98,6 +100,7 @@ def _columns(policy: Policy, model: ModelSpec) -> list[Columns]:
     columns_of = ColumnsOf(policy, model)
     require_matches(policy.rules, model, columns_of.problems)
     columns = [columns_of(parameter) for parameter in model.parameters]
+    columns_of.require_one_export(columns)
     columns_of.problems.raise_as(ConfigError)
     if not policy.mode.autocast:
         require_one_compute(model, columns, policy.rules, columns_of.problems)
@@ -111,6 +114,13 @@ def _require_experts(model: ModelSpec, columns: Sequence[Columns], ranks: int) -
         return
     problems = Problems()
     stacks = [p for p, of in zip(model.parameters, columns, strict=True) if of.parallel]
+    for stack, of in zip(model.parameters, columns, strict=True):
+        form = of.storage.dtype.format or of.gather.format
+        block = form.block if form is not None and isinstance(form.block, int) else 1
+        if of.parallel and math.prod(stack.shape) // ranks % block:
+            must = f"must have blocks of {block} that the experts of a rank fill"
+            got = f"{math.prod(stack.shape) // ranks:,} elements on each of {ranks} ranks"
+            problems.add(stack.name, must, got=got, do="Give it a plain dtype with a rule.")
     first_of: dict[str, tuple[int, str]] = {}  # module -> number of experts and name of its first stack
     for parameter in stacks:
         name, shape = parameter.name, list(parameter.shape)
@@ -231,6 +241,10 @@ def _notes(
             f"{count} tied across the pipeline: first and last stage hold a copy, whose gradients are added "
             f"once per step"
         )
+    at_once = [row for row, _ in trained if row.columns.products is not None]
+    if at_once and queues(policy.pipeline):
+        count = several(len(at_once), "parameter")
+        yield f"gradients of {count} with fp8 products are formed in the backward: the queue defers others"
     yield from _large_units(policy, rows, units, shard)
     yield from _padding(segments, shard)
     divided = [row for row in rows if row.parts > 1]

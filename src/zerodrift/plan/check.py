@@ -110,7 +110,10 @@ def nothing_narrows_silently(plan: Plan) -> Iterator[str]:
             ("accumulate is narrower than grad without allow_narrow", narrowed and not allowed),
             ("sum cannot hold the wire", not update.reduce.sum.holds(update.reduce.wire)),
             (f"a split master over {storage}", update.master is Master.SPLIT and storage is not DType.BF16),
-            ("two fp32 copies of one value", update.master is Master.FP32 and storage is DType.FP32),
+            (
+                "two fp32 copies of one value",
+                update.master is Master.FP32 and storage is DType.FP32 and row.columns.gather.format is None,
+            ),
         ):
             if found:
                 yield f"{row.name}: {fault}"

@@ -142,7 +142,8 @@ def step_end(plan: Plan) -> Iterator[Event]:
     for number, segment, update in sliced:
         storage = segment.columns.storage
         if update.axis and not storage.axis:
-            dtype = storage.dtype
+            narrow = segment.columns.gather.format is not None
+            dtype = segment.columns.gather if narrow else storage.dtype
             yield Collective("all_gather", "update", dtype, segment.padded, segment.axis, None, number)
 
 
@@ -293,9 +294,9 @@ def gathered_bytes(plan: Plan, unit: Unit) -> int:
     for segment in (plan.segments[number] for number in unit.segments):
         columns = segment.columns
         if columns.storage.axis and plan.slices(segment) > 1:
-            total += segment.padded * columns.gather.size
+            total += columns.gather.nbytes(segment.padded)
             total += segment.padded * columns.compute.size if columns.compute is not columns.gather else 0
-        elif columns.storage.dtype is not columns.compute:
+        elif columns.storage.dtype is not columns.compute or columns.encodes:
             total += segment.padded * columns.compute.size
     return total
 

@@ -83,7 +83,7 @@ class Segment:
 
     unit: int
     columns: Columns
-    """Columns of the first row. Other rows may differ in `why`, `export` and `output` only."""
+    """Columns of the first row. Other rows may differ in `why`, `export`, `output` and `products`."""
     rows: tuple[int, ...]
     """Indices into `Plan.rows`, in order of offset."""
     numel: int

@@ -1,20 +1,23 @@
-"""The arguments of the `optimizer` and `scheduler` blocks: the names of each type, and the values they
-accept.
+"""The arguments of the `optimizer` and `scheduler` blocks, and the caller's numbers for keys that are "auto".
 
 Wrong arguments are refused when the config is resolved, before any process starts. Optimizers and schedules
 set their own defaults.
 
-Invariant: arguments that pass `check_arguments` build without an error; nothing here imports torch.
+Invariant: arguments that pass `check_arguments` build without an error; after `require_all_used`, every
+passed number replaces exactly one written "auto"; nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerodrift.config import join, shown
+from pydantic import TypeAdapter, ValidationError
+
+from zerodrift.config import Config, fields, join, plain, shown
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.optimizers import SGD, TYPES, of_type
 
@@ -232,3 +235,73 @@ def _check_together(where: str, kind: str, given: Mapping[str, Any], problems: P
             must = "must have room for `num_warmup_steps` and `num_decay_steps`"
             got = f"{total}, where they are {needed}"
             problems.add(join(where, "num_training_steps"), must, got=got)
+
+
+# --- numbers of the caller for keys that are "auto" --------------------------------------------------------
+
+AUTO = "auto"
+
+AutoValues = Mapping[str, float | Sequence[float]]
+"""The numbers for keys that are "auto", by dotted key; `optimizer.params.betas` takes a pair."""
+
+
+class AutoNumbers:
+    """The numbers that the caller passed for keys that are "auto"."""
+
+    def __init__(self, given: AutoValues, problems: Problems) -> None:
+        if not isinstance(given, Mapping):
+            problems.add("auto", "must be a block of numbers by dotted key", got=shown(given))
+            given = {}
+        self._numbers = plain(given, problems)
+        self._problems = problems
+        self._auto_keys: set[str] = set()
+
+    def _auto(self, key: str) -> Any:
+        self._auto_keys.add(key)
+        if key in self._numbers and self._numbers[key] != "auto":
+            return self._numbers[key]
+        must = "must be a number here: it is auto and nothing was passed for it"
+        do = f"Pass --auto {key}=... on the command line, or auto={{'{key}': ...}} in Python."
+        self._problems.add(key, must, got="'auto'", do=do)
+        return None
+
+    def _auto_number(self, key: str) -> Any:
+        """Return the caller's value for a key of the schema, checked as if written in the config."""
+        number = self._auto(key)
+        kind: Any = fields.kind_at(key.split("."), Config)
+        if number is None:
+            return None
+        try:
+            return TypeAdapter(kind).validate_python(number)
+        except ValidationError:
+            one = not isinstance(number, (list, dict))
+            must = fields.must(kind, number).replace(f' or "{AUTO}"', "") if one else "must be one number"
+            self._problems.add(key, must, got=shown(number), do="Pass another.")
+            return None
+
+    def number(self, key: str, value: float | str | None, default: float) -> float:
+        if value == AUTO:
+            value = self._auto_number(key)
+        return default if value is None else float(value)
+
+    def integer(self, key: str, value: int | str | None) -> int | None:
+        if value == AUTO:
+            value = self._auto_number(key)
+        return None if value is None else int(value)
+
+    def params(self, where: str, kind: str, params: Mapping[str, Any]) -> str:
+        """Fill the autos of a block of arguments, check the block, and return it as JSON text."""
+        filled = {
+            name: self._auto(join(where, name)) if value == AUTO else value for name, value in params.items()
+        }
+        missing = {name for name, value in filled.items() if params[name] == AUTO and value is None}
+        named = {name: value for name, value in filled.items() if name not in missing}
+        return json.dumps(check_arguments(where, kind, named, self._problems, missing), sort_keys=True)
+
+    def require_all_used(self) -> None:
+        """Refuse a number for a key that is not auto, which would be ignored silently."""
+        for key in self._numbers:
+            if key not in self._auto_keys:
+                must = "must be 'auto' in the config for a passed value to stand in"
+                do = did_you_mean(key, self._auto_keys) or f"To override the config: --set {key}=..."
+                self._problems.add(key, must, got=f"{shown(self._numbers[key])} passed", do=do)

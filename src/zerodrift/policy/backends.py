@@ -19,6 +19,7 @@ from zerodrift.errors import Problems
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import ELEMENTWISE, either, of_type
 from zerodrift.policy.decisions import Columns, ComponentSpec, State
+from zerodrift.policy.narrow import GATHER_BACKEND, WIRE_BACKEND
 
 Place = Callable[[str], str]
 """Column -> the key that sets it."""
@@ -39,6 +40,8 @@ class Backend:
     """Stages at which a gathered unit stays until the step ends."""
     replicates: bool = False
     """Whether every rank is a replica at stage 0."""
+    refuse_narrow_storage: str = ""
+    """Why a frozen parameter cannot rest in a narrow format; `""` if it can."""
     dtensors: bool = False
     """Whether the backend runs a model whose parameters are DTensors."""
     refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = lambda *_: None
@@ -58,7 +61,11 @@ _NATIVE = "or use the native backend."
 
 def _fsdp2_columns(columns: Columns, place: Place, problems: Problems) -> None:
     storage = columns.storage.dtype
-    if columns.gather is not columns.compute:
+    wire = None if columns.update is None else columns.update.reduce.wire
+    for refusal, dtype in ((GATHER_BACKEND, columns.gather), (WIRE_BACKEND, wire)):
+        if dtype is not None and dtype.format is not None and storage.format is None:
+            problems.add(place(refusal.column), refusal.must, got=dtype, do=refusal.do)
+    if columns.gather is not columns.compute and columns.gather.format is None:
         why = "fully_shard casts before it gathers"
         must = f"`gather` must be the compute dtype, {columns.compute}, on backend fsdp2: {why}"
         problems.add(place("gather"), must, got=columns.gather, do=f"Leave `gather` out, {_NATIVE}")
@@ -145,6 +152,7 @@ FSDP2 = Backend(
     storage_fp32="backend fsdp2: fully_shard updates storage, so storage is the master",
     gather_compute="backend fsdp2: fully_shard casts to it before it gathers",
     gathered_once=(1, 2),
+    refuse_narrow_storage="fully_shard shards and gathers tensors of a plain dtype: use the native backend",
     replicates=True,
     dtensors=True,
     refuse_settings=_fsdp2_settings,

@@ -14,7 +14,7 @@ from zerodrift.config import Config, shown
 from zerodrift.errors import Problems, did_you_mean
 from zerodrift.mesh import MeshShape
 from zerodrift.optimizers import TYPES, of_type
-from zerodrift.policy.arguments import ALIASES, SCHEDULES
+from zerodrift.policy.arguments import ALIASES, SCHEDULES, AutoNumbers
 from zerodrift.policy.backends import Backend
 from zerodrift.policy.decisions import (
     Averaging,
@@ -25,7 +25,6 @@ from zerodrift.policy.decisions import (
     Mode,
     ShardingPolicy,
 )
-from zerodrift.policy.numbers import AutoNumbers
 from zerodrift.policy.parameters import MUON_RULE
 
 Decisions = tuple[Decision, ...]

@@ -19,6 +19,7 @@ from zerodrift.policy.decisions import (
     OPTIONS,
     Axis,
     Columns,
+    LinearProducts,
     Master,
     Mode,
     MuonUpdate,
@@ -29,9 +30,21 @@ from zerodrift.policy.decisions import (
     State,
     Update,
 )
+from zerodrift.policy.narrow import (
+    ACCUMULATE,
+    FROZEN,
+    MASTER,
+    NO_WIRE,
+    SCALED,
+    STORAGE,
+    SUM,
+    NarrowRefusal,
+)
 from zerodrift.policy.order import CARRIED, WIRE, refuse_order
-from zerodrift.policy.rules import Demands
-from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict
+from zerodrift.policy.rules import PRODUCTS, Demands, is_by_rule
+from zerodrift.policy.support import DEFAULT_ACCUMULATE, gradient_dtype, state_verdict, storage_verdict
+
+VECTOR = "a vector: too few bytes to save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,16 @@ class ParameterTraits:
     """Why Muon leaves the parameter to AdamW by default; `""` for a hidden matrix."""
     expert: str = ""
     """Why the parameter is divided over the expert axis; `""` if it is not."""
+    not_linear: str = ""
+    """Why `precision.frozen` leaves the parameter as it is; `""` without that key, and for linear layers."""
+    exported_wide: str = ""
+    """Why a narrow `export` leaves the parameter as it is; `""` without one."""
+    columns: int = 0
+    """The last dimension, where the checkpoint is quantised."""
+    no_product: str = ""
+    """Why the parameter is not multiplied with an activation; `""` for a matrix."""
+    usual_product: str = ""
+    """Why the parameter's products keep the compute dtype without a rule; `""` if they need not."""
 
 
 def complete(
@@ -77,9 +100,10 @@ def complete(
         gather = fill.gather(storage, compute)
         update = fill.update(storage, compute) if traits.trained else None
         export = fill.export(compute)
+        products = fill.products(compute)
         why = tuple((name, fill.why[name]) for name in (*COLUMNS, *OPTIONS) if name in fill.why)
         placed = Placed(storage, fill.storage_axis)
-        columns = Columns(placed, gather, compute, update, export, output, pinned, why)
+        columns = Columns(placed, gather, compute, update, export, output, pinned, why, products=products)
         context.backend.refuse_columns(columns, fill.place, problems)
     else:  # an integer or boolean parameter keeps its dtype
         dtype = traits.source
@@ -98,6 +122,8 @@ class _ColumnFiller:
     traits: ParameterTraits
     problems: Problems
     why: dict[str, str] = field(default_factory=dict)
+    _kept_wide: str = ""
+    """Why a narrow gather of all parameters is not this one's."""
 
     @property
     def storage_axis(self) -> Axis:
@@ -117,8 +143,37 @@ class _ColumnFiller:
     def _refuse(self, column: str, must: str, got: object = "", do: str = "") -> None:
         self.problems.add(self.place(column), must, got=got, do=do)
 
+    def _exclude(self, refusal: NarrowRefusal, got: object) -> None:
+        self._refuse(refusal.column, refusal.must, got, refusal.do)
+
+    def _narrow_gather(self) -> DType | None:
+        """Return the narrow format that the config asks for and that suits this parameter."""
+        value, key = self.demands.get("gather", ("", ""))
+        dtype = DType(value) if value else None
+        if dtype is None or dtype.format is None:
+            return None
+        if self.traits.trained and not self._is_vector_by_default(key):
+            return dtype
+        reason = VECTOR if self.traits.trained else "frozen: it never changes"
+        if not self.traits.trained and is_by_rule(key):
+            self._exclude(FROZEN, dtype)
+        self.demands = {column: pair for column, pair in self.demands.items() if column != "gather"}
+        self._kept_wide = f"{reason}, so not {dtype}"
+        return None
+
+    def _is_vector_by_default(self, key: str) -> bool:
+        """Return True for a vector where the config asks for a narrow format of all parameters."""
+        return self.traits.dimensions < 2 and not is_by_rule(key)
+
     def storage(self) -> DType:
         mode, source = self.context.mode, self.traits.source
+        narrow = self._narrow_gather()
+        if narrow is not None and self.storage_axis:
+            reason = f"`gather` is {narrow}: it is encoded from fp32 values"
+            storage = self._demanded("storage", DType.FP32, reason)
+            if storage is not DType.FP32:
+                self._exclude(STORAGE, storage)
+            return storage
         if mode.autocast:
             default, reason = DType.FP32, f"mode {mode}: parameters rest in fp32"
         elif self.context.backend.storage_fp32 and mode is not Mode.FP32:
@@ -127,7 +182,27 @@ class _ColumnFiller:
             default, reason = mode.dtype, f"mode {mode}"
         if not self.traits.trained and source is not default and default.holds(source):
             default, reason = source, f"frozen: {source} as it came, widening would add no bits"
-        return self._demanded("storage", default, reason)
+        if self.traits.not_linear:
+            reason += f"; `precision.frozen` is for linear layers, and this is {self.traits.not_linear}"
+        storage = self._demanded("storage", default, reason)
+        if storage.format is not None:
+            verdict = storage_verdict(self.traits.trained, self.context.backend.name)
+            if verdict.status == "no":
+                do = "`precision.frozen` is for frozen ones alone." if self.traits.trained else ""
+                self._refuse("storage", f"`storage` must not be {storage} here: {verdict.reason}", do=do)
+            self.why["storage"] += f": {storage.format.describe()}, {self._coded(storage)}"
+        return storage
+
+    def _coded(self, storage: DType) -> str:
+        """Say where the codes of a narrow storage come from."""
+        checkpoint = self.traits.checkpoint
+        if checkpoint is None:
+            return f"quantised from the model's own {self.traits.source} values"
+        source, form = checkpoint.format, storage.format
+        if source is not None and form is not None and form.keeps(source, self.traits.columns):
+            return "with the codes and scales of the checkpoint"
+        decoded = " decoded in fp32" if source is not None else " values"
+        return f"quantised from the checkpoint's {checkpoint}{decoded}"
 
     def compute(self) -> DType:
         mode = self.context.mode
@@ -142,23 +217,61 @@ class _ColumnFiller:
             self._refuse("compute", must, f"mode {mode}", "Use mode fp16, or bf16 here.")
         return compute
 
+    def products(self, compute: DType) -> LinearProducts | None:
+        """Return the products that the config asks for; None where all operands are in the compute dtype."""
+        asked = {part: self.demands.get(f"compute.{part}", (compute.value, "")) for part in PRODUCTS}
+        cells = {part: DType(value) for part, (value, _) in asked.items()}
+        for part, dtype in cells.items():
+            if dtype.format is None and dtype is not compute:
+                must = f"`compute.{part}` must be fp8 or the compute dtype, {compute}"
+                self._refuse(f"compute.{part}", must, dtype, "The other operands are in that dtype.")
+        keys = list(dict.fromkeys(asked[part][1] for part in PRODUCTS if cells[part].format is not None))
+        if not keys:
+            return None
+        by_rule = any(map(is_by_rule, keys))
+        left = self.traits.no_product or ("" if by_rule else self.traits.usual_product)
+        if left:
+            self.why["products"] = f"{left}: `{keys[0]}` is not for it"
+            return None
+        pad, pad_why = self.demands.get("compute.pad", ("false", ""))
+        self.why["products"] = "; ".join(dict.fromkeys([*keys, *filter(None, [pad_why])]))
+        return LinearProducts(cells["forward"], cells["grad_input"], cells["grad_weight"], pad == "true")
+
     def gather(self, storage: DType, compute: DType) -> DType:
+        if storage.format is not None:
+            said = self.demands.get("gather", (storage.value, ""))[0]
+            if said != storage.value and self.place("gather") != "precision.gather":
+                must = f"`gather` must be the storage format, {storage}: codes travel as they rest"
+                self._refuse("gather", must, said, "Leave `gather` out.")
+            self.why["gather"] = f"{storage} travels as it rests, and is decoded for each use"
+            return storage
+        narrow = self._narrow_gather()
+        if narrow is not None:
+            gather, key = narrow, self.demands["gather"][1]
+            after = "gathered once after each update" if not self.storage_axis else "encoded at each gather"
+            source = "storage" if self.storage_axis else "the fp32 master"
+            self.why["gather"] = f"{key}: {source} is the source, {after}"
+            return gather
         if not self.storage_axis:
             reason = f"stage {self.context.stage}: storage is whole, an updated slice travels as stored"
-            gather = self._demanded("gather", storage, reason)
+            gather = self._demanded("gather", storage, self._wide_reason(reason))
             if gather is not storage:
                 whole = "where storage is whole and an updated slice travels as stored"
                 must = f"`gather` must be {storage} at stage {self.context.stage}, {whole}"
                 self._refuse("gather", must, gather, "Leave `gather` out, or use stage 3.")
             return gather
-        narrow, reason = storage if compute.holds(storage) else compute, "the narrower of storage and compute"
+        narrower = storage if compute.holds(storage) else compute
+        reason = "the narrower of storage and compute"
         if self.context.backend.gather_compute:
-            narrow, reason = compute, self.context.backend.gather_compute
-        gather = self._demanded("gather", narrow, reason)
+            narrower, reason = compute, self.context.backend.gather_compute
+        gather = self._demanded("gather", narrower, self._wide_reason(reason))
         if gather not in (storage, compute):
             must = f"`gather` must be the storage dtype ({storage}) or the compute dtype ({compute})"
             self._refuse("gather", must, gather, "Another dtype would round without need.")
         return gather
+
+    def _wide_reason(self, reason: str) -> str:
+        return f"{reason}; {self._kept_wide}" if self._kept_wide else reason
 
     def update(self, storage: DType, compute: DType) -> Update:
         grad = self._demanded("grad", compute, "autograd leaves it in the compute dtype")
@@ -189,10 +302,16 @@ class _ColumnFiller:
             default, reason = mode.dtype, "autocast: a safe module's gradients travel in its dtype"
         else:
             default, reason = accumulate, "default: what was accumulated travels unrounded"
+        asked, key = self.demands.get("reduce.wire", ("", ""))
+        if asked and DType(asked).format is not None and self._is_vector_by_default(key):
+            self.demands = {name: pair for name, pair in self.demands.items() if name != "reduce.wire"}
+            reason = f"{reason}; {VECTOR}, so not {asked}"
         wire = self._demanded("reduce.wire", default, reason)
         if "reduce.wire" in self.demands:
             self._allow("reduce.wire", wire, accumulate)
         total = self._demanded("reduce.sum", DType.FP32, "the ranks' gradients are summed in fp32")
+        if wire.format is not None and total is not DType.FP32:
+            self._exclude(SUM, total)
         if not total.holds(wire):
             must = f"`reduce.sum` must hold the wire dtype, {wire}"
             self._refuse("reduce.sum", must, total, "Use the wire's dtype or fp32.")
@@ -212,8 +331,24 @@ class _ColumnFiller:
             refuse_order(WIRE, "precision.reduce.order", self.problems)
         if order == "native" and wire is not total:
             refuse_order(CARRIED, "precision.reduce.order", self.problems, "native")
+        feedback = self._feedback(wire, accumulate)
+        if feedback:
+            parts |= {"feedback": self.place("reduce.feedback")}
         self.why["reduce"] = "; ".join(f"{part}: {reason}" for part, reason in parts.items())
-        return Reduction(wire, total, when, order)  # type: ignore[arg-type]
+        return Reduction(wire, total, when, order, feedback)  # type: ignore[arg-type]
+
+    def _feedback(self, wire: DType, accumulate: DType) -> bool:
+        """Return whether what the wire has rounded away is added to the next gradient."""
+        asked, key = self.demands.get("reduce.feedback", ("false", ""))
+        if asked == "false" or (wire.format is None and not is_by_rule(key)):
+            return False
+        if wire.format is None:
+            self._exclude(NO_WIRE, wire)
+        elif self.context.mode.scaled:
+            self._exclude(SCALED, self.context.mode)
+        elif accumulate is not DType.FP32:
+            self._exclude(ACCUMULATE, accumulate)
+        return True
 
     def _allow(self, column: str, dtype: DType, of: DType) -> None:
         """Refuse a gradient column that loses bits of the column before it, unless the config allows that."""
@@ -229,7 +364,13 @@ class _ColumnFiller:
             self._refuse(column, must, dtype, "Set `precision.allow_narrow: true` to allow that.")
 
     def _master(self, storage: DType) -> Master:
-        mode = self.context.mode
+        mode, narrow = self.context.mode, self._narrow_gather()
+        if narrow is not None and not self.storage_axis:
+            why = f"storage shows what travels in {narrow}: a copy in fp32 is the source"
+            master = Master(self._text("master", Master.FP32.value, why))
+            if master is not Master.FP32:
+                self._exclude(MASTER, master)
+            return master
         if storage is DType.FP32:  # a second copy in fp32 would be the same bits
             why = "storage is fp32: it is its own master"
             value, key = self.demands.get("master", ("same", ""))
@@ -297,10 +438,12 @@ class _ColumnFiller:
     def export(self, compute: DType) -> DType:
         checkpoint = self.traits.checkpoint
         default, reason = compute, "no source checkpoint: the compute dtype"
-        if checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
+        if checkpoint is not None and checkpoint.format is not None:
+            reason = f"compute: {checkpoint} of the source, decoded"
+        elif checkpoint is not None and checkpoint.is_floating and checkpoint.size > 1:
             default, reason = checkpoint, "the dtype of the source checkpoint"
         elif checkpoint is not None:
             reason = f"compute: {checkpoint} of the source means nothing by itself"
         elif self.context.mode.autocast:
             default, reason = DType.FP32, "no source checkpoint: autocast trains fp32 weights"
-        return self._demanded("export", default, reason)
+        return self._demanded("export", default, reason + self.traits.exported_wide)

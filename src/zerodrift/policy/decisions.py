@@ -94,7 +94,7 @@ Parallel = Literal["", "expert"]
 """`"expert"` divides the first dimension of a parameter over the ranks of the expert axis, before any column
 is sharded. Every column then covers a rank's own experts."""
 
-OPTIONS = ("placement", "optimizer", "parallel")
+OPTIONS = ("products", "placement", "optimizer", "parallel")
 """The options of a parameter beside its columns; tables show unusual values only."""
 
 Output = Literal["keep", "input"]
@@ -119,6 +119,33 @@ class Reduction:
     when: Literal["last", "every"]
     order: Order = field(default="rank", metadata={"omitted": True})
     """Sum in the order of ranks, by one tree (`policy/order.py`), or in the carrier's order."""
+    feedback: bool = field(default=False, metadata={"omitted": True})
+    """Whether what rounding to the wire has lost is added to the next gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProducts:
+    """The dtypes of the operands in the three products of a linear layer: fp8, or the compute dtype."""
+
+    forward: DType
+    grad_input: DType
+    grad_weight: DType
+    pad: bool = field(default=False, metadata={"omitted": True})
+    """Fill up sizes that are no multiples of 16 with zeros where a device needs that."""
+
+    def describe(self, trained: bool) -> str:
+        """Return the products as the word that sets them, or one by one."""
+        cells = {"forward": self.forward, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+        words = {name: str(dtype).removesuffix("-row") for name, dtype in cells.items()}
+        if not trained:
+            del words["grad_weight"]
+        text = ", ".join(f"{name} {word}" for name, word in words.items())
+        narrow = [name for name, word in words.items() if word == "fp8"]
+        if len(narrow) == len(words):
+            text = "fp8"
+        elif narrow == ["forward", "grad_input"]:
+            text = "fp8-hp-grad-weight"
+        return f"{text}, padded" if self.pad else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +178,28 @@ class Columns:
     why: tuple[tuple[str, str], ...]
     """(name, reason) for every column of the parameter, in the order of COLUMNS and OPTIONS."""
     parallel: Parallel = field(default="", metadata={"omitted": True})
+    products: LinearProducts | None = field(default=None, metadata={"omitted": True})
+    """The products of a linear layer's weight; None where all operands are in the compute dtype."""
 
     @property
     def trained(self) -> bool:
         return self.update is not None
 
     @property
+    def rounds_on_the_way(self) -> bool:
+        """Whether the model computes with other values than the masters rounded to a plain dtype."""
+        return self.trained and self.gather.format is not None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a gather encodes what rests sharded in fp32."""
+        return (
+            self.gather.format is not None and self.storage.axis != "" and self.storage.dtype.format is None
+        )
+
+    @property
     def layout(self) -> tuple[Any, ...]:
-        """The columns that all rows of a segment share: all but the reasons, export and output."""
+        """The columns that all rows of a segment share: all but the reasons, export, output, products."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)
 
     def cells(self) -> dict[str, str]:
@@ -187,6 +228,10 @@ class Columns:
         options: dict[str, str] = {"parallel": self.parallel}
         if update is not None:
             options = {"placement": update.placement, "optimizer": update.optimizer, **options}
+        if self.products is not None:
+            options = {"products": self.products.describe(self.trained), **options}
+        elif any(name == "products" for name, _ in self.why):
+            options = {"products": str(self.compute), **options}
         return {option: value for option, value in options.items() if value not in ("", "sliced")}
 
     def reasons(self) -> dict[str, str]:
@@ -204,6 +249,15 @@ class Decision:
     key: str
     value: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A feature that a choice excludes, with the reason and the way out."""
+
+    what: str
+    reason: str
+    do: str
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]

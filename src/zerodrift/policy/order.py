@@ -6,12 +6,22 @@ micro-batches of a rank, over the ranks of a shard group, over replicas; with `w
 comes first. So the tree is the same on any number of ranks if every turn sums aligned blocks of a power of
 two. `comm/fold.py` has the tree and the exchange of halves.
 
-Invariant: pure; every number belongs to one rank, and the numbers of a rank increase.
+The end of this file has the keys that ask for deterministic operations, and the operations of torch that are
+none on CUDA: the order of sums inside of one operation.
+
+Invariant: pure, and without torch; every number belongs to one rank, and the numbers of a rank increase.
+
+[Note: refused on CUDA] The rows are the operations for which the CUDA library of torch 2.13 raises, and one
+that adds in no fixed order without raising. Its documentation also names operations that no longer raise:
+cumsum, histc of whole numbers, MaxPool3d, bilinear and trilinear interpolation, ReflectionPad2d and
+ReplicationPad have another algorithm in this mode. So have index_add, scatter_add, index_put, the
+backwards of gather and index_select, and the flash and memory-efficient backwards of
+scaled_dot_product_attention, which takes no cuDNN kernel in this mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +29,7 @@ from zerodrift.config import Config
 from zerodrift.errors import Problems, listed, several
 from zerodrift.mesh import MeshShape
 from zerodrift.policy.backends import Backend
-from zerodrift.policy.decisions import Averaging, Columns, Decision, Order, Pipelining, Policy
+from zerodrift.policy.decisions import Averaging, Columns, Decision, Exclusion, Order, Pipelining, Policy
 from zerodrift.policy.pipelining import most_unfinished, queues
 
 When = Literal["last", "every"]
@@ -108,61 +118,52 @@ def rank_levels(ranks: int) -> int:
     return max(0, (ranks - 1).bit_length() - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class OrderRefusal:
-    """A feature that `order: tree` excludes, with the reason and the way out."""
-
-    what: str
-    reason: str
-    do: str
-
-
-BACKEND = OrderRefusal(
+BACKEND = Exclusion(
     "backend fsdp2", "PyTorch's `fully_shard` adds micro-batches in an order of its own", "Use backend native"
 )
-QUEUE = OrderRefusal(
+QUEUE = Exclusion(
     "weight gradients from a queue",
     "it rounds them at other places than a backward does",
     "Leave `pipeline.weight_grads` and `sharding.keep_gathered` out",
 )
-TIED = OrderRefusal(
+TIED = Exclusion(
     "weights tied across ranks of a pipeline",
     "the gradients of all their uses in a micro-batch are one part of the tree, and no rank has them all",
     "Untie them, or use schedule `zbv` or `dualpipev`, whose first and last piece are on one rank",
 )
-EXPERTS = OrderRefusal(
+EXPERTS = Exclusion(
     "expert parallelism",
     "the tokens of several micro-batches meet in one product, which is rounded as a whole",
     "Leave `experts` out",
 )
-TENSOR = OrderRefusal(
+TENSOR = Exclusion(
     "tensor parallelism",
     "the model's own sums over the ranks of a DTensor depend on their number",
     "Build the model without it",
 )
-BEFORE = OrderRefusal(
+BEFORE = Exclusion(
     "division before the reduction",
     "the rounding then depends on the number of ranks",
     "Leave `prescale_gradients` and `gradient_predivide_factor` out",
 )
-SUM = OrderRefusal(
+SUM = Exclusion(
     "`gradient_allreduce_op: sum`",
     "the gradient is then divided by the micro-batches of a rank, whose number depends on that of ranks",
     "Leave `gradient_allreduce_op` out",
 )
-WIRE = OrderRefusal(
+WIRE = Exclusion(
     "a wire or accumulator of another dtype than the sum",
     "it rounds where one rank hands its sum to others, at other places on another number of ranks",
     "Let `accumulate`, `reduce.wire` and `reduce.sum` be one dtype",
 )
-CARRIED = OrderRefusal(
+CARRIED = Exclusion(
     "a wire of another dtype than the sum",
     "a carrier adds in the dtype that travels",
     "Let `reduce.wire` and `reduce.sum` be one dtype",
 )
-RULE = OrderRefusal("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
+RULE = Exclusion("another order in a rule", "all parameters have one", "Write it in `precision.reduce`")
 
-RANKS = OrderRefusal(
+RANKS = Exclusion(
     "other numbers of ranks",
     "the first sums of ranks must be whole nodes of the tree: a power of two of neighbours",
     "The error names the numbers of ranks that fit",
@@ -170,12 +171,12 @@ RANKS = OrderRefusal(
 
 REFUSED = (RANKS, BACKEND, QUEUE, TIED, EXPERTS, TENSOR, BEFORE, SUM, WIRE, RULE)
 
-AUTOCAST = OrderRefusal(
+AUTOCAST = Exclusion(
     "autocast",
     "the gradients of safe modules travel in its dtype, rounded where one rank hands its sum to others",
     "Write `order: tree`, with which they travel in fp32",
 )
-MEMORY = OrderRefusal(
+MEMORY = Exclusion(
     "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
     "partial sums of the tree would wait beside the one sum that the order of ranks keeps",
     "Write `order: tree` where there is memory for them",
@@ -243,7 +244,7 @@ def decide_order(
     return order, f"`{KEY}`: {GIVEN_UP}" if order == "native" else f"`{KEY}`"
 
 
-def _by_default(refusal: OrderRefusal, reason: str = "") -> str:
+def _by_default(refusal: Exclusion, reason: str = "") -> str:
     return f"default with {refusal.what}: {reason or refusal.reason}"
 
 
@@ -280,7 +281,7 @@ def for_parameters(policy: Policy, columns: Iterable[Columns], mesh: MeshShape, 
 
 def _excluding_parameters(
     policy: Policy, columns: Iterable[Columns], mesh: MeshShape, tied: bool
-) -> tuple[OrderRefusal, str] | None:
+) -> tuple[Exclusion, str] | None:
     updates = {kind.update for kind in columns if kind.update is not None}
     if any(not update.accumulate.dtype is update.reduce.wire is update.reduce.sum for update in updates):
         return WIRE, ""
@@ -305,10 +306,76 @@ def _excluding_parameters(
     return None
 
 
-def refuse_order(refusal: OrderRefusal, where: str, problems: Problems, got: str = "tree") -> None:
+def refuse_order(refusal: Exclusion, where: str, problems: Problems, got: str = "tree") -> None:
     if refusal is RULE:
         must = f"must be that of `precision.reduce`: {refusal.reason}"
         problems.add(where, must, got="another", do=f"{refusal.do}.")
         return
     must = f"must be `rank` with {refusal.what}: {refusal.reason}"
     problems.add(where, must, got=got, do=f"{refusal.do}; or leave `order` out.")
+
+
+# --- deterministic operations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeterminismNeed:
+    """The key that asks for deterministic operations, as errors name it."""
+
+    key: str
+    value: str
+    instead: str
+    """The value that asks for nothing."""
+
+
+def need_of(is_tree: bool, digest_every: int = 0) -> DeterminismNeed | None:
+    """Return what asks for deterministic operations: the order of sums, or digests of a run."""
+    if is_tree:
+        return DeterminismNeed("precision.reduce.order", "tree", "rank")
+    return DeterminismNeed("run.digest_every", str(digest_every), "0") if digest_every else None
+
+
+_POOL = "Use `unflatten` and `mean`, where windows do not overlap, or a convolution with strides"
+_UPSAMPLE = "Use mode `nearest`, `bilinear` or `trilinear`, without `antialias`"
+_PAD = "Use mode `replicate`"
+
+REFUSED_ON_CUDA: Mapping[str, str] = {
+    "avg_pool3d_backward": _POOL,
+    "adaptive_avg_pool2d_backward": _POOL,
+    "adaptive_avg_pool3d_backward": _POOL,
+    "adaptive_max_pool2d_backward": "Use `max_pool2d` with a kernel size",
+    "adaptive_max_pool3d_backward": "Use `max_pool3d` with a kernel size",
+    "fractional_max_pool2d_backward": "Use `max_pool2d`",
+    "fractional_max_pool3d_backward": "Use `max_pool3d`",
+    "max_unpool": "Use `scatter`",
+    "upsample_linear1d_backward": _UPSAMPLE,
+    "upsample_bicubic2d_backward": _UPSAMPLE,
+    "upsample_bilinear2d_aa_backward": _UPSAMPLE,
+    "upsample_bicubic2d_aa_backward": _UPSAMPLE,
+    "reflection_pad1d_backward": _PAD,
+    "reflection_pad3d_backward": _PAD,
+    "grid_sampler_2d_backward": "Use `gather` for the neighbours of each place",
+    "grid_sampler_3d_backward": "Use `gather` for the neighbours of each place",
+    "nll_loss2d_forward": "Give the loss flat predictions, of shape [places, classes]",
+    "ctc_loss_backward": "Give the loss targets that cuDNN takes: flat int32 on the CPU, with blank 0",
+    "embedding_bag_backward": "Use mode `sum` or `mean`; only `max` is refused",
+    "put": "Use `index_put`",
+    "histc": "Give it whole numbers, or use `bincount`",
+    "bincount": "Use `index_add` for the weights",
+    "median": "Use `kthvalue`",
+    "nanmedian": "Use `kthvalue`",
+    "scatter_reduce": "Use `reduce='sum'`, `'mean'`, `'amax'` or `'amin'`; only a product is refused",
+    "index_reduce": "Use `scatter_reduce`",
+}
+"""Start of an operation's name, in a trace or in torch's error -> what to use.
+
+See [Note: refused on CUDA]."""
+
+SILENT = frozenset(["adaptive_max_pool3d_backward"])
+"""Operations of `REFUSED_ON_CUDA` that torch runs nevertheless."""
+
+
+def remedy(name: str) -> str | None:
+    """Return what to use for an operation of aten, or of torch's error; None for one that may stay."""
+    name = name.lstrip("_")
+    return next((do for start, do in REFUSED_ON_CUDA.items() if name.startswith(start)), None)

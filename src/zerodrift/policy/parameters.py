@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerodrift import dtypes
 from zerodrift.dtypes import DType
-from zerodrift.errors import Problems
+from zerodrift.errors import Problems, listed
 from zerodrift.model import ModelSpec, ParameterSpec
 from zerodrift.optimizers import of_type
-from zerodrift.policy import rules
+from zerodrift.policy import products, rules
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.columns import ColumnContext, ParameterTraits, complete
 from zerodrift.policy.decisions import Columns, ComponentSpec, Policy
@@ -55,6 +55,7 @@ class ColumnsOf:
     def __init__(self, policy: Policy, model: ModelSpec) -> None:
         self._policy = policy
         self._base: rules.Demands = {column: (value, why) for column, value, why in policy.demands}
+        self._frozen = self._base.pop("frozen", None)
         self._checkpoint = dict(model.checkpoint)
         self._checkpoint_below = _dtypes_below(self._checkpoint)
         self._context = ColumnContext(
@@ -74,7 +75,11 @@ class ColumnsOf:
         self.problems = Problems()
 
     def __call__(self, parameter: ParameterSpec) -> Columns:
-        demands, matched = rules.demands(self._base, self._policy.rules, parameter)
+        base, kept = self._base, ""
+        if self._frozen is not None and not parameter.trained:
+            kept = not_linear(parameter)
+            base = base if kept else {**base, "storage": self._frozen}
+        demands, matched = rules.demands(base, self._policy.rules, parameter)
         output = next((rule.output for rule in reversed(matched) if rule.output is not None), None)
         # A later rule may have changed a column of a pin.
         pinned = any(rule.pin for rule in matched) and all(
@@ -86,14 +91,21 @@ class ColumnsOf:
             self.problems.add(parameter.name, must, got=parameter.dtype, do=do)
         safe, stacks = self._policy.safe, self._policy.experts
         stack = next((glob for glob in stacks if any(map(rules.glob(glob), parameter.names))), "")
+        checkpoint = self._checkpoint_dtype(parameter)
+        quantised = checkpoint is not None and checkpoint.format is not None
+        exported_wide = self._decide_narrow_export(parameter, demands)
         traits = ParameterTraits(
             parameter.dtype,
             parameter.trained,
             bool(safe) and all(_in_safe_list(owner.klass, safe) for owner in parameter.owners),
-            self._checkpoint_dtype(parameter),
+            checkpoint,
             len(parameter.shape),
             not_hidden(parameter) if self._context.muon else "",
             f"experts: '{stack}'" if stack else "",
+            kept,
+            exported_wide,
+            parameter.shape[-1] if quantised and parameter.shape else 0,
+            *(products.why_without(parameter, _roles(parameter)) if asks_for_products(demands) else ()),
         )
         key = (tuple(demands.items()), output, pinned, traits)
         columns = self._known.get(key)
@@ -101,7 +113,40 @@ class ColumnsOf:
             columns = complete(demands, self._context, traits, pinned, output, self.problems)
             self._known[key] = columns
         self._require_as_wide_as_buffers(parameter, columns)
+        shape = products.template(parameter.name)
+        if shape not in self._refused and not products.require_fit(parameter, columns, self.problems):
+            self._refused.add(shape)
         return columns
+
+    def _decide_narrow_export(self, parameter: ParameterSpec, demands: rules.Demands) -> str:
+        """Give a demand for a narrow `export` its reason, or take it away and return why."""
+        value, key = demands.get("export", ("fp32", ""))
+        form = DType(value).format
+        if form is None:
+            return ""
+        wide, is_choice = exported_wide(parameter, DType(value))
+        if not wide or (is_choice and rules.is_by_rule(key)):
+            source = "the master" if parameter.trained else "storage"
+            demands["export"] = value, f"{key}: {form.describe()}, quantised from {source}"
+            return ""
+        if rules.is_by_rule(key):
+            must = f"`export` must not be {value} here: no library reads {wide} in it"
+            self.problems.add(key, must, got=parameter.name, do="Use a plain dtype.")
+        del demands["export"]
+        return f"; {key}: {value} is for linear layers, and this is {wide}"
+
+    def require_one_export(self, columns: Sequence[Columns]) -> None:
+        """Refuse a second narrow `export`, and one that suits no parameter."""
+        found = tuple(dict.fromkeys(of.export for of in columns if of.export.format is not None))
+        value, key = self._base.get("export", ("fp32", ""))
+        if len(found) > 1:
+            must = "must be one narrow format: a folder's config.json names one"
+            self.problems.add("precision.export", must, got=" and ".join(map(str, found)))
+        elif DType(value).format is not None and not found:
+            must = "must suit a linear layer of the model"
+            reasons = dict.fromkeys(of.reasons()["export"].rpartition("and this is ")[2] for of in columns)
+            got = f"{value}, and nothing but {listed(tuple(reasons))}"
+            self.problems.add(key, must, got=got, do="Use another format, or a rule.")
 
     def _require_as_wide_as_buffers(self, parameter: ParameterSpec, columns: Columns) -> None:
         """Refuse parameters that compute in a narrower dtype than their module's statistics.
@@ -165,11 +210,79 @@ def not_hidden(parameter: ParameterSpec) -> str:
     """Return why a parameter is no hidden matrix by any of its names, or `""` for a hidden matrix."""
     if len(parameter.shape) < 2:
         return "a vector, no matrix" if parameter.shape else "a single number"
+    return _roles(parameter)
+
+
+def asks_for_products(demands: rules.Demands) -> bool:
+    """Return True if a demand is about the products of linear layers."""
+    return any(column.startswith("compute.") for column in demands)
+
+
+def _roles(parameter: ParameterSpec) -> str:
+    """Return the first role of a parameter by any of its names, or `""` for none of the listed roles."""
     for name, owner in zip(parameter.names, parameter.owners, strict=True):
         role = _role(name, owner.klass.rpartition(".")[2])
         if role:
             return role
     return ""
+
+
+def not_linear(parameter: ParameterSpec) -> str:
+    """Return why a parameter is no weight of a linear layer by any of its names, or `""` for one.
+
+    A stack of more than two dimensions counts as one, as experts are; so does a matrix without a known class.
+    """
+    owners = (
+        {owner.klass.rpartition(".")[2] for owner in parameter.owners} if len(parameter.shape) == 2 else ()
+    )
+    others = (klass for klass in owners if klass and "Linear" not in klass and klass != "Conv1D")
+    return not_hidden(parameter) or next((f"a matrix of {klass}, no linear layer" for klass in others), "")
+
+
+def exported_wide(parameter: ParameterSpec, dtype: DType) -> tuple[str, bool]:
+    """Return why a narrow `export` leaves a parameter as it is, or `""`, and whether a rule may change that.
+
+    Libraries that read such files know narrow `nn.Linear` and stacked experts, and nothing else.
+    """
+    shape, role = parameter.shape, not_hidden(parameter)
+    owners = {owner.klass.rpartition(".")[2] for owner in parameter.owners} - {"", "Linear"}
+    if len(shape) < 2:
+        return role, False
+    if len(shape) == 2 and owners:
+        return role or f"a matrix of {min(owners)}, no `nn.Linear`", False
+    if len(shape) > 2 and (role or dtype is DType.NF4_64):
+        return role or "a stack, and bitsandbytes knows single matrices", False
+    cut = "" if dtype is not DType.FP8_128X128 else cut_tiles(shape)
+    return role or cut, True
+
+
+def cut_tiles(shape: Sequence[int]) -> str:
+    """Return why a matrix in tiles of 128x128 is misread, or `""`.
+
+    `transformers` divides the dimension by the number of its tiles: 192 rows are two tiles of 96 to it.
+    Where that leaves a rest, it raises instead.
+    """
+    for size in shape[-2:]:
+        tiles = -(-size // 128)
+        if size > 128 and size % 128 and size % tiles == 0:
+            return (
+                f"a matrix with a dimension of {size}, which `transformers` reads in tiles of {size // tiles}"
+            )
+    return ""
+
+
+def exported_as(dtype: DType | None, parameter: ParameterSpec, columns: Columns | None) -> DType:
+    """Return the dtype of a parameter in an export; `dtype` replaces the `export` column, if there is one.
+
+    Without columns the parameter keeps its own dtype. A narrow `dtype` leaves what a rule decides.
+    """
+    usual = parameter.dtype if columns is None or not parameter.dtype.is_floating else columns.export
+    if dtype is None or not usual.is_floating or (columns is not None and columns.pinned):
+        return usual
+    if dtype.format is not None:
+        is_ruled = columns is not None and rules.is_by_rule(columns.reasons()["export"])
+        return usual if is_ruled or exported_wide(parameter, dtype)[0] else dtype
+    return dtype
 
 
 def _role(name: str, klass: str) -> str:

@@ -10,15 +10,18 @@ Invariant: pure. No process group, no device and no environment variable is read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zerodrift import mesh as meshes
 from zerodrift.config import Config, ConfigSource, load
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, MeshError, Problems
 from zerodrift.mesh import MeshShape
-from zerodrift.policy import choices, modes, order, pipelining, rules
+from zerodrift.policy import choices, modes, order, pipelining, products, rules
+from zerodrift.policy.arguments import AutoNumbers, AutoValues
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Decision, Mode, Policy
-from zerodrift.policy.numbers import AutoNumbers, AutoValues
+from zerodrift.policy.narrow import TWICE
 from zerodrift.policy.support import DEFAULT_ACCUMULATE, verdict
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
@@ -101,12 +104,17 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
     features = order.OrderFeatures(mesh, backend, averaging, pipeline, narrows)
     decided = order.decide_order(config, features, order_of_sums, problems)
     demands["reduce.order"] = decided
+    resolved = rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ())
+    asked = [why for column, (value, why) in demands.items() if _is_narrow_product(column, value)]
+    asked += [rule.why for rule in resolved if any(_is_narrow_product(*pair) for pair in rule.sets)]
+    product_decisions = products.decide_products(backend, asked, problems)
     if mesh.tensor > 1 and not backend.dtensors:
         takes = " or ".join(known.name for known in BACKENDS.values() if known.dtensors)
         must = f"must be {takes} for a model whose parameters are DTensors"
         do = f"Set `backend: {takes}`, or build the model without tensor parallelism."
         problems.add("backend", must, got=f"{backend.name}, and DTensors over {mesh.tensor} ranks", do=do)
     backend.refuse_settings(config, mesh, optimizer, problems)
+    _check_feedback(config, mesh, problems)
     print_every = int(numbers.number("steps_per_print", config.steps_per_print, 0))
     numbers.require_all_used()
     problems.raise_as(ConfigError)
@@ -119,6 +127,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         Decision("gradient_clipping", f"{clip:g}" if clip else "off", clip_why),
         averaging_decision,
         *order.decisions(*decided, order_of_sums == "tree"),
+        *product_decisions,
         scale_decision,
         *safe_decisions,
         *update_decisions,
@@ -128,7 +137,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
         mode=mode,
         backend=backend.name,
         demands=tuple((column, value, why) for column, (value, why) in demands.items()),
-        rules=rules.from_config(precision.rules, config.zero_optimization.fp32_pinned_parameters or ()),
+        rules=resolved,
         safe=safe,
         buffers=buffers if isinstance(buffers, DType) else None,
         buffers_why=buffers_why,
@@ -159,10 +168,14 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
     """Return the columns that the config sets for all parameters, from any of the keys that can set them."""
     types, bf16 = config.data_types, config.bf16
     written: list[tuple[str, object, str]] = [
-        *((column, value, f"precision.{column}") for column, value in rules.column_values(config.precision)),
+        *(
+            (column, value, f"precision.{'compute' if column.startswith('compute') else column}")
+            for column, value in rules.column_values(config.precision)
+        ),
         ("accumulate", config.gradient_accumulation_dtype, "gradient_accumulation_dtype"),
         ("accumulate", types.grad_accum_dtype if types else None, "data_types.grad_accum_dtype"),
         ("reduce.wire", config.communication_data_type, "communication_data_type"),
+        *_zero_plus_plus(config),
     ]
     for dtype in (DType.BF16, DType.FP16):
         if mode.dtype is dtype and modes.low_masters(config, dtype):
@@ -181,6 +194,34 @@ def _demands(config: Config, mode: Mode, problems: Problems) -> rules.Demands:
             must = f"must agree with `{by}`, which says {said} for `{column}`"
             problems.add(key, must, got=value, do="Keep one of the two keys.")
     return demands
+
+
+def _zero_plus_plus(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield what the keys of ZeRO++ set."""
+    zero = config.zero_optimization
+    for key, column, dtype in (
+        ("zero_quantized_weights", "gather", DType.INT8_256),
+        ("zero_quantized_nontrainable_weights", "frozen", DType.INT8_256),
+        ("zero_quantized_gradients", "reduce.wire", DType.INT4_128),
+    ):
+        if getattr(zero, key):
+            yield column, dtype, f"zero_optimization.{key}"
+
+
+def _check_feedback(config: Config, mesh: MeshShape, problems: Problems) -> None:
+    """Refuse feedback where gradients are rounded a second time, between replicas."""
+    demands = {"precision": rules.column_values(config.precision)}
+    demands |= {
+        f"{rules.RULES}[{n}]": rules.column_values(rule) for n, rule in enumerate(config.precision.rules)
+    }
+    for key, pairs in demands.items():
+        asked = ("reduce.feedback", "true") in pairs
+        if asked and (mesh.replicate > 1 or mesh.expert > 1):
+            problems.add(f"{key}.reduce.feedback", TWICE.must, got="true", do=TWICE.do)
+
+
+def _is_narrow_product(column: str, value: str) -> bool:
+    return column.startswith("compute.") and value == str(DType.FP8_ROW)
 
 
 def _check_dtypes(

@@ -33,25 +33,56 @@ PIN: tuple[tuple[str, str], ...] = (
 )
 """The columns of `pin: fp32`: the parameter is never rounded."""
 
+RULES = "precision.rules"
+"""The beginning of every reason that is a rule."""
+
+
+def is_by_rule(why: str) -> bool:
+    """Return True if the key of a demand, or a reason, is a rule and not a key for all parameters."""
+    return why.startswith(RULES)
+
+
 _PLAIN = ("storage", "gather", "compute", "grad", "accumulate", "master", "state", "export")
 _OF_RULES = ("placement", "optimizer")
+
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+"""The products of a linear layer, in the order in which they are formed."""
+_NARROW = {"fp8": PRODUCTS, "fp8-hp-grad-weight": PRODUCTS[:2]}
 
 Demands = dict[str, tuple[str, str]]
 
 
 def column_values(block: schema.Precision | schema.Rule) -> tuple[tuple[str, str], ...]:
-    """Return the columns that a block sets as (column, value) texts; `reduce` is split into its parts."""
-    values = [(name, str(value)) for name in _PLAIN if (value := getattr(block, name)) is not None]
+    """Return the columns that a block sets as (column, value) texts.
+
+    `reduce` is split into its parts, and so is a `compute` that is about products.
+    """
+    values: list[tuple[str, str]] = []
+    for name in _PLAIN:
+        value = getattr(block, name)
+        if isinstance(value, schema.MatrixProducts):
+            values += _product_values(value)
+        elif isinstance(value, str) and value in _NARROW:
+            values += [(f"compute.{part}", str(DType.FP8_ROW)) for part in _NARROW[value]]
+        elif value is not None:
+            values.append((name, str(value)))
     reduce = block.reduce
     if isinstance(reduce, DType):
         values += [("reduce.wire", str(reduce))]
     elif reduce is not None:
-        for part in ("wire", "sum", "when", "order"):
+        for part in ("wire", "sum", "when", "order", "feedback"):
             if (value := getattr(reduce, part)) is not None:
-                values.append((f"reduce.{part}", str(value)))
+                values.append((f"reduce.{part}", str(value).lower() if part == "feedback" else str(value)))
     if isinstance(block, schema.Rule):
         values += [(name, value) for name in _OF_RULES if (value := getattr(block, name)) is not None]
+    elif isinstance(block, schema.Precision) and block.frozen is not None:
+        values.append(("frozen", str(block.frozen)))
     return tuple(values)
+
+
+def _product_values(block: schema.MatrixProducts) -> list[tuple[str, str]]:
+    parts = ((part, getattr(block, part)) for part in (*PRODUCTS, "pad"))
+    return [(f"compute.{part}", str(value).lower()) for part, value in parts if value is not None]
 
 
 def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tuple[ResolvedRule, ...]:
@@ -68,7 +99,7 @@ def from_config(rules: Sequence[schema.Rule], substrings: Sequence[str]) -> tupl
         kind = "+".join(name for name, text in (("glob", pattern), ("class", klass)) if text)
         shown = " and ".join(f"'{text}'" for text in (pattern, klass) if text)
         pinned = block.pin is not None and all(sets[column] == value for column, value in PIN)
-        why, values = f"precision.rules[{number}]: {shown}", tuple(sets.items())
+        why, values = f"{RULES}[{number}]: {shown}", tuple(sets.items())
         rule = ResolvedRule(kind, pattern, klass, values, pinned, block.output, why)  # type: ignore[arg-type]
         resolved.append(rule)
     return tuple(resolved)
@@ -113,12 +144,23 @@ def demands(
         for rule in rules:
             if matches(rule, name, owner):
                 matched[rule] = None
+                if any(column == "compute" for column, _ in rule.sets):
+                    mine = {column: of for column, of in mine.items() if not column.startswith("compute.")}
                 mine |= {column: (value, rule.why) for column, value in rule.sets}
         per_name.append(mine)
     return functools.reduce(_wider, per_name), tuple(matched)
 
 
-_WIDTH = {"8bit": -1, "split": 1, "bf16-stochastic": 2, "every": 1, "matrices": 1, "whole": 2, "AdamW": 1}
+_WIDTH = {
+    "8bit": -1,
+    "split": 1,
+    "bf16-stochastic": 2,
+    "every": 1,
+    "matrices": 1,
+    "whole": 2,
+    "AdamW": 1,
+    "true": 1,
+}
 """Order of the values of a column that are not dtypes; all other values have 0."""
 
 
@@ -188,10 +230,13 @@ def require_one_compute(
 def _written(rule: ResolvedRule) -> str:
     """Write the columns of a rule as they stand in a config."""
     sets = {key: value for key, value in rule.sets if not rule.pin or (key, value) not in PIN}
-    inner = [f"{key[7:]}: {value}" for key, value in sets.items() if key.startswith("reduce.")]
     parts = ["pin: fp32"] if rule.pin else []
-    parts += [f"{key}: {value}" for key, value in sets.items() if not key.startswith("reduce.")]
-    parts += [f"reduce: {{{', '.join(inner)}}}"] if inner else []
+    parts += [f"{key}: {value}" for key, value in sets.items() if "." not in key]
+    for block in ("compute", "reduce"):
+        inner = [
+            f"{key.partition('.')[2]}: {value}" for key, value in sets.items() if key.startswith(f"{block}.")
+        ]
+        parts += [f"{block}: {{{', '.join(inner)}}}"] if inner else []
     return ", ".join([*parts, f"output: {rule.output}"] if rule.output is not None else parts)
 
 

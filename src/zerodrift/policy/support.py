@@ -1,7 +1,8 @@
 """The supported combinations, and the reasons against the others.
 
 `resolve` checks one config and `zerodrift support` prints every cell, both with the same functions.
-`columns.py` has the rules about single columns, such as bf16 storage for a split master.
+`columns.py` has the rules about single columns, such as bf16 storage for a split master, and `order.py` and
+`products.py` what an order of sums and fp8 products are refused with.
 
 Invariant: every cell is `yes`, `narrow` (yes, once `precision.allow_narrow` is true) or `no` with a reason.
 """
@@ -13,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from zerodrift.config import BackendName
-from zerodrift.dtypes import DType, lost
+from zerodrift.dtypes import ADMITTED, DType, lost
 from zerodrift.policy.backends import BACKENDS
 from zerodrift.policy.decisions import Mode, State
 
@@ -33,6 +34,17 @@ class SupportCell:
     """`default`, `fp32`, `bf16` or `fp16`."""
     pipeline: bool
     stage: int
+    backend: BackendName
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCell:
+    """A narrow format at rest."""
+
+    storage: str
+    trained: bool
     backend: BackendName
     status: Status
     reason: str
@@ -85,6 +97,26 @@ def state_verdict(state: State, backend: BackendName, beta2: float | None) -> Ve
             "less than half an ulp, and it can never shrink: use `bf16-stochastic` or `8bit`, or lower beta2",
         )
     return Verdict("yes")
+
+
+def storage_verdict(trained: bool, backend: BackendName) -> Verdict:
+    """Return whether a parameter may rest in a narrow format."""
+    if trained:
+        return Verdict("no", _TRAINED)
+    refused = BACKENDS[backend].refuse_narrow_storage
+    return Verdict("no", refused) if refused else Verdict("yes")
+
+
+_TRAINED = "it is trained, and the small steps of an update would vanish between the few values of the format"
+
+
+def narrow_storages() -> tuple[StorageCell, ...]:
+    """List every narrow format at rest, of frozen and of trained parameters, on every backend."""
+    cells = []
+    for dtype, trained, backend in product(ADMITTED["frozen"], (False, True), BACKENDS):
+        found = storage_verdict(trained, backend)
+        cells.append(StorageCell(str(dtype), trained, backend, found.status, found.reason))
+    return tuple(cells)
 
 
 def states() -> tuple[StateCell, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zerodrift.plan import Cost, Hidden, Plan, Timeline, Trace, TracedOperation
-from zerodrift.policy import StateCell, SupportCell
+from zerodrift.policy import StateCell, SupportCell, narrow_storages
 from zerodrift.record import encode
 from zerodrift.report.explanation import Explanation
 from zerodrift.report.trace import traced_modules
@@ -82,7 +82,8 @@ def _operation(operation: TracedOperation) -> dict[str, Any]:
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
     """Return the support tables, one cell per line."""
-    return _text({"cells": encode(list(cells)), "states": encode(list(states))})
+    storages = encode(list(narrow_storages()))
+    return _text({"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages})
 
 
 def _text(document: Mapping[str, Any]) -> str:

@@ -141,7 +141,7 @@ def render(parts: Iterable[RenderableType], color: bool, width: int | None = Non
         markup=False,
         emoji=False,
     )
-    console.print(*parts, sep="\n")
+    console.print(*parts, sep="\n", crop=False)
     text = out.getvalue().replace("\N{NO-BREAK SPACE}", " ")
     return text if color else "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 

@@ -34,6 +34,8 @@ _OPTION_MARKS = (
     ("matrices", "a rank's slice holds whole matrices of the last two dimensions"),
     ("Muon", "updated by Muon"),
     ("AdamW", "updated by AdamW, next to Muon"),
+    ("fp8", "the products of these linear layers have fp8 operands, and results in the compute dtype"),
+    ("fp8-hp-grad-weight", "so have their products but that for the weight's gradient"),
 )
 
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
@@ -106,8 +108,9 @@ def _parameters(plan: Plan) -> str:
 
 def kind(columns: Columns) -> str:
     """Return the special properties of columns: `pinned`, `frozen`, `whole`, `Muon`, ... or `""`."""
-    words = (("pinned", columns.pinned), ("frozen", not columns.trained))
-    return ", ".join([*(word for word, holds in words if holds), *columns.options().values()])
+    words = [word for word, holds in (("pinned", columns.pinned), ("frozen", not columns.trained)) if holds]
+    usual = () if columns.products is not None else ("products",)
+    return ", ".join([*words, *(text for name, text in columns.options().items() if name not in usual)])
 
 
 def percent_of_elements(item: ColumnSet, table: Table) -> str:
@@ -276,7 +279,7 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     """Return (column, bytes) pairs at rest between steps."""
-    columns = ("storage", "buffers", "accumulate", "master", "state", "checksums")
+    columns = ("storage", "buffers", "accumulate", "master", "state", "checksums", "feedback")
     return tuple((column, getattr(cost.rest, column)) for column in columns)
 
 

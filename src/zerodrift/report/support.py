@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from zerodrift.dtypes import BLOCK
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.plan import block_bytes
 from zerodrift.policy import (
     CARRIED,
@@ -22,9 +22,13 @@ from zerodrift.policy import (
     DEFAULT_RANK,
     GIVEN_UP,
     REFUSED,
+    SLICED,
+    TRAVEL,
+    UNFIT,
     State,
     StateCell,
     SupportCell,
+    narrow_storages,
 )
 from zerodrift.report.frame import WIDTH, grid, render, section, title
 from zerodrift.report.rows import letter
@@ -84,12 +88,19 @@ def support_text(
         grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",), width),
         section("state", "the optimizer's moments"),
         grid(list(_states(states)), (15,), ("bold",), width),
+        section("storage", "parameters at rest in a narrow format"),
+        grid(list(_storages()), (15,), ("bold",), width),
+        section("gather, reduce", "narrow formats are refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in TRAVEL], (32,), ("bold",), width),
+        Text(f"{SLICED[0].upper()}{SLICED[1:]}."),
         section("reduce.order: auto", "the default: the tree, but the order of ranks with"),
         grid([(each.what, each.reason) for each in DEFAULT_RANK], (32,), ("bold",), width),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
         grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
+        section("compute: fp8", "is refused with"),
+        grid([(refusal.what, refusal.reason) for refusal in UNFIT], (32,), ("bold",), width),
     ]
     return render(parts, color, width)
 
@@ -140,6 +151,20 @@ def _states(cells: Sequence[StateCell]) -> Iterator[tuple[str, str]]:
         yield state, "; ".join(words)
 
 
+def _storages() -> Iterator[tuple[str, str]]:
+    """Yield each narrow format with its bytes, and what is refused with its backends."""
+    cells = narrow_storages()
+    for storage in dict.fromkeys(cell.storage for cell in cells):
+        yield storage, f"{DType(storage).nbytes(BLOCK) / BLOCK:.7g} bytes per element"
+    for key, group in groupby(sorted(cells, key=_STORAGE), key=_STORAGE):
+        of = "trained" if key[0] else "frozen"
+        where = dict.fromkeys(cell.backend for cell in group)
+        status = f"{key[1]}, {key[2]}" if key[2] else key[1]
+        yield of, f"backend {' and '.join(where)}: {status}"
+
+
+_STORAGE = attrgetter("trained", "status", "reason")
+
 # --- Markdown -----------------------------------------------------------------------------------------
 
 
@@ -167,6 +192,14 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
     lines += [
         "",
+        "## Storage",
+        "",
+        "Parameters at rest in a narrow format, in every mode and at every stage.",
+        "",
+    ]
+    lines += [f"- **{what}**: {text}." for what, text in _storages()]
+    lines += [
+        "",
         "## Order",
         "",
         "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
@@ -180,6 +213,14 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]
+    lines += ["", "## Narrow formats on the way", ""]
+    lines += ["What a narrow `gather` and a narrow wire of `reduce` are refused with, in every mode;"]
+    lines += [f"{SLICED}.", ""]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}" for refusal in TRAVEL]
+    lines += ["", "## Products", ""]
+    lines += ["What `precision.compute: fp8` ([a definition](precision.md#what-does-compute-fp8-compute)) is"]
+    lines += ["refused with, in every mode and at every stage.", ""]
+    lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in UNFIT]
     return "\n".join(lines) + "\n"
 
 

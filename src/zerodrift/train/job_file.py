@@ -16,11 +16,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from zerodrift.config import Config, Keys, TreeReader, fields, join, load, override, tree_of
+from zerodrift.dtypes import ADMITTED, parse_among
 from zerodrift.errors import ConfigError, Problems, ZerodriftError, nearest
 from zerodrift.train.data.hub import from_cache
-from zerodrift.train.job import Job
+from zerodrift.train.job import Job, Model
 
 UNDER_CONFIG = "config."
+FROZEN = "precision.frozen"
+"""The key of the config that `model.base` sets."""
 
 
 def read_job(
@@ -36,6 +39,10 @@ def read_job(
     if given is None or isinstance(given, (dict, str)):  # any other is a problem of the job's key
         try:
             config = load({} if given is None else given, for_config)
+            if job is not None and job.model.base:
+                for_config.append(f"{FROZEN}={job.model.base}")
+                _check_base(job.model, config, problems)
+                config = load({} if given is None else given, for_config)
         except ConfigError as error:
             is_file = isinstance(given, str)
             wrong = error if is_file else ConfigError.of(error.problems, "`config` of the job")
@@ -51,6 +58,16 @@ def read_job(
     _, tree, problems = tree_of({} if given is None else given, "config")
     override(tree, for_config, problems)
     return from_cache(job).model_copy(update={"config": tree}), config
+
+
+def _check_base(model: Model, config: Config, problems: Problems) -> None:
+    said = config.precision.frozen
+    if said is not None and said is not parse_among(model.base, ADMITTED["frozen"]):
+        must = f"must agree with `{UNDER_CONFIG}{FROZEN}`, which says {said}"
+        problems.add("model.base", must, got=model.base, do="Keep one of the two keys.")
+    if model.lora is None and not model.freeze:
+        must = "must go with `model.lora` or `model.freeze`: it is for what is not trained"
+        problems.add("model.base", must, got=model.base, do="Add `model.lora`, or leave it out.")
 
 
 def read_back(path: Path) -> Job:

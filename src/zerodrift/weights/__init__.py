@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from zerodrift.faces import face
 
 if TYPE_CHECKING:
-    from zerodrift.weights.boxes import Box, Layout
+    from zerodrift.weights.boxes import Box
     from zerodrift.weights.converter import (
         ConversionResult, ConvertOptions, convert, open_source, to_checkpoint,
     )  # fmt: skip
     from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
     from zerodrift.weights.deepspeed.files import find_tag
     from zerodrift.weights.exporter import Exported, export, exported_dtype, whole_values
-    from zerodrift.weights.load import InitialValues, LoadedWeights, load_weights
-    from zerodrift.weights.matching import ExpectedTensor, Match, expected_tensors, match
+    from zerodrift.weights.load import InitialValues, LoadedWeights, SafetensorsWeights, load_weights
+    from zerodrift.weights.matching import ExpectedTensor, expected_tensors, match
     from zerodrift.weights.reader import SafetensorsReader
     from zerodrift.weights.sources import TrainingState
     from zerodrift.weights.writer import SHARD_SIZE, size_in_bytes

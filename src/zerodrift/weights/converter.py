@@ -44,13 +44,14 @@ from zerodrift.dtypes import DType
 from zerodrift.errors import CheckpointError, Problems, UnsupportedError, ZerodriftError, said
 from zerodrift.mesh import MeshShape
 from zerodrift.model import non_persistent_buffers, safetensors
+from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
-from zerodrift.weights.conversions import saved_form
 from zerodrift.weights.deepspeed.checkpoint import open_deepspeed
-from zerodrift.weights.exporter import exported_dtype, write_config
+from zerodrift.weights.exporter import exported_dtype, lay_out, specify, write_config
+from zerodrift.weights.narrow_layouts import MatrixCollector
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.sources import ConvertSource, TrainingState, dtype_of, open_safetensors, open_zerodrift
-from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, pack, size_in_bytes
+from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, size_in_bytes
 
 Target = Literal["safetensors", "checkpoint"]
 ALIKE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
@@ -191,11 +192,14 @@ def _to_safetensors(
 ) -> ConversionResult:
     names, shapes, dtypes = _select(source, model, exported_dtype(options.dtype))
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
-    files = pack(saved_form(nn.Module() if model is None else model, shapes, dtypes), size)
+    aliases = {name: entry.names for name, entry in names.items()}
+    layout = lay_out(nn.Module() if model is None else model, shapes, dtypes, size, aliases)
+    files = layout.files
     with new_folder(target, options.overwrite) as new, writing(target):
         writer = SafetensorsWriter(new.path, files)
         writer.create()
-        write_config(new.path, files, model)
+        write_config(new.path, layout, model)
+        matrices = MatrixCollector(layout.matrices, writer)
         if folder is not None:
             for file in sorted(file for pattern in ALIKE for file in folder.glob(pattern)):
                 if file.is_file():
@@ -206,7 +210,9 @@ def _to_safetensors(
             for name, entry in names.items():
                 for start, values in source.weight(entry):
                     before = writer.written
-                    writer.write(name, start, values)
+                    if name in writer:
+                        writer.write(name, start, values)
+                    matrices.add(name, start, values)
                     bar(writer.written - before)
             for name, buffer in source.buffers.items():
                 if name in writer:
@@ -235,15 +241,12 @@ def _select(
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     names = {next((n for n in entry.names if n not in tied), entry.name): entry for entry in source.entries}
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in names.items()}
-    dtypes = {}
+    dtypes, modules = {}, {} if model is None else dict(model.named_modules())
     for name, entry in names.items():
         # The dtype that was asked for, unless a plan pins another; by default the plan's, else the source's.
         row = None if source.plan is None else source.plan.row(entry.name)
-        dtypes[name] = DType(entry.dtype)
-        if dtypes[name].is_floating and row is not None and (dtype is None or row.columns.pinned):
-            dtypes[name] = row.columns.export
-        elif dtypes[name].is_floating and dtype is not None:
-            dtypes[name] = dtype
+        held = specify(entry.names, DType(entry.dtype), entry.shape, modules)
+        dtypes[name] = exported_as(dtype, held, None if row is None else row.columns)
     hidden = non_persistent_buffers(model) if model is not None else ()
     known: Collection[str] = source.buffers if model is None else dict(model.named_buffers())
     for name, buffer in source.buffers.items():

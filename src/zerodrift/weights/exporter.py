@@ -22,13 +22,20 @@ import torch
 from torch import nn
 
 from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
-from zerodrift.dtypes import ADMITTED, DType, parse
-from zerodrift.engine import Shards
-from zerodrift.errors import CheckpointError, ConfigError
-from zerodrift.model import non_persistent_buffers
+from zerodrift.dtypes import ADMITTED, DType, parse_among, word
+from zerodrift.engine import SegmentShard, Shards, Span
+from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed
+from zerodrift.model import OwningModule, ParameterSpec, non_persistent_buffers
 from zerodrift.plan import Plan, Row, whole_row
+from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
 from zerodrift.weights.conversions import saved_form
+from zerodrift.weights.narrow_layouts import (
+    NarrowMatrix,
+    find_matrices,
+    quantization_config,
+    wide_modules,
+)
 from zerodrift.weights.reader import ProgressBar
 from zerodrift.weights.writer import SHARD_SIZE, SafetensorsWriter, TensorFile, pack, size_in_bytes
 
@@ -75,12 +82,14 @@ def export(
     comm, rank, model = engine.comm, engine.mesh.rank(), engine.whole
     target = Path(folder).expanduser()
 
-    def lay_out() -> tuple[TensorFile, ...]:
+    def plan_files() -> FolderLayout:
         shapes, dtypes = contents(engine.plan, model, exported_dtype(dtype))
         size = _UNBOUNDED if max_shard_size is None else size_in_bytes(max_shard_size)
-        return pack(saved_form(model, shapes, dtypes), size)
+        names = {saved_name(row, model): row.names for row in engine.plan.rows}
+        return lay_out(model, shapes, dtypes, size, names)
 
-    files = everywhere(comm, lay_out)
+    layout = everywhere(comm, plan_files)
+    files = layout.files
     buffers = dict(engine.module.named_buffers())
     stages = comm.all_gather_object(tuple(buffers), "pipeline")
     # One data rank writes the buffers that no stage before it has.
@@ -97,7 +106,7 @@ def export(
         path = started[0].path
         with writing(target):
             SafetensorsWriter(path, files).create()
-            write_config(path, files, model if hasattr(model, "config") else None)
+            write_config(path, layout, model if hasattr(model, "config") else None)
         return str(path)
 
     def publish() -> None:
@@ -109,21 +118,25 @@ def export(
         path = Path(comm.broadcast_object(everywhere(comm, start), 0))
         everywhere(comm, lambda: _check_visible(path, files, rank))
         everywhere(comm, lambda: _write(engine, path, files, buffers))
+        if layout.matrices:
+            everywhere(comm, lambda: _write_matrices(engine, path, layout))
         everywhere(comm, publish)
     finally:
         for new in started:
             new.remove()
     tensors = [tensor for file in files for tensor in file.tensors]
-    counts = Counter(str(tensor.dtype) for tensor in tensors)
+    counts = layout.counts()
     names, size = tuple(file.name for file in files), sum(tensor.nbytes for tensor in tensors)
     return Exported(target, names, size, tuple(sorted(counts.items())), time.monotonic() - begin)
 
 
 def exported_dtype(text: str | None) -> DType | None:
     """Parse a dtype that replaces the `export` column."""
-    dtype = None if text is None else parse(text)
-    if dtype is not None and dtype not in ADMITTED["export"]:
-        raise ConfigError("dtype", "must be fp32, bf16 or fp16", got=repr(text))
+    admitted = ADMITTED["export"]
+    dtype = None if text is None else parse_among(text, admitted)
+    if dtype is not None and dtype not in admitted:
+        words = [word(known, admitted) for known in admitted]
+        raise ConfigError("dtype", f"must be {listed(words, 'or')}", got=repr(text))
     return dtype
 
 
@@ -133,7 +146,7 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
     ignored = {str(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()}
     shapes: dict[str, Shape] = {}
     dtypes: dict[str, DType] = {}
-    hidden = non_persistent_buffers(model)
+    hidden, modules = non_persistent_buffers(model), dict(model.named_modules())
     names = [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -145,10 +158,20 @@ def contents(plan: Plan, model: nn.Module, dtype: DType | None) -> tuple[dict[st
         row = None if name in ignored else plan.row(name)
         if row is not None and name == saved_name(row, model):
             shapes[name] = row.whole_shape
-            dtypes[name] = row.columns.export if dtype is None or row.columns.pinned else dtype
+            held = specify(row.names, row.source, row.whole_shape, modules)
+            dtypes[name] = exported_as(dtype, held, row.columns)
         elif row is None and name in buffers and name not in hidden | ignored:
             shapes[name], dtypes[name] = buffers[name].shape, buffers[name].storage
     return shapes, dtypes
+
+
+def specify(
+    names: Sequence[str], dtype: DType, shape: Shape, modules: Mapping[str, nn.Module]
+) -> ParameterSpec:
+    """Describe a parameter by the modules of its model, by path, whose own parameters may be sharded."""
+    paths = [name.rpartition(".")[0] for name in names]
+    owners = (OwningModule(path, type(modules[path]).__name__ if path in modules else "") for path in paths)
+    return ParameterSpec(tuple(names), shape, dtype, tuple(owners))
 
 
 def saved_name(row: Row, model: nn.Module) -> str:
@@ -188,7 +211,8 @@ def _write(
                     if name not in writer:
                         continue
                     flat = stored
-                    if writer.dtype(name) is not span.row.columns.storage.dtype:
+                    columns = span.row.columns
+                    if writer.dtype(name) is not columns.storage.dtype or columns.rounds_on_the_way:
                         flat = masters = piece.weights() if masters is None else masters
                     before = writer.written
                     writer.write(name, span.start, span.part(flat).values)
@@ -202,20 +226,98 @@ def _write(
         writer.close(sync=False)
 
 
-def write_config(path: Path, files: tuple[TensorFile, ...], model: Any | None) -> None:
+def _write_matrices(engine: Engine, path: Path, layout: FolderLayout) -> None:
+    """Collect one matrix at a time on all ranks; one of them encodes and writes it. Collective.
+
+    A matrix is added up as integers: every element has its bits on one rank, and zeros on the others.
+    """
+    comm, ranks, rank = engine.comm, engine.mesh.size("world"), engine.mesh.rank("world")
+    writer = SafetensorsWriter(path, layout.files)
+    spans: dict[str, list[tuple[SegmentShard, Span]]] = {}
+    for piece in Shards(engine).pieces():
+        for span in piece.share:
+            name = saved_name(whole_row(engine.plan, span.row), engine.whole)
+            spans.setdefault(name, []).append((piece, span))
+    last: list[tuple[SegmentShard, torch.Tensor]] = []
+    """The last piece whose weights were asked for, and they."""
+    failed: list[Exception] = []
+    try:
+        for number, matrix in enumerate(layout.matrices):
+            numel = matrix.tensor.numel
+            flat = torch.zeros(numel + -numel % ranks, device=engine.mesh.device)
+            for name in dict.fromkeys(part.parameter for part in matrix.tensor.parts):
+                for piece, span in spans.get(name, ()):
+                    if not last or last[0][0] is not piece:
+                        last[:] = [(piece, piece.weights())]
+                    matrix.collect(flat, name, span.start, span.part(last[0][1]).values)
+            whole = comm.all_reduce_sum(flat.view(torch.int32), "world").view(torch.float32)[:numel]
+            if number % ranks == rank and not failed:
+                try:
+                    with writing(path):
+                        matrix.write(whole, writer)
+                except (OSError, ZerodriftError) as error:  # the others go on with the next matrix
+                    failed.append(error)
+        if failed:
+            raise failed[0]
+        writer.close()
+    finally:
+        writer.close(sync=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderLayout:
+    """The files of a folder, the matrices in them that are encoded, and what config.json says of them."""
+
+    files: tuple[TensorFile, ...]
+    matrices: tuple[NarrowMatrix, ...]
+    plain: DType
+    """The dtype of most elements that are not narrow, which a loader takes for all by default."""
+    kept: tuple[str, ...]
+    """Linear layers and stacks that are not narrow where others are."""
+
+    def counts(self) -> Counter[str]:
+        """Return the number of tensors in each dtype; a matrix with its scales is one."""
+        tensors = (tensor for file in self.files for tensor in file.tensors)
+        beside = {tensor.name for matrix in self.matrices for tensor in matrix.tensors()}
+        plain = Counter(str(tensor.dtype) for tensor in tensors if tensor.name not in beside)
+        return plain + Counter(str(matrix.tensor.dtype) for matrix in self.matrices)
+
+
+def lay_out(
+    model: nn.Module,
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, DType],
+    shard_size: int,
+    names: Mapping[str, Sequence[str]],
+) -> FolderLayout:
+    """Lay out a folder in the form that `from_pretrained` reads. `names` has all names of tied parameters."""
+    saved = saved_form(model, shapes, dtypes)
+    counts: Counter[DType] = Counter()
+    for tensor in saved:
+        if tensor.dtype.is_floating and tensor.dtype.format is None:
+            counts[tensor.dtype] += tensor.numel
+    plain = counts.most_common(1)[0][0] if counts else DType.FP32
+    tensors, matrices = find_matrices(saved, shapes, plain)
+    kept: list[str] = []
+    if matrices:
+        every = {alias: shape for name, shape in shapes.items() for alias in names.get(name, (name,))}
+        narrow = {a for name in shapes for a in names.get(name, (name,)) if dtypes[name].format is not None}
+        kept = wide_modules(model, every, narrow)
+    return FolderLayout(pack(tensors, shard_size), matrices, plain, tuple(kept))
+
+
+def write_config(path: Path, layout: FolderLayout, model: Any | None) -> None:
     """Write `config.json` and `generation_config.json` of a model of `transformers`."""
     if model is None or not hasattr(model.config, "save_pretrained"):
         return
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    counts: Counter[DType] = Counter()
-    for tensor in (tensor for file in files for tensor in file.tensors if tensor.dtype.is_floating):
-        counts[tensor.dtype] += tensor.numel
-    # A loader takes the dtype of most elements for all by default.
-    main = counts.most_common(1)[0][0] if counts else DType.FP32
-    config.dtype = str(main.torch).removeprefix("torch.")
+    config.dtype = str(layout.plain.torch).removeprefix("torch.")
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # trained weights are not quantized
+        del config.quantization_config  # that of what was loaded
+    if layout.matrices:
+        dtype = layout.matrices[0].tensor.dtype
+        config.quantization_config = quantization_config(dtype, layout.plain, layout.kept)
     config.save_pretrained(path)
     generation = getattr(model, "generation_config", None)
     if generation is not None and hasattr(model, "can_generate") and model.can_generate():
@@ -226,10 +328,15 @@ def whole_values(engine: Engine, rows: Sequence[Row], keep: bool = True) -> list
     """Gather parameters with the bits of an export. Collective; ranks that do not `keep` them get None."""
     values: dict[str, torch.Tensor] = {}
     rest: list[Row] = []
+    if coded := [(row.name, row.columns.export) for row in rows if row.columns.export.format is not None]:
+        must = "must have a plain `export` to be handed over whole"
+        do = "Write `precision.export` as a plain dtype; `zerodrift.export(dtype=...)` writes narrow files."
+        raise UnsupportedError(coded[0][0], must, got=coded[0][1], do=do)
     with torch.no_grad():
         with engine.gathered([row.name for row in rows]) as gathered:
             for row in rows:
-                if gathered[row.name].dtype is not row.columns.export.torch:
+                columns = row.columns
+                if gathered[row.name].dtype is not columns.export.torch or columns.rounds_on_the_way:
                     rest.append(row)
                 elif keep:
                     values[row.name] = gathered[row.name].clone()

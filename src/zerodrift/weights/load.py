@@ -27,6 +27,7 @@ from zerodrift.checkpoint import kind_at
 from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.engine import SegmentShard, Shards, ValueSource, ValueSources
 from zerodrift.errors import ModelError, Problems, RankError
+from zerodrift.kernels import PackedRun, narrow
 from zerodrift.model import ModelSpec, describe, is_dtensor, list_tensors, listed, recipe
 from zerodrift.plan import Plan, part, whole_row
 from zerodrift.weights.boxes import Box, within
@@ -118,7 +119,28 @@ class SafetensorsWeights:
 
     def _read(self, boxes: tuple[Box, ...], start: int, out: torch.Tensor) -> None:
         for box in within(boxes, start, start + out.numel()):
-            self._reader.read(self.match.tensors[box.number], box, out, start)
+            quantised = self.match.quantised.get(box.number)
+            if quantised is not None:
+                quantised.read(self._reader, box, out, start)
+            else:
+                self._reader.read(self.match.tensors[box.number], box, out, start)
+
+    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
+        """Copy codes and scales of so many elements into a run, from its element `at` on, if the files hold
+        them in its format."""
+        filled, form = self.match.filled[name], narrow.form_of(run.dtype)
+        sources = [self.match.quantised.get(box.number) for box in filled.boxes]
+        if filled.again:
+            return False
+        for source in sources:
+            if source is None or not source.has_whole_blocks(filled.boxes):
+                return False
+            if not form.keeps(source.form, source.shape[-1]):
+                return False
+        for box in within(filled.boxes, start, start + numel):
+            place = at + box.start - start
+            self.match.quantised[box.number].fill(self._reader, box.origin, run, place, box.numel)
+        return True
 
     def _compare(
         self, name: str, filled: TensorPlaces, other: tuple[Box, ...], start: int, numel: int
@@ -280,6 +302,9 @@ class _RecipeSource:
 
     def exact(self, name: str) -> torch.dtype:
         return self._recipes.exact(name)
+
+    def fill_packed(self, name: str, start: int, run: PackedRun, at: int, numel: int) -> bool:
+        return False
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         try:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from zerodrift.model import BufferSpec, ParameterSpec, StoredTensor, listed, non
 from zerodrift.plan import BufferRow, Row
 from zerodrift.weights.boxes import Box
 from zerodrift.weights.conversions import convert
+from zerodrift.weights.quantised import QuantisedTensor, find_quantised
+from zerodrift.weights.reader import SafetensorsReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Match:
 
     path: str
     tensors: tuple[StoredTensor, ...]
+    """Quantised ones have the shape and dtype of what they are decoded to."""
     filled: dict[str, TensorPlaces] = field(default_factory=dict)
     """By the first name of a parameter or buffer."""
     missing: list[str] = field(default_factory=list)
@@ -81,9 +83,8 @@ class Match:
     conversions: list[Any] = field(default_factory=list)
     """Conversions of `transformers` that were used; the model keeps them to be saved in the same form."""
 
-    @cached_property
-    def known(self) -> frozenset[str]:
-        return frozenset(tensor.name for tensor in self.tensors)
+    quantised: dict[int, QuantisedTensor] = field(default_factory=dict)
+    """By their number among `tensors`."""
 
 
 Strict = bool | Sequence[str]
@@ -98,17 +99,26 @@ def match(
     strict: Strict,
 ) -> Match:
     """Find every value that the checkpoint has for the model, or raise one ModelError with all that is
-    wrong."""
-    names = [name for entry in want for name in entry.names]
-    converted = convert(model, names, tensors)
-    problems = Problems()
-    result = Match(str(path), tensors, conversions=converted.used)
+    wrong. A model with adapters of `peft` is matched by the names of its base; adapters stay as they are."""
+    in_files = _names_in_files(model)
+    base = model.get_base_model() if in_files is not _unchanged else model  # type: ignore[operator]
+    names = [in_files(name) for entry in want for name in entry.names]
+    problems, reader = Problems(), SafetensorsReader()
+    try:
+        tensors, quantised = find_quantised(tensors, names, reader, problems)
+    finally:
+        reader.close()
+    problems.raise_as(ModelError, f"weights of {path}")
+    converted = convert(base, names, tensors)
+    by_number = {n: quantised[t.name] for n, t in enumerate(tensors) if t.name in quantised}
+    result = Match(str(path), tensors, conversions=converted.used, quantised=by_number)
     refused = {name for name, _ in converted.refused}
     for name, why in converted.refused:
         problems.add(name, "must be readable from the files", got=why)
     for entry in want:
-        layouts = [(name, converted.layouts[name]) for name in entry.names if name in converted.layouts]
-        if not layouts and not refused & set(entry.names):
+        own = [in_files(name) for name in entry.names]
+        layouts = [(name, converted.layouts[name]) for name in own if name in converted.layouts]
+        if not layouts and not refused & set(own):
             result.missing.append(entry.name)
         places: list[tuple[Box, ...]] = []
         for name, layout in layouts:
@@ -131,6 +141,19 @@ def match(
     return result
 
 
+def _unchanged(name: str) -> str:
+    return name
+
+
+def _names_in_files(model: nn.Module) -> Callable[[str], str]:
+    """Return the function from a name in the model to the name in the files of its base."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return _unchanged
+    adapters = "|".join(map(re.escape, model.peft_config))  # type: ignore[arg-type]
+    inside = re.compile(rf"\.(base_layer|original_module|modules_to_save\.({adapters}))\.")
+    return lambda name: inside.sub(".", name.removeprefix("base_model.model."))
+
+
 def _check_dtypes(
     name: str, entry: ExpectedTensor, boxes: Sequence[Box], result: Match, problems: Problems
 ) -> None:
@@ -144,22 +167,11 @@ def _check_dtypes(
             must = "must be in a floating dtype of at most 32 bits in the files"
             if stored.dtype is DType.FP64:
                 do = "Its values would be rounded. Convert the file to fp32 if that is meant."
-        elif stored.dtype.size == 1 and (scale := _scale_of(stored, result.known)):
-            must, got = "must be stored without a scale", f"{got}, scaled by `{scale}`"
-            do = "Dequantize the checkpoint first."
         elif entry.is_buffer and not entry.dtype.holds(stored.dtype):
             must = f"must be at most {entry.dtype} in the files, the dtype of the buffer"
             do = f"Give the buffer the dtype {stored.dtype}: its values would be rounded."
         if must:
             problems.add(name, must, got=got, do=do)
-
-
-def _scale_of(stored: StoredTensor, known: Collection[str]) -> str:
-    """Return the name of a quantized tensor's scale, by the usual names for it; empty if there is none."""
-    stem = stored.name.removesuffix(".weight")
-    likely = [f"{stored.name}{end}" for end in ("_scale_inv", "_scale", ".scale", "_scales")]
-    likely += [f"{stem}.{end}" for end in ("weight_scale", "weight_scale_inv", "scale", "scales")]
-    return next((name for name in likely if name in known), "")
 
 
 OUTSIDE_STATE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
@@ -186,6 +198,8 @@ def _check_names(
     # Patterns by which a model of `transformers` says what its checkpoints lack or have too much.
     may_lack = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     may_hold = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if hasattr(model, "peft_config"):
+        may_lack.append(rf"\.{re.escape(str(getattr(model.base_model, 'prefix', 'lora_')))}")
     buffers = [name for name, _ in model.named_buffers()]
     may_hold += [p for end, p in OUTSIDE_STATE.items() if any(name.endswith(end) for name in buffers)]
     if lacking := refused(result.missing, may_lack):
@@ -211,5 +225,14 @@ def _explain(path: Path, problems: Problems) -> None:
 
 
 def dtypes(result: Match) -> dict[str, DType]:
-    """Return the checkpoint's dtype of each name in the model."""
-    return {name: filled.exact for name, filled in result.filled.items()}
+    """Return the checkpoint's dtype of each name in the model: a narrow format if its blocks are whole there,
+    and otherwise the dtype that it is decoded to."""
+    return {name: _dtype(result, filled) for name, filled in result.filled.items()}
+
+
+def _dtype(result: Match, filled: TensorPlaces) -> DType:
+    sources = [result.quantised.get(box.number) for box in filled.boxes]
+    first = sources[0] if sources else None
+    if first is None or not all(each is not None and each.dtype is first.dtype for each in sources):
+        return filled.exact
+    return first.dtype if first.has_whole_blocks(filled.boxes) else filled.exact

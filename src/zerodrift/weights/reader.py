@@ -40,7 +40,7 @@ class SafetensorsReader:
     def __init__(self, progress: Callable[[int], None] = lambda count: None) -> None:
         self._progress = progress
         self._open: dict[Path, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pages = Pages()
         self.count = 0
 
@@ -48,7 +48,7 @@ class SafetensorsReader:
         for number in self._open.values():
             os.close(number)
         self._open.clear()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, stored: StoredTensor, box: Box, out: torch.Tensor, first: int = 0) -> None:
         """Read one box of a tensor into flat `out`, which begins at element `first` of the target."""
@@ -57,8 +57,8 @@ class SafetensorsReader:
             start = box.start - first
             self._run(stored, box.origin, out[start : start + box.numel])
         else:
-            for part in _spans(box, stored.dtype.size):
-                values = self._staged(stored, part.origin, part.span)
+            for part in spans(box, stored.dtype.size):
+                values = self.staged(stored, part.origin, part.span)
                 part.of_target(out, first).copy_(part.of_source(values, part.origin))
 
     def _run(self, stored: StoredTensor, origin: int, out: torch.Tensor) -> None:
@@ -71,13 +71,13 @@ class SafetensorsReader:
             if on_host and out.dtype is dtype:
                 self._bytes(stored, origin + first, part)
             else:
-                part.copy_(self._staged(stored, origin + first, part.numel()))
+                part.copy_(self.staged(stored, origin + first, part.numel()))
 
-    def _staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
+    def staged(self, stored: StoredTensor, first: int, count: int) -> torch.Tensor:
         """Read elements into the buffer, where they stay until the next call."""
         size = count * stored.dtype.size
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8)
+            self._buffer = torch.empty(max(size, min(CHUNK, 2 * size)), dtype=torch.uint8, device="cpu")
         values = self._buffer[:size].view(stored.dtype.torch)
         self._bytes(stored, first, values)
         return values
@@ -112,7 +112,7 @@ class SafetensorsReader:
         return descriptor
 
 
-def _spans(box: Box, size: int) -> Iterator[Box]:
+def spans(box: Box, size: int) -> Iterator[Box]:
     """Cut a box into parts that are each read at once: short enough, and mostly wanted."""
     reach = [(axis.size - 1) * axis.source for axis in box.axes]
     span = box.span
@@ -132,7 +132,7 @@ def _spans(box: Box, size: int) -> Iterator[Box]:
     for first in range(0, axis.size, count):
         part = box.at(outer, first, min(count, axis.size - first))
         axes = tuple(a for a in part.axes if a.size > 1)
-        yield from _spans(Box(part.number, part.start, part.origin, axes), size)
+        yield from spans(Box(part.number, part.start, part.origin, axes), size)
 
 
 def _unreadable(stored: StoredTensor, got: str) -> ModelError:

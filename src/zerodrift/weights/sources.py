@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from zerodrift.checkpoint import (
     read_plan,
     read_state,
     verified,
-    weight_key,
 )
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import CheckpointError
@@ -117,6 +116,15 @@ def open_zerodrift(path: Path) -> ConvertSource:
     def runs(key: str, entry: SavedParameter, dtype: torch.dtype) -> Iterator[Run]:
         return _chunks(lambda start, into: reader.read([Destination(key, start, into)]), entry.shape, dtype)
 
+    def weight(entry: SavedParameter) -> Iterator[Run]:
+        def read(start: int, into: torch.Tensor) -> None:
+            reader.read_weights([(held[entry.name], start, into)])
+
+        return _chunks(read, entry.shape, DType(entry.dtype).torch)
+
+    held = {entry.name: entry for entry in table}
+    # What rests in a narrow format is decoded.
+    entries = tuple(replace(e, dtype="fp32") if DType(e.dtype).format is not None else e for e in table)
     document, counters = read_plan(path), shared["counters"].get("", {})
     trained = TrainingState(
         step=manifest.step,
@@ -134,9 +142,9 @@ def open_zerodrift(path: Path) -> ConvertSource:
     return ConvertSource(
         f"a zerodrift checkpoint, step {manifest.step}",
         path,
-        table,
+        entries,
         shared["buffers"],
-        lambda entry: runs(weight_key(entry.name), entry, DType(entry.dtype).torch),
+        weight,
         lambda entry, key: runs(moment_key(key, entry.name), entry, torch.float32),
         trained,
         None if document is None else Plan.from_json(document),

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +182,8 @@ class SafetensorsWriter:
                 for part in tensor.parts:
                     place = _Place(number, start, tensor, part.box)
                     self._places.setdefault(part.parameter, []).append(place)
+        self._whole = {place.tensor.name: place for place in _whole_tensors(files)}
+        """Tensors that have no parts of parameters, by their own names."""
         self.written = 0
         """Bytes of tensors written so far."""
 
@@ -209,6 +211,11 @@ class SafetensorsWriter:
         for place in self._places[name]:
             for box in within((place.box,), start, start + values.numel()):
                 self._write(place, box, box.of_target(values, start), name)
+
+    def put(self, tensor: str, first: int, values: torch.Tensor) -> None:
+        """Write elements of a tensor that has no parts, in its dtype, from `first` on."""
+        place = self._whole[tensor]
+        self._put(place, first * place.tensor.dtype.size, values.cpu().contiguous())
 
     def close(self, sync: bool = True) -> None:
         """Close the files; with `sync`, after flushing them to the disk."""
@@ -259,6 +266,13 @@ class SafetensorsWriter:
         if number not in self._open:
             self._open[number] = os.open(self._folder / self._files[number].name, os.O_RDWR)
         return self._open[number]
+
+
+def _whole_tensors(files: Sequence[TensorFile]) -> Iterator[_Place]:
+    for number, file in enumerate(files):
+        for tensor, start in zip(file.tensors, file.starts, strict=True):
+            if not tensor.parts:
+                yield _Place(number, start, tensor, Box(0, 0, 0, ()))
 
 
 def _runs(box: Box) -> tuple[int, tuple[BoxAxis, ...]]:

@@ -1,7 +1,7 @@
 """Switch torch to deterministic operations, and kernels of other packages, while an engine needs them.
 
 They are needed under `reduce.order: tree`, and in a run with digests, which `zerodrift replay` compares.
-torch refuses the operations of `policy/determinism.py` then. It cannot see kernels of other packages: those
+torch refuses the operations of `policy/order.py` then. It cannot see kernels of other packages: those
 of `KERNELS` have a switch of their own.
 
 Invariants: when the last engine that needs deterministic operations ends, torch's switches are as the first

@@ -65,8 +65,8 @@ def unpin(segments: Iterable[FlatSegment]) -> None:
                 set_gathered_class(parameter, nn.Parameter)
 
 
-class Pinned(nn.Parameter):
-    """A parameter that is not rounded where it is used."""
+class OwnParameter(nn.Parameter):
+    """A parameter of a class of ours, which decides how operations treat it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter: a copy of a module is a plain one."""
@@ -77,8 +77,12 @@ class Pinned(nn.Parameter):
         return copied
 
 
-class _PinnedResult(torch.Tensor):
-    """A tensor that is made of pinned parameters alone."""
+class Pinned(OwnParameter):
+    """A parameter that is not rounded where it is used."""
+
+
+class OwnResult(torch.Tensor):
+    """A tensor that is made of parameters of a class of ours, and is of one too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = copy.deepcopy(self._plain(), memo)
@@ -92,6 +96,10 @@ class _PinnedResult(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
 
+class _PinnedResult(OwnResult):
+    """A tensor that is made of pinned parameters alone."""
+
+
 def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch.Tensor) -> type[Pinned]:
     """Return the class of a pinned parameter; `kind` is what operations return around it."""
     warned: list[str] = []
@@ -100,7 +108,7 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
     def torch_function(
         cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = _name_of(func)
+        named = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             given = tensors_in((args, kwargs))
             result = _run(func, named, given, (args, kwargs or {}), output)
@@ -117,8 +125,8 @@ def class_for(name: str, output: Output | None, kind: type[torch.Tensor] = torch
                 tensor.dtype.itemsize for tensor in given if isinstance(tensor, (Pinned, _PinnedResult))
             )
             if named == "__iter__":
-                return iter(_of_class(tuple(result), kind, result_class, size))
-            return _of_class(result, kind, result_class, size)
+                return iter(of_class(tuple(result), kind, result_class, size))
+            return of_class(result, kind, result_class, size)
 
     # Compiled code may be given a parameter of any class, but no other tensor (torch 2.13 to 2.15).
     apart = torch.compiler.disable(
@@ -137,7 +145,7 @@ def _alone(given: list[torch.Tensor]) -> bool:
     )
 
 
-def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: int) -> Any:
+def of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: int = 0) -> Any:
     """Make results of an operation `result_class`, where their elements have at least `size` bytes."""
     if type(result) is kind:
         if not result.dim() or not result.is_floating_point() or result.dtype.itemsize < size:
@@ -149,11 +157,12 @@ def _of_class(result: Any, kind: type[torch.Tensor], result_class: type, size: i
         result.__class__ = result_class
     elif isinstance(result, (tuple, list)):
         for item in result:
-            _of_class(item, kind, result_class, size)
+            of_class(item, kind, result_class, size)
     return result
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """Return the name of a call of torch, or of the attribute that it reads."""
     named = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", named) if named == "__get__" else named
 

@@ -151,7 +151,12 @@ def compare_with_storage(segment: FlatSegment) -> None:
     columns = segment.spec.columns
     with torch.no_grad():
         own = segment.slice_of(segment.full) if segment.sharded else segment.full
-        kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage
+        if segment.packed is not None:
+            kept = segment.packed.values(own.dtype)
+        elif columns.encodes:
+            kept = segment.as_shown(segment.storage)
+        else:
+            kept = segment.storage.to(columns.gather.torch) if segment.sharded else segment.storage
         differ = prints(own) != prints(kept.to(own.dtype))
         before = segment.writes.overwritten
         segment.writes.overwritten = differ if before is None else before | differ
@@ -207,6 +212,11 @@ def take_over_writes(segment: FlatSegment, updater: Updater | None, *, accept_al
     if not rows or blocks is None or not isinstance(segment, TrainedSegment) or updater is None:
         return
     master, shown = updater.master(segment.number), segment.owned.float()
+    if segment.narrow is not None:
+        for row in rows:
+            got = f"a write to values that are rounded to {segment.narrow}"
+            problems.add(row.name, WRITE, got=got, do="Write there.")
+        problems.raise_as(ModelError)
     if segment.update.master is not Master.SPLIT:
         written = segment.at_rest(master).float() != shown
     elif accept_all:

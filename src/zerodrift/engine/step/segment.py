@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle
+from zerodrift.comm import Collectives, Handle, start_narrow_gather
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
-from zerodrift.kernels import host_memory
+from zerodrift.kernels import PackedRun, host_memory, narrow
+from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
 
 SELDOM = 32
@@ -79,9 +80,17 @@ class FlatSegment:
         self.sharded = columns.storage.axis != "" and self.ranks > 1
         device = comm.mesh.device
         numel = spec.padded // self.ranks if self.sharded else spec.padded
-        self.storage = host_memory.zeros(numel, columns.storage.dtype.torch, device)
-        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype."""
-        self.gathers = self.sharded or columns.storage.dtype is not columns.compute
+        dtype, is_packed = columns.storage.dtype, columns.storage.dtype.format is not None
+        length = dtype.nbytes(numel) if is_packed else numel
+        self.storage = host_memory.zeros(length, dtype.torch, device)
+        """Values at rest, filled by `place.py`. Shape [padded] or [padded / ranks], storage dtype; or the
+        bytes of `packed`."""
+        self.packed = PackedRun(dtype, self.storage, numel) if is_packed else None
+        """Frozen values in a narrow format."""
+        self.narrow = columns.gather if columns.gather.format is not None else None
+        """The narrow format in which values travel. Its values are the ones that the model computes with,
+        also where nothing travels."""
+        self.gathers = self.sharded or columns.encodes or columns.storage.dtype is not columns.compute
         """Whether the full form is another buffer than storage."""
         if self.gathers:
             full = torch.empty(spec.padded, dtype=columns.compute.torch, device=device)
@@ -92,7 +101,8 @@ class FlatSegment:
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
         self._gathering: Handle | None = None
-        self._wide: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
+        """The buffer of a gather in another dtype than compute, or of packed runs."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
@@ -152,6 +162,27 @@ class FlatSegment:
         """Return values as storage holds them, also where another rank owns them."""
         return values.to(self.storage.dtype)
 
+    def as_shown(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values as parameters show them: in the compute dtype, after what rounds them on the way. The
+        first value begins a block."""
+        if self.narrow is not None and self.packed is None:
+            return narrow.round_trip(self.narrow, values, self.full.dtype)
+        return (values if self.packed is not None else self.at_rest(values)).to(self.full.dtype)
+
+    def values_at_rest(self) -> torch.Tensor:
+        """Return a copy in fp32 of what rests here, unpacked. Shape [padded] or [padded / ranks]."""
+        if self.packed is not None:
+            return self.packed.values()
+        return self.storage.to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def store(self, values: torch.Tensor) -> None:
+        """Write values of a frozen segment. Packed blocks in which none differs keep their bits."""
+        if self.packed is not None:
+            self.packed.store(values)
+        else:
+            self.storage.copy_(values)
+
     def _show(self, tensors: list[torch.Tensor]) -> None:
         mark_gathered(self.parameters)
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -204,6 +235,8 @@ class FlatSegment:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
         self._allocate(self.full)
+        if self.spec.columns.encodes or self.packed is not None:
+            return self._start_narrow_gather()
         if not self.sharded:
             with torch.no_grad():
                 self.full.copy_(self.storage)
@@ -212,9 +245,38 @@ class FlatSegment:
         columns = self.spec.columns
         target = self.full
         if columns.gather is not columns.compute:
-            target = self._wide = torch.empty_like(self.full, dtype=columns.gather.torch)
+            target = self._arriving = torch.empty_like(self.full, dtype=columns.gather.torch)
         self._gathering = self.comm.start_all_gather(target, self.storage, self.axis, self._label)
         return True
+
+    def _start_narrow_gather(self) -> bool:
+        """Begin to gather packed runs, one per rank."""
+        runs = self.ranks if self.sharded else 1
+        self._arriving, self._gathering = self.start_packed_gather(self.storage, runs)
+        return self.sharded
+
+    def start_packed_gather(self, values: torch.Tensor, runs: int) -> tuple[torch.Tensor, Handle]:
+        """Encode this rank's values as one of so many packed runs, unless they rest packed, and begin to
+        gather the others."""
+        if self.narrow is None:
+            raise AssertionError(f"segment {self.number} has no narrow format")
+        own = values if self.packed is not None else narrow.encode_runs(self.narrow, values, 1)
+        if runs == 1:
+            return own, Handle()
+        packed = own.new_empty(runs * own.numel())
+        what = self.spec.padded, self.narrow, self.axis, self._label
+        return packed, start_narrow_gather(self.comm, packed, own, *what)
+
+    def show_master(self, master: torch.Tensor) -> Handle:
+        """Fill storage that is whole with what the masters of all ranks are in the narrow format."""
+        runs = self.spec.padded // master.numel()
+        packed, handle = self.start_packed_gather(master, runs)
+
+        def finish() -> None:
+            handle.wait()
+            narrow.decode_runs(self.spec.columns.gather, packed, self.storage, runs)
+
+        return Handle(finish)
 
     def finish_gather(self) -> None:
         if self._gathering is None:
@@ -223,10 +285,12 @@ class FlatSegment:
         if handle is None:
             return
         handle.wait()
-        if self._wide is not None:
+        arrived, self._arriving = self._arriving, None
+        if arrived is not None and self.narrow is not None:
+            narrow.decode_runs(self.narrow, arrived, self.full, self.ranks if self.sharded else 1)
+        elif arrived is not None:
             with torch.no_grad():
-                self.full.copy_(self._wide)
-            self._wide = None
+                self.full.copy_(arrived)
         self._show(self._views)
         self.is_full = True
 
@@ -283,7 +347,7 @@ class FlatSegment:
         """The part of storage that this rank writes, in updates and with loaded values."""
         return self.storage
 
-    def sync_storage(self) -> Handle:
+    def sync_storage(self, updater: Updater | None) -> Handle:
         """Gather the other ranks' slices into storage that is whole, after a write to `owned`."""
         return Handle()
 

@@ -28,13 +28,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerodrift.comm import Collectives, Handle, Sum
+from zerodrift.comm import Collectives, Handle, Sum, narrow_all_reduce, start_narrow_sum
 from zerodrift.dtypes import BLOCK
 from zerodrift.engine.habits.absent_parameter import CollectedGradient
 from zerodrift.engine.habits.gradient_exposure import GradientExposure
 from zerodrift.engine.step.accumulation import GradientBuffers, TreeSum
+from zerodrift.engine.step.narrow_wire import NarrowWire
 from zerodrift.engine.step.segment import FlatSegment
-from zerodrift.optim import Owned, round_away
+from zerodrift.kernels import narrow
+from zerodrift.optim import Owned, Updater, round_away
 from zerodrift.plan import Row, Segment
 from zerodrift.policy import Master, Update
 
@@ -59,6 +61,8 @@ class TrainedSegment(FlatSegment):
     ) -> None:
         super().__init__(number, spec, rows, parameters, comm, unit)
         self.update = update
+        reduce = update.reduce
+        self.wire = NarrowWire(reduce.wire, reduce.feedback) if reduce.wire.format is not None else None
         self.has_separate_master = not self.gathers and update.master is not Master.SAME
         self._sums_whole = not update.accumulate.axis
         self._landing_pool = pools.sums if self._sums_whole else pools.spare
@@ -322,7 +326,7 @@ class TrainedSegment(FlatSegment):
 
     def make_room(self) -> None:
         """Free memory of earlier reductions that the coming one does not fit into."""
-        self.comm.make_room(self.spec.padded * self.update.reduce.wire.size, self.axis)
+        self.comm.make_room(self.update.reduce.wire.nbytes(self.spec.padded), self.axis)
 
     def start_reduce(self, before: float) -> Handle:
         """Begin to add this rank's slice of the ranks' sum to `reduced`."""
@@ -336,12 +340,16 @@ class TrainedSegment(FlatSegment):
             return Handle()
         self._is_travelling = True
         flat, reduce = self.landing, self.update.reduce
-        if before != 1.0 or reduce.wire.torch is not flat.dtype:
+        if self.wire is not None:
+            flat = self.wire.encode(flat, before, self.ranks)
+        elif before != 1.0 or reduce.wire.torch is not flat.dtype:
             with torch.no_grad():
                 flat = (flat if before == 1.0 else flat.div_(before)).to(reduce.wire.torch)
         reduced = self._place_of_sum(flat, self.landing) if self.reduced is None else self.reduced
         how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         self.reduced = reduced
+        if self.wire is not None:
+            return start_narrow_sum(self.comm, reduced, flat, reduce.wire, self.axis, how, self._label)
         return self.comm.start_reduce_scatter(reduced, flat, self.axis, how, self._label)
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
@@ -375,11 +383,16 @@ class TrainedSegment(FlatSegment):
     def add_replicas(self, flat: torch.Tensor, before: float) -> None:
         """Add the slices of the other replicas, in place; a reduced gradient once per step."""
         reduce = self.update.reduce
+        how = Sum(reduce.sum.torch, order=reduce.order)
         with torch.no_grad():
             if before != 1.0 and self.ranks == 1:
                 flat.div_(before)
+            if self.wire is not None:
+                packed = narrow.encode_runs(reduce.wire, flat, 1)
+                narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self._label)
+                return
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
-        self.comm.all_reduce(flat, wire, "replicate", Sum(reduce.sum.torch, order=reduce.order), self._label)
+        self.comm.all_reduce(flat, wire, "replicate", how, self._label)
 
     def whole_gradient(self) -> torch.Tensor:
         """Gather the reduced gradient on every rank. Shape [padded], accumulate dtype."""
@@ -442,10 +455,17 @@ class TrainedSegment(FlatSegment):
         rows, expert = tuple(self.rows), self._expert_rank
         return Owned(self.number, self.spec, self.update, rows, self.owned, initial, start, expert)
 
-    def sync_storage(self) -> Handle:
+    def sync_storage(self, updater: Updater | None) -> Handle:
+        if self.shows_narrow_values:
+            return self.show_master(self.owned if updater is None else updater.master(self.number))
         if self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()
         return self.comm.start_all_gather(self.storage, self.owned, self.axis, self._label)
+
+    @property
+    def shows_narrow_values(self) -> bool:
+        """Whether storage rests whole and holds what the masters are in the narrow format."""
+        return self.narrow is not None and not self.spec.columns.storage.axis
 
 
 def trained_of(segments: Iterable[FlatSegment]) -> list[TrainedSegment]:

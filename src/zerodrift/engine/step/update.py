@@ -39,7 +39,7 @@ def update_segments(segments: Sequence[TrainedSegment], updater: Updater, multip
     for segment in segments:
         if segment.number in gradients:
             segment.give_back(gradients[segment.number])
-    _wait_one_behind(segment.sync_storage() for segment in segments if segment.number in gradients)
+    _wait_one_behind(segment.sync_storage(updater) for segment in segments if segment.number in gradients)
     for segment in segments:
         mark_storage_changed(segment)
         refresh_views(segment)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from zerodrift.inspect.audit.advice import Progress
     from zerodrift.inspect.audit.entry import audit, audit_subject
     from zerodrift.inspect.audit.estimates import probe, require_probe
+    from zerodrift.inspect.audit.narrow_search import parse_goal
     from zerodrift.inspect.audit.page import audit_page
     from zerodrift.inspect.audit.run import REFUSED, Subject, load_subject, running, this_rank
     from zerodrift.inspect.audit.signals import LOSSES, Signals, forward_signals, measure_gaps, router_flips

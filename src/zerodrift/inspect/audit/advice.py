@@ -19,9 +19,14 @@ from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import ByteKind, Bytes, NarrowerColumn, Point, Recommendation
 from zerodrift.inspect.audit.run import REFUSED, plan_for, running
 from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
-from zerodrift.inspect.audit.variants import literal_glob, narrow_cells, pinned_policy
+from zerodrift.inspect.audit.variants import (
+    autocast_policy,
+    literal_glob,
+    narrow_cells,
+    pinned_policy,
+)
 from zerodrift.plan import Plan, Row, cost
-from zerodrift.policy import SAFE_MODULES, Mode, Output, Policy, glob
+from zerodrift.policy import Mode, Output, Policy, glob
 
 MANY = 0.05  # relative change from which a parameter is counted
 ENOUGH = 0.9  # share of the removable squared drift that a recommendation stops at
@@ -107,9 +112,7 @@ class PinSearch:
         names = {name: candidate.output for candidate in taken for name in candidate.names}
         policies = [self.plan.policy, self.whole]
         if mode is not self.plan.policy.mode:  # under autocast to the same dtype
-            forward = ("storage", "gather", "compute", "master")
-            demands = tuple(demand for demand in self.whole.demands if demand[0] not in forward)
-            policies = [replace(p, mode=mode, demands=demands, safe=SAFE_MODULES) for p in policies]
+            policies = [autocast_policy(policy, mode) for policy in policies]
         run, billed = (replace(self.plan, policy=policy) for policy in policies)
         try:
             seen = self.setup.signals(pinned_policy(run, names))

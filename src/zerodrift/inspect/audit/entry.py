@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from zerodrift.comm import started, usable_accelerator
+from zerodrift.dtypes import BLOCK
 from zerodrift.errors import ConfigError, MeshError
 from zerodrift.inspect.audit import estimates, variants
 from zerodrift.inspect.audit.advice import PinSearch, Progress, candidates, narrower_columns, take_steps
 from zerodrift.inspect.audit.estimates import AuditSetup, PassResults
 from zerodrift.inspect.audit.findings import find_defects, narrowed_groups
-from zerodrift.inspect.audit.results import ByteKind, CellReplay, GradientLine, UpdateCost
+from zerodrift.inspect.audit.narrow_search import FormatSearch, parse_goal
+from zerodrift.inspect.audit.results import ByteKind, CellReplay, FormatGoal, GradientLine, UpdateCost
 from zerodrift.inspect.audit.run import REFUSED, Subject, check_batches, running
 from zerodrift.inspect.audit.signals import drift, router_flips
 from zerodrift.inspect.audit.text import Audit
@@ -34,7 +36,7 @@ from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
 from zerodrift.plan import Plan
-from zerodrift.policy import Output, Policy, State
+from zerodrift.policy import Output, Policy, State, is_by_rule
 
 REPLAYED = 8  # cells of the shortlist that are replayed by default
 
@@ -49,15 +51,18 @@ def audit(
     of: ByteKind = "rest",
     confirm: int = REPLAYED,
     told: Progress | None = None,
+    narrow: str | None = None,
 ) -> Audit:
     """Measure what the dtypes of a plan cost, with micro-batches of this rank. A call of all ranks.
 
     `model` is a module, which is copied and stays as it is, or a function that builds one, which is called
     inside `empty()` and whose values are those of `weights` or its own. `budget` is the share of bytes that
     pins may cost, None for findings alone; `of` is memory at `rest`, at `peak` or on the `wire`. `confirm`
-    cells of the shortlist are replayed.
+    cells of the shortlist are replayed. `narrow` is `bytes` or `speed`: narrow formats are chosen for it
+    while the drift stays within 1.5 times the plan's, or another limit, as in `bytes:2x` or `bytes:0.01`.
     """
-    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told)
+    goal = None if narrow is None else parse_goal(narrow)
+    return audit_subject(plan, Subject.of(model, weights), batches, budget, of, confirm, told, goal)
 
 
 def audit_subject(
@@ -68,6 +73,7 @@ def audit_subject(
     of: ByteKind,
     confirm: int,
     told: Progress | None,
+    goal: FormatGoal | None,
 ) -> Audit:
     if budget is not None and not 0 <= budget < float("inf"):
         raise ConfigError("budget", "must be a share of at least 0, such as 0.01", got=budget)
@@ -105,6 +111,11 @@ def audit_subject(
             search = PinSearch(setup, ran, whole, results.reference, budget, of, progress)
             advice = search.recommend(results.planned, candidates(ran, worth))
         narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
+        formats = None
+        if goal is not None:
+            formats = FormatSearch(
+                setup, ran, whole, results.reference, results.total, goal, progress
+            ).recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
@@ -125,6 +136,7 @@ def audit_subject(
         findings=tuple(findings),
         recommendation=advice,
         narrower=tuple(narrower),
+        formats=formats,
         seconds=results.seconds,
     )
 
@@ -139,8 +151,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
             wires = {}
             for row in rows:
                 if (update := row.columns.update) is not None:
-                    narrowest = min((update.reduce.wire, update.reduce.sum), key=lambda dtype: dtype.size)
-                    wires[row.name] = narrowest.torch
+                    both = update.reduce.wire, update.reduce.sum
+                    wires[row.name] = min(both, key=lambda dtype: dtype.nbytes(BLOCK))
             changes[cell] = estimates.wire_rounding(setup, wires)
         elif rows:
             choice = Choice("*", cell, tuple(row.name for row in rows))
@@ -154,8 +166,8 @@ def _with_columns(setup: AuditSetup, plan: Plan, results: PassResults) -> list[G
 
 
 def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Choice]:
-    """The cells that are worth most, every router's, because no estimate counts flips, and those that a rule
-    made narrower than the mode, however little they are worth."""
+    """The cells that are worth most, every router's, because no estimate counts flips, those that a rule made
+    narrower than the mode, however little they are worth, and fp8 products, which are not estimated."""
     if not confirm:
         return []
     chosen = [estimate.choice for estimate in results.estimates[:confirm] if estimate.square > 0]
@@ -165,9 +177,13 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
         routes = any(module == path or module.startswith(f"{path}.gate") for path in routers)
         if routes and estimate.choice not in chosen and len(chosen) < 2 * confirm:
             chosen.append(estimate.choice)
-    for (_, why), names in narrowed_groups(plan).items():
+    for (cells, why), names in narrowed_groups(plan).items():
         worth = [each.choice for each in results.estimates if set(each.choice.names) & set(names)]
-        if worth and why.startswith("precision.rules") and not set(worth) & set(chosen):
+        has_products = "`products`" in cells
+        if has_products:
+            worth = [choice for choice in worth if choice.cell == "compute"]
+        asked = has_products or is_by_rule(why)
+        if worth and asked and (has_products or not set(worth) & set(chosen)):
             chosen.append(
                 replace(worth[0], pattern=names[0], names=tuple(names)) if len(names) > 1 else worth[0]
             )

@@ -28,7 +28,13 @@ from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Ro
 from zerodrift.inspect.audit.run import Subject, running
 from zerodrift.inspect.audit.signals import CloseCalls, Drift, Signals
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import Choice, narrow_cells, reference_policy
+from zerodrift.inspect.audit.variants import (
+    Choice,
+    has_narrow_formats,
+    narrow_cells,
+    reference_policy,
+)
+from zerodrift.kernels import narrow
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row
 from zerodrift.policy import Policy
@@ -68,8 +74,12 @@ class AuditSetup:
     batches: Sequence[Batch]
 
     def signals(self, policy: Policy, widened: frozenset[tuple[str, str]] = frozenset()) -> Signals:
-        """Run forwards under a policy, with the model's own casts at `widened` left out."""
-        with running(self.subject.frozen(), policy, self.mesh) as engine:
+        """Run forwards under a policy, with the model's own casts at `widened` left out.
+
+        All parameters are frozen, which takes less memory, unless that would change what they are rounded to.
+        """
+        subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
+        with running(subject, policy, self.mesh) as engine:
             return signals.forward_signals(engine, self.batches, _widening(widened))
 
 
@@ -222,7 +232,7 @@ def gradient_distances(setup: AuditSetup, policy: Policy, other: Policy) -> dict
     return {line.name: line.relative for line in lines}
 
 
-def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[str, float]:
+def wire_rounding(setup: AuditSetup, wires: Mapping[str, DType]) -> dict[str, float]:
     """Parameter -> share of its gradient that the wire takes if every micro-batch is another rank's."""
     sums: dict[str, Tensor] = {}  # sums over micro-batches of a gradient and of its error. Shape [2, ...]
     with running(setup.subject, setup.policy, setup.mesh) as engine:
@@ -230,11 +240,17 @@ def wire_rounding(setup: AuditSetup, wires: Mapping[str, torch.dtype]) -> dict[s
             signals.backward_signals(engine, [batch])
             for name, wire in wires.items():
                 gradient = engine.parameter(name).gradient
-                both = torch.stack([gradient, gradient.to(wire).to(gradient.dtype) - gradient])
+                both = torch.stack([gradient, _rounded(gradient, wire) - gradient])
                 sums[name] = sums[name] + both if name in sums else both
             engine.zero_grad()
     norms = {name: [float(one.double().norm()) for one in both] for name, both in sums.items()}
     return {name: error / norm for name, (norm, error) in norms.items() if norm}
+
+
+def _rounded(values: Tensor, dtype: DType) -> Tensor:
+    if dtype.format is not None:
+        return narrow.round_trip(dtype, values)
+    return values.to(dtype.torch).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from zerodrift.dtypes import BLOCK, DType
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.plan import Plan, Row
+from zerodrift.policy import is_by_rule
 from zerodrift.report import percent
 
 VANISHED = 0.25
@@ -132,7 +134,7 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
         runs = [each.alone for each in replayed if set(each.choice.names) & set(names)]
         worth = [e.rms for e in results.estimates if set(e.choice.names) & set(names)]
         alone = max([run.rms for run in runs] or worth, default=0.0)
-        by_rule = why.startswith("precision.rules")
+        by_rule = is_by_rule(why)
         if by_rule or alone > NOISE or any(run.flips for run in runs):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "
@@ -158,8 +160,10 @@ def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
         columns, why = row.columns, row.columns.reasons()
         dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
         narrow = {
-            cell: dtype for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
+            cell: str(dtype) for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
         }
+        if columns.products is not None:
+            narrow["products"] = columns.products.describe(columns.trained)
         if narrow:
             cells = ", ".join(f"`{cell}` {dtype}" for cell, dtype in narrow.items())
             asked = [why[cell] for cell in narrow if why[cell].startswith("precision.")]
@@ -205,7 +209,7 @@ def _together(kind: FindingKind, worth: Mapping[str, float], what: str, do: str,
 def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[UpdateCost]) -> Findings:
     """Find what `accumulate` and `reduce` take from gradients, and rounding from updates.
 
-    Rounding every rank's gradient once takes half an epsilon at most; more than that only where gradients
+    Rounding every rank's gradient once takes a known share at most; more than that only where gradients
     cancel.
     """
     reduced = {}
@@ -214,8 +218,8 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
         once = 0.0
         if row is not None and row.columns.update is not None:
             reduce = row.columns.update.reduce
-            wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.size)
-            once = torch.finfo(wire.torch).eps / 2
+            wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.nbytes(BLOCK))
+            once = _rounding_once(wire)
         if line.reduce > once:
             reduced[line.name] = line.reduce
     accumulated = {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT}
@@ -235,6 +239,16 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     what += "bf16"
     do = "Set `precision.state: fp32`, or `bf16-stochastic`."
     yield from _together("stuck state", stuck, what, do, 60.0)
+
+
+def _rounding_once(wire: DType) -> float:
+    """Return the largest share of a norm that rounding to a dtype or a narrow format takes."""
+    form = wire.format
+    if form is None:
+        return torch.finfo(wire.torch).eps / 2
+    if form.element.value.startswith("int"):  # half a step, in every element beside the largest
+        return math.sqrt(form.run) / (2 * form.element.largest)
+    return 2.0**-wire.mantissa  # twice half an epsilon: microscaling formats saturate
 
 
 def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> Findings:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from zerodrift.inspect.audit.results import Point, Recommendation
+from zerodrift.inspect.audit.results import FormatAdvice, Point, Recommendation
 from zerodrift.inspect.audit.text import (
     BYTES,
     Audit,
@@ -16,7 +16,11 @@ from zerodrift.inspect.audit.text import (
     cell_tables,
     config_text,
     facts,
+    format_facts,
+    format_table,
+    formats_left_out,
     points_to_show,
+    rules_text,
 )
 from zerodrift.report import (
     BlockRow,
@@ -51,6 +55,8 @@ def audit_page(audit: Audit) -> str:
     ]
     if audit.recommendation is not None:
         sections.append(PageSection("Pins", "pins", _pins(audit.drift.square or 1.0, audit.recommendation)))
+    if audit.formats is not None:
+        sections.append(PageSection("Narrow formats", "formats", _formats(audit.formats)))
     for number, (name, detail, (head, *rows)) in enumerate(cell_tables(audit)):
         cells: list[Cells] = [
             (PageCell(first, "name"), PageCell(second, "cell"), *rest) for first, second, *rest in rows
@@ -117,6 +123,20 @@ def _pins(whole: float, advice: Recommendation) -> list[Any]:
     )
     table = PageTable(head, rows, "rows", figures=head[3:])
     return [_curve(whole, advice), Paragraph(words, ""), Preformatted(config_text(advice)), table]
+
+
+def _formats(advice: FormatAdvice) -> list[Any]:
+    head, *rows = format_table(advice)
+    cells: list[Cells] = [
+        (mark, PageCell(pattern, "name"), PageCell(column, "cell"), PageCell(word, "cell"), *figures)
+        for mark, pattern, column, word, *figures in rows
+    ]
+    told: list[Any] = [Paragraph(f"Formats for {advice.goal.of}; every line was run.", "")]
+    told += [PageTable(head, cells, "rows", figures=head[4:])] if cells else []
+    told += [Paragraph(line, "") for line in format_facts(advice)]
+    told += [Preformatted(rules_text(advice.rules))] if advice.rules else []
+    told += [Paragraph(f"Not run, {reason}: {names}.") for reason, names in formats_left_out(advice)]
+    return told
 
 
 def _curve(whole: float, advice: Recommendation) -> BlockRow:

@@ -105,6 +105,11 @@ class Bytes:
     wire: int
     compute: int  # weights that a forward reads, in their compute dtypes
 
+    @property
+    def sum(self) -> int:
+        """Bytes at rest and on the wire of a step."""
+        return self.rest + self.wire
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -151,3 +156,56 @@ class NarrowerColumn:
     many: int  # parameters that change by more than a twentieth
     before: Bytes
     after: Bytes
+
+
+FormatColumn = Literal["gather", "storage", "compute"]  # columns in which narrow formats are tried
+
+
+@dataclass(frozen=True, slots=True)
+class FormatGoal:
+    """The use of narrow formats, and how far they may take a run from fp32."""
+
+    of: Literal["bytes", "speed"]
+    limit: float
+    is_multiple: bool  # the limit is a multiple of the plan's own drift, or else an rms
+
+
+@dataclass(frozen=True, slots=True)
+class FormatPoint:
+    """A plan with narrow formats, measured."""
+
+    drift: Drift
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FormatTrial:
+    """One narrow format for one group of parameters."""
+
+    pattern: str
+    names: tuple[str, ...]
+    column: FormatColumn
+    format: str
+    numel: int
+    rules: tuple[Mapping[str, str], ...]
+    alone: FormatPoint | None = None
+    """Everything else as planned; None if it was not run."""
+    together: FormatPoint | None = None
+    """Added to the formats that were chosen before it; None if it was not run so."""
+    left_out: str = ""
+    """Why it was not run; `""` if it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatAdvice:
+    """Narrow formats within a limit on the drift from fp32."""
+
+    goal: FormatGoal
+    limit: float  # largest rms
+    start: FormatPoint  # the plan as it is
+    trials: tuple[FormatTrial, ...]
+    taken: tuple[int, ...]  # indices of the chosen trials, in the order in which they were added
+    chosen: FormatPoint  # all of them together
+    everything: FormatPoint | None
+    """Every group in the format that saves most; None if that is what was chosen."""
+    rules: tuple[Mapping[str, str], ...]  # rules to paste under `precision.rules`

@@ -248,8 +248,8 @@ def signed_costs(
     generator = torch.Generator().manual_seed(7_000_003 + number)
 
     def signed(values: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        return (values * signs.to(values.device, values.dtype)).sum()
+        drawn = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8, device="cpu")
+        return (values * (2 * drawn - 1).to(values.device, values.dtype)).sum()
 
     costs = recorder.costs
     whole = signed(costs)

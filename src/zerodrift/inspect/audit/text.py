@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from zerodrift.errors import several
+from zerodrift.errors import listed, several
 from zerodrift.inspect.audit.results import (
     AuditFinding,
     Bytes,
     CellReplay,
     Estimate,
+    FormatAdvice,
+    FormatPoint,
     GradientLine,
     NarrowerColumn,
     Place,
@@ -26,7 +28,18 @@ from zerodrift.inspect.audit.results import (
 )
 from zerodrift.inspect.audit.signals import Drift
 from zerodrift.inspect.audit.variants import Choice
-from zerodrift.report import elide, grid, pairs, percent, render, section, text_table, title
+from zerodrift.report import (
+    elements,
+    elide,
+    grid,
+    pairs,
+    percent,
+    render,
+    section,
+    size,
+    text_table,
+    title,
+)
 
 WIDTH = 80
 SHOWN = 10  # lines of a table
@@ -73,6 +86,8 @@ class Audit:
     """Pins and their worth; None where nothing drifts, or none were searched for."""
     narrower: tuple[NarrowerColumn, ...] = ()
     """Columns that may be narrower, and what that would change."""
+    formats: FormatAdvice | None = None
+    """Narrow formats within a limit on the drift; None where none were asked for."""
     passes: int = 3
     """Passes of the estimates."""
     seconds: float = 0.0
@@ -88,6 +103,8 @@ class Audit:
         if self.recommendation is not None:
             value["recommendation"]["removed"] = self.recommendation.removed
             value["recommendation"]["config"] = config_text(self.recommendation)
+        if self.formats is not None:
+            value["formats"]["config"] = rules_text(self.formats.rules)
         return value
 
     def __str__(self) -> str:
@@ -125,6 +142,8 @@ def audit_text(audit: Audit, *, color: bool = False) -> str:
         parts += _pins(audit.recommendation, audit.drift)
     if audit.narrower:
         parts += _narrower(audit.narrower)
+    if audit.formats is not None:
+        parts += _formats(audit.formats)
     return render([*parts, *_gradients(audit)], color, WIDTH)
 
 
@@ -248,8 +267,12 @@ def _pins(advice: Recommendation, drift: Drift) -> list[RenderableType]:
         f"{removed} of the squared drift that fp32 everywhere removes, for at most {advice.budget:.1%} more "
         f"bytes {BYTES[advice.of]}:"
     )
-    config = Text(config_text(advice), style="green")
-    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), config]
+    return [*parts, grid([("", told)], (0,), ("",), WIDTH), Text(), _copied(config_text(advice))]
+
+
+def _copied(config: str) -> RenderableType:
+    """YAML whose lines are never wrapped: people copy it."""
+    return Group(Text(config, style="green", no_wrap=True, overflow="ignore"))
 
 
 def points_to_show(advice: Recommendation) -> list[Point]:
@@ -273,11 +296,19 @@ def bytes_changed(now: Bytes, before: Bytes) -> list[str]:
 
 def config_text(advice: Recommendation) -> str:
     """The recommendation as YAML for the config."""
-    lines = ["precision:", f"  mode: {advice.chosen.mode}", *(["  rules:"] if advice.rules else [])]
-    for rule in advice.rules:
+    return rules_text(advice.rules, f"  mode: {advice.chosen.mode}")
+
+
+def rules_text(rules: Sequence[Mapping[str, str]], *lines: str) -> str:
+    """Rules as YAML for the config, below other lines of `precision`. A rule that is wide takes several."""
+    found = ["precision:", *lines, *(["  rules:"] if rules else [])]
+    for rule in rules:
         quoted = {**rule, "match": json.dumps(rule["match"], ensure_ascii=False)}
-        lines.append(f"    - {{{', '.join(f'{key}: {value}' for key, value in quoted.items())}}}")
-    return "\n".join(lines)
+        cells = [f"{key}: {value}" for key, value in quoted.items()]
+        line = f"    - {{{', '.join(cells)}}}"
+        is_wide = len(line) > WIDTH
+        found += [f"    - {cells[0]}", *(f"      {cell}" for cell in cells[1:])] if is_wide else [line]
+    return "\n".join(found)
 
 
 def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
@@ -291,6 +322,94 @@ def _narrower(found: Sequence[NarrowerColumn]) -> list[RenderableType]:
             rows.append(("", "", "", f"{moved} by more than 5%", "", "", ""))
     text = text_table(rows, (12, 7, 7, 24, 7, 7, 7), (0, 3), " ")
     return [section("narrower", "what it changes of a gradient's or an update's norm"), text, Text()]
+
+
+def format_table(advice: FormatAdvice) -> list[tuple[str, ...]]:
+    """Rows with a head: chosen formats in the order in which they were added, then those that were run, by
+    their drift alone. The first four columns are words."""
+    rows: list[tuple[str, ...]] = [
+        ("", "parameters", "column", "format", "elements", "rest", "wire", "alone", "together")
+    ]
+    others = [n for n, trial in enumerate(advice.trials) if trial.alone and n not in advice.taken]
+    others.sort(key=lambda n: -1.0 if (point := advice.trials[n].alone) is None else point.drift.rms)
+    for number in (*advice.taken, *others):
+        trial = advice.trials[number]
+        if trial.alone is not None:
+            rest, _, wire, _ = bytes_changed(trial.alone.bytes, advice.start.bytes)
+            together = "" if trial.together is None else f"{trial.together.drift.rms:.2g}"
+            mark, count = ">" if number in advice.taken else "", elements(trial.numel)
+            where = trial.pattern, trial.column, trial.format
+            rows.append((mark, *where, count, rest, wire, f"{trial.alone.drift.rms:.2g}", together))
+    return rows
+
+
+def format_facts(advice: FormatAdvice) -> list[str]:
+    """Sentences about the chosen formats: the limit, all of them together, and the other end of the scale."""
+    goal, start, chosen = advice.goal, advice.start, advice.chosen
+    times = f", {goal.limit:g} times the plan's {start.drift.rms:.2g}" if goal.is_multiple else ""
+    limit = f"The limit is a drift of rms {advice.limit:.2g}{times}."
+    if advice.limit == 0:
+        limit += " Give it as a number where the plan does not drift: `--narrow bytes:0.01`."
+    told = [limit]
+    if advice.taken:
+        told.append(f"The marked formats together, run: rms {_with_bytes(chosen, start)}.")
+    elif advice.everything is not None:
+        told.append("No format stays within it.")
+    if advice.everything is not None:
+        told.append(
+            f"Every group in the format that saves most, run: rms {_with_bytes(advice.everything, start)}."
+        )
+    return told
+
+
+def _with_bytes(point: FormatPoint, start: FormatPoint) -> str:
+    """A point's drift, flips and changes of bytes in a clause."""
+    found = [f"{point.drift.rms:.2g}"]
+    if point.drift.choices:
+        found.append(f"{point.drift.flips:,} other routing choices ({start.drift.flips:,} as planned)")
+    for now, before, where in (
+        (point.bytes.rest, start.bytes.rest, "at rest"),
+        (point.bytes.wire, start.bytes.wire, "on the wire of a step"),
+    ):
+        if now != before:
+            share = f" ({percent(abs(before - now) / before)})" if before else ""
+            found.append(f"{size(abs(before - now))}{share} {'less' if now < before else 'more'} {where}")
+    return listed(found)
+
+
+def formats_left_out(advice: FormatAdvice) -> list[tuple[str, str]]:
+    """(reason, what was left out for it) of trials that were not run."""
+    reasons: dict[str, dict[str, None]] = {}
+    for trial in advice.trials:
+        if trial.left_out:
+            reasons.setdefault(trial.left_out, {})[f"{trial.pattern} {trial.column}"] = None
+    return [(reason, listed(names)) for reason, names in reasons.items()]
+
+
+def _end(name: str, width: int) -> str:
+    """The last components of a name that fit."""
+    parts = name.removesuffix(".weight").split(".")
+    while len(parts) > 1 and len(".".join(parts)) > width:
+        del parts[0]
+    return ".".join(parts)
+
+
+def _formats(advice: FormatAdvice) -> list[RenderableType]:
+    name, rows = f"for {advice.goal.of}", format_table(advice)
+    parts: list[RenderableType] = [section("narrow formats", f"{name}; each line was run")]
+    if len(rows) > 1:
+        shown = rows[: 1 + max(SHOWN, len(advice.taken))]
+        cells = [(row[0], _end(row[1], 25), f"{row[2]} {row[3]}", *row[4:]) for row in shown]
+        cells[0] = ("", "parameters", "format", *rows[0][4:])
+        parts += [text_table(cells, (1, 25, 12, 8, 6, 6, 7, 8), (0, 1, 2), " "), Text()]
+        if len(rows) > len(shown):
+            parts += [Text(f"and {len(rows) - len(shown)} more", style="dim"), Text()]
+    told = [
+        *format_facts(advice),
+        *(f"Not run, {reason}: {names}." for reason, names in formats_left_out(advice)),
+    ]
+    parts.append(grid([("", line) for line in told], (0,), ("",), WIDTH))
+    return [*parts, *([Text(), _copied(rules_text(advice.rules))] if advice.rules else [])]
 
 
 def _gradients(audit: Audit) -> list[RenderableType]:

@@ -67,7 +67,7 @@ def draw_batches(model: nn.Module, count: int, rank: int) -> list[Batch]:
     made: list[Batch] = []
     for number in range(count):
         generator = torch.Generator().manual_seed(1_000 * rank + number)
-        ids = torch.randint(0, vocabulary, (2, length), generator=generator)
+        ids = torch.randint(0, vocabulary, (2, length), generator=generator, device="cpu")
         labels = {"labels": ids} if "labels" in example.kwargs else {}
         made.append({**example.kwargs, "input_ids": ids, **labels})
     return made

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerodrift.dtypes import DType
+from zerodrift.dtypes import NARROW, DType
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import PIN, Batch, Columns, Mode, Output, Policy, ResolvedRule
+from zerodrift.policy import PIN, PRODUCTS, SAFE_MODULES, Batch, Columns, Mode, Output, Policy, ResolvedRule
 
 Cell = Literal["storage", "compute", "accumulate", "reduce", "master", "state", "export"]
 """A column, or several that are widened together: `storage` is `storage`, `gather` and `compute`."""
@@ -39,7 +39,7 @@ def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
     update, storage = columns.update, _is_narrow(columns.storage.dtype)
     found: dict[Cell, bool] = {"storage": storage or _is_narrow(columns.gather)}
-    found["compute"] = _is_narrow(columns.compute)
+    found["compute"] = _is_narrow(columns.compute) or columns.products is not None
     if update is not None:
         found["accumulate"] = _is_narrow(update.accumulate.dtype)
         found["reduce"] = _is_narrow(update.reduce.wire) or _is_narrow(update.reduce.sum)
@@ -82,12 +82,33 @@ def without_update(policy: Policy) -> Policy:
     return replace(policy, optimizer=None, schedule=None, statistics=False)
 
 
+def has_narrow_formats(policy: Policy) -> bool:
+    """Return whether a policy names a narrow format: where it does, frozen and trained parameters differ in
+    more than their gradients."""
+    named = [value for _, value, _ in policy.demands]
+    named += [value for rule in policy.rules for _, value in rule.sets]
+    return any(_is_narrow_format(value) for value in named)
+
+
+def _is_narrow_format(value: str) -> bool:
+    return any(value == str(dtype) for dtype in NARROW)
+
+
+def autocast_policy(policy: Policy, mode: Mode) -> Policy:
+    """The same policy under autocast; narrow formats stay as they are."""
+    forward = ("storage", "gather", "compute", "master")
+    demands = tuple(
+        demand for demand in policy.demands if demand[0] not in forward or _is_narrow_format(demand[1])
+    )
+    return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
+
+
 def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
     return replace(policy, rules=(*policy.rules, *rules))
 
 
 _WIDENED: dict[Cell, tuple[str, ...]] = {
-    "storage": ("storage", "compute"),
+    "storage": ("storage", "gather", "compute"),
     "reduce": ("reduce.wire", "reduce.sum"),
 }
 """Keys that are widened together for a cell; those of others have the cell's name."""
@@ -141,15 +162,26 @@ def _siblings(plan: Plan, choice: Choice) -> list[str]:
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
     columns, update = row.columns, row.columns.update
     if cell == "storage":  # its rounding shows where it is computed with in fp32
+        if update is not None and columns.gather.format is not None:
+            return {"storage": str(columns.storage.dtype), "gather": str(columns.gather), "compute": _WIDE}
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
         return {"storage": str(narrow), "compute": _WIDE}
-    if cell in ("compute", "export"):
-        return {cell: str(getattr(columns, cell))}
+    if cell == "compute":
+        return {cell: str(columns.compute), **_planned_products(columns)}
+    if cell == "export":
+        return {cell: str(columns.export)}
     if update is None:
         return {}
     if cell == "reduce":
         return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
     return {cell: str(update.accumulate.dtype if cell == "accumulate" else getattr(update, cell))}
+
+
+def _planned_products(columns: Columns) -> dict[str, str]:
+    if columns.products is None:
+        return {}
+    cells = {f"compute.{part}": str(getattr(columns.products, part)) for part in PRODUCTS}
+    return {**cells, "compute.pad": str(columns.products.pad).lower()}
 
 
 def make_rule(

@@ -30,7 +30,7 @@ from zerodrift.inspect.trace import (
     ModelRecord,
     ParameterRecord,
     ProcessRecord,
-    dtype_name,
+    column_word,
     records,
 )
 from zerodrift.model import ModelSpec, OwningModule, ParameterSpec
@@ -84,16 +84,16 @@ class ComparedCell:
 def declared(columns: Columns) -> dict[Column, str]:
     """Return the cells of a row in the words of a record."""
     update = columns.update
-    cells: dict[Column, str] = {"storage": _word(columns.storage.dtype)}
-    cells |= {"gather": _word(columns.gather), "compute": _word(columns.compute)}
+    cells: dict[Column, str] = {"storage": column_word(columns.storage.dtype)}
+    cells |= {"gather": column_word(columns.gather), "compute": column_word(columns.compute)}
     if update is not None:
-        wire, total = _word(update.reduce.wire), _word(update.reduce.sum)
+        wire, total = column_word(update.reduce.wire), column_word(update.reduce.sum)
         cells |= {
-            "grad": _word(update.grad),
-            "accumulate": _word(update.accumulate.dtype),
+            "grad": column_word(update.grad),
+            "accumulate": column_word(update.accumulate.dtype),
             "reduce": wire if wire == total else f"{wire}>{total}",
             "master": "float32" if update.master is Master.FP32 else str(update.master),
-            "state": _word(update.state.dtype),
+            "state": column_word(update.state.dtype),
         }
     return cells
 
@@ -111,7 +111,7 @@ def verdict(plan: Plan, columns: Columns, column: Column, seen: frozenset[str]) 
 
 def _autocast_chose(plan: Plan, columns: Columns, seen: Iterable[str]) -> bool:
     mode = plan.policy.mode
-    return mode.autocast and not columns.pinned and set(seen) <= {_word(mode.dtype), "float32"}
+    return mode.autocast and not columns.pinned and set(seen) <= {column_word(mode.dtype), "float32"}
 
 
 def _hold(seen: Iterable[str], said: str) -> bool:
@@ -119,10 +119,6 @@ def _hold(seen: Iterable[str], said: str) -> bool:
     least = from_torch(getattr(torch, said))
     dtypes = [from_torch(getattr(torch, part, torch.int8)) for word in seen for part in word.split(">")]
     return least is None or all(dtype is not None and not lost(least, dtype) for dtype in dtypes)
-
-
-def _word(dtype: DType) -> str:
-    return dtype_name(dtype.torch)
 
 
 def _judged(plan: Plan, observed: EngineRecord) -> Iterator[tuple[Row, Column, str, list[str], Verdict]]:
@@ -234,7 +230,8 @@ def _planned(path: Path, model: ModelRecord, world: int) -> Plan:
     specs = []
     for seen in model.parameters:
         names = (seen.name, *seen.also)
-        storage = from_torch(getattr(torch, (seen.dtypes("storage") or ("float32",))[0]))
+        word = (seen.dtypes("storage") or ("float32",))[0]
+        storage = from_torch(getattr(torch, word, torch.bfloat16))  # a library's narrow weights decode to it
         owners = tuple(OwningModule(name.rpartition(".")[0], seen.kind) for name in names)
         specs.append(ParameterSpec(names, seen.shape, storage or DType.FP32, owners, seen.trained))
     config = load(path)
@@ -259,7 +256,7 @@ def _differing(
         if update is not None:
             state = "float32" if update.state is State.FP32 else str(update.state.value)
             master = "same" if update.master is Master.SAME else "float32"
-            said |= {"accumulate": cells["accumulate"], "reduce": _word(update.reduce.wire)}
+            said |= {"accumulate": cells["accumulate"], "reduce": column_word(update.reduce.wire)}
             said |= {"master": master, "state": state}
         for column, dtype in said.items():
             reason = why.get(column, "")

@@ -212,7 +212,8 @@ def _narrow_export(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     def width(parameter: ParameterRecord, column: Column) -> int:
         return max((_WIDTH.get(dtype, 32) for dtype in parameter.dtypes(column)), default=0)
 
-    narrow = [p for p in model.parameters if p.dtypes("export") and width(p, "export") < width(p, "storage")]
+    plain = [p for p in model.parameters if p.trained or set(p.dtypes("storage")) <= _WIDTH.keys()]
+    narrow = [p for p in plain if p.dtypes("export") and width(p, "export") < width(p, "storage")]
     if narrow:
         export, storage = narrow[0].cells["export"][0], narrow[0].dtypes("storage")[0]
         what = f"Files have {export.dtype} of weights that are {storage}: what was trained is rounded."

@@ -76,7 +76,7 @@ def _theirs(process: ProcessRecord, model: ModelRecord, kinds: Iterable[Kind]) -
         title, call, fp16 = _TRAINERS[trainer]
         lines.append(call.format("bf16" if half == "bfloat16" else fp16))
     else:
-        lines += [f'with torch.autocast("cuda", torch.{half}):', "    logits = model(inputs)"]
+        lines += [f"with torch.autocast(inputs.device.type, torch.{half}):", "    logits = model(inputs)"]
         if "wire-in-16-bits" in found:
             lines.append(_line("# no hook: DistributedDataParallel(model)", found, ("wire-in-16-bits",)))
     return title, "\n".join([*lines, *_script(found)])
@@ -89,7 +89,7 @@ def _script(found: set[Kind]) -> list[str]:
         lines.append(_line("loss = loss_of(logits.float(), targets)", found, ("loss-in-16-bits",)))
     for kind, weight in (("router-in-16-bits", "router"), ("logits-rounded", "head")):
         if kind in found:
-            lines.append(_line('with torch.autocast("cuda", enabled=False):', found, (kind,)))
+            lines.append(_line("with torch.autocast(x.device.type, enabled=False):", found, (kind,)))
             lines.append(f"    logits = linear(x.float(), {weight}.weight.float())")
     if "average-in-16-bits" in found:
         lines.append(_line("average = copy.deepcopy(model).float()", found, ("average-in-16-bits",)))

@@ -1,6 +1,6 @@
 """Findings about operations of a dry run that are not deterministic on CUDA.
 
-A trace runs as on a CPU, so they are named before there is a GPU. `policy/determinism.py` has the table, and
+A trace runs as on a CPU, so they are named before there is a GPU. `policy/order.py` has the table, and
 torch refuses the same operations when they run. Only running can tell which kernel attention takes; each has
 a deterministic form where the engine asks for it.
 

@@ -1,10 +1,11 @@
 """The result of a check as text and as one HTML page: cells, what showed them, and what they cost.
 
-The text is 80 columns wide on any terminal, so that it can be pasted into an issue.
+The text is 80 columns wide, so that it can be pasted into an issue, and narrower only on a narrower terminal.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
 
@@ -75,27 +76,33 @@ def _evidence(sighting: Sighting) -> str:
 
 
 def run_text(
-    processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], *, color: bool
+    processes: Sequence[ProcessRecord],
+    findings: Sequence[RunFinding],
+    notes: Iterable[str],
+    *,
+    color: bool,
+    width: int = WIDTH,
 ) -> str:
     """Return the table of the first rank, the findings and the notes."""
     first = processes[0]
-    parts: list[RenderableType] = [title("check", "", WIDTH), pairs(facts(processes), width=WIDTH)]
+    parts: list[RenderableType] = [title("check", "", width), pairs(facts(processes), width=width)]
     for model in first.models:
-        parts += _model(model)
-    parts += _findings(findings, _trained(first))
+        parts += _model(model, width)
+    parts += _findings(findings, _trained(first), width)
     blocks = mending(processes, findings)
     if blocks:
         parts.append(section("config", "that mends them"))
     for block in blocks:
         parts.append(Text(block.library, style="dim"))
-        parts += [Padding(Text(block.text), (0, 0, 0, 2)), Text()]
+        code = block.text if width >= WIDTH else re.sub(" +# ", "  # ", block.text)
+        parts += [Padding(Text(code), (0, 0, 0, 2)), Text()]
     listed = [("!", note) for note in (*notes, *first.notes)]
     if listed:
-        parts += [section("notes"), grid(listed, (1,), ("bold yellow",), WIDTH)]
-    return render(parts, color, WIDTH)
+        parts += [section("notes"), grid(listed, (1,), ("bold yellow",), width)]
+    return render(parts, color, width)
 
 
-def _model(model: ModelRecord) -> list[RenderableType]:
+def _model(model: ModelRecord, width: int) -> list[RenderableType]:
     around = f" in {' in '.join(reversed(model.wrappers))}" if model.wrappers else ""
     counted = f"{len(model.parameters):,} parameters, {figures.elements(elements(model.parameters))} elements"
     counted += "" if model.trained else ", none of them updated"
@@ -104,18 +111,33 @@ def _model(model: ModelRecord) -> list[RenderableType]:
         return parts
     made = groups(model)
     widths = [max(len(name), *(len(cells[n]) for cells, _ in made)) for n, name in enumerate(COLUMNS)]
-    if sum(widths) + len(widths) > WIDTH:  # then dtypes of one cell stand below each other
+    if sum(widths) + len(widths) > width:  # then dtypes of one cell stand below each other
         words = [[word for cells, _ in made for word in cells[n].split(" ")] for n in range(len(COLUMNS))]
         widths = [max(len(name), *map(len, words[n])) for n, name in enumerate(COLUMNS)]
+    if sum(widths) + len(widths) > width:  # a terminal that is narrower than the nine columns
+        for cells, parameters in made:
+            parts += [*_cells_in_lines(cells, width), _group_names(parameters, width)]
+        return [*parts, section("seen in", "the first of each"), _sightings(made, width)]
     parts.append(_line([(name, "dim") for name in COLUMNS], widths))
     for cells, parameters in made:
         texts = zip(cells, widths, strict=True)
-        stacked = [[text] if len(text) <= width else text.split(" ") for text, width in texts]
+        stacked = [[text] if len(text) <= room else text.split(" ") for text, room in texts]
         for row in zip_longest(*stacked, fillvalue=""):
             styled = [(text, _STYLES.get(text.split(" ")[0], "dim") if text else "") for text in row]
             parts.append(_line(styled, widths))
-        parts.append(_group_names(parameters))
-    return [*parts, section("seen in", "the first of each"), _sightings(made)]
+        parts.append(_group_names(parameters, width))
+    return [*parts, section("seen in", "the first of each"), _sightings(made, width)]
+
+
+def _cells_in_lines(cells: Sequence[str], width: int) -> list[Text]:
+    """Return each cell behind the name of its column, as many to a line as fit."""
+    lines = [Text()]
+    for name, text in zip(COLUMNS, cells, strict=True):
+        if len(lines[-1]) + len(name) + len(text) + 1 > width:
+            lines.append(Text())
+        lines[-1].append(f"{name} ", style="dim").append(text, style=_STYLES.get(text.split(" ")[0], ""))
+        lines[-1].append("  ")
+    return lines
 
 
 def _line(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> Text:
@@ -125,15 +147,15 @@ def _line(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> Text:
     return line
 
 
-def _group_names(parameters: Sequence[ParameterRecord]) -> RenderableType:
+def _group_names(parameters: Sequence[ParameterRecord], width: int) -> RenderableType:
     names = folded(parameter.name for parameter in parameters)
-    listed = _first([elide(name, WIDTH - 4) for name in names], _GROUP_NAMES)
+    listed = _first([elide(name, width - 4) for name in names], _GROUP_NAMES)
     frozen = "" if parameters[0].trained else ", frozen"
     text = Text(f"{figures.elements(elements(parameters))} elements{frozen}: ", style="dim")
     return Padding(text.append_text(legible_text(listed)), (0, 0, 0, 2))
 
 
-def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:
+def _sightings(made: Sequence[ParameterGroup], width: int) -> RenderableType:
     """Return the first sighting of each dtype in each column, and the reasons of empty cells."""
     firsts: dict[tuple[Column, str], str] = {}
     for column in COLUMNS:
@@ -143,22 +165,22 @@ def _sightings(made: Sequence[ParameterGroup]) -> RenderableType:
                     firsts.setdefault((column, short(sighting.dtype)), _evidence(sighting))
             if column in parameter.unseen:
                 firsts.setdefault((column, "-"), parameter.unseen[column])
-    return grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), WIDTH)
+    return grid([(*key, text) for key, text in firsts.items()], (10, 9), ("dim", "bold"), width)
 
 
-def _findings(findings: Sequence[RunFinding], trained: Sequence[str]) -> list[RenderableType]:
+def _findings(findings: Sequence[RunFinding], trained: Sequence[str], width: int) -> list[RenderableType]:
     """Return what to do, each with the findings that it mends; the first is what costs most."""
     causes = _by_cause(findings)
     of = f", with {len(causes)} causes; the costliest first" if len(causes) > 1 else ""
     many = f"{len(findings)}{of}"
     parts: list[RenderableType] = [section("findings", many if findings else "none")]
     for number, alike in enumerate(causes, 1):
-        parts.append(grid([(str(number), alike[0].do)], (2,), ("bold yellow",), WIDTH))
+        parts.append(grid([(str(number), alike[0].do)], (2,), ("bold yellow",), width))
         for finding in alike:
             head = finding.kind + (f", {finding.column}" if finding.column else "")
             line = f"{finding.line}: " if finding.line else ""
             lines = [_finding_names(finding, trained), line + finding.what]
-            below = grid([("", text) for text in lines if text], (1,), ("",), WIDTH - 3)
+            below = grid([("", text) for text in lines if text], (1,), ("",), width - 3)
             parts += [Padding(Text(head, style="bold"), (0, 0, 0, 3)), Padding(below, (0, 0, 0, 2))]
         if number < len(causes):
             parts.append(Text())

@@ -41,7 +41,7 @@ from zerodrift.inspect.drift.trainer import TrainerSide, set_parameter
 from zerodrift.inspect.trace import ModulePaths
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Row, build
-from zerodrift.policy import PIN, Policy
+from zerodrift.policy import PIN, PRODUCTS, Policy
 
 Cells = Collection[DifferentCell]
 
@@ -135,6 +135,8 @@ class SideReplays:
 def _forward_columns(row: Row) -> dict[str, str]:
     columns = row.columns
     dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
+    if (products := columns.products) is not None:
+        dtypes |= {f"compute.{part}": getattr(products, part) for part in PRODUCTS}
     return {column: str(dtype) for column, dtype in dtypes.items()}
 
 

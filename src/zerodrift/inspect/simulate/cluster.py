@@ -47,6 +47,8 @@ class Products(Block):
     """Products of bf16 operands; without them a plan that computes in bf16 is an error."""
     fp16: PositiveFloat | None = None
     """Products of fp16 operands; without them a plan that computes in fp16 is an error."""
+    fp8: PositiveFloat | None = None
+    """Products of fp8 operands; without them a plan with `compute: fp8` is an error."""
 
 
 class Device(Block):
@@ -110,11 +112,12 @@ class Cluster(Block):
 
     def peak(self, dtype: DType) -> float:
         """Stated FLOP/s."""
-        stated: float | None = getattr(self.device.tflops, str(dtype), None)
+        word = str(dtype).partition("_")[0]
+        stated: float | None = getattr(self.device.tflops, word, None)
         if stated is None:
-            must = f"must be given, because the plan computes in {dtype}"
+            must = f"must be given, because the plan computes in {word}"
             do = "Add it to the cluster's file, in TFLOP/s."
-            raise ConfigError(f"device.tflops.{dtype}", must, got="nothing", do=do)
+            raise ConfigError(f"device.tflops.{word}", must, got="nothing", do=do)
         return stated * TERA
 
     def seconds_of_bytes(self, count: float) -> float:
@@ -198,7 +201,7 @@ class CollectiveTime:
 
 
 def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
-    layout, size = axis_layout(plan.mesh, call.axis), call.numel * call.dtype.size
+    layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
     if layout.ranks == 1:
         return CollectiveTime(0.0, 0)
     if call.op == "all_gather":
@@ -232,7 +235,7 @@ def _reduce_scatter(
     mine = size // ranks
     if order == "native" and cluster.carrier == "native" and total is call.dtype:
         return CollectiveTime(_ring(size, layout, cluster), 3 * mine)
-    added = size + 2 * mine * total.size // call.dtype.size
+    added = size + 2 * (call.numel // ranks) * total.size
     return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
 
 

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from zerodrift.dtypes import DType
 from zerodrift.errors import UnsupportedError, ZerodriftError, first_line
 from zerodrift.inspect.simulate.cluster import GIGA, Cluster, axis_layout, message_seconds
 from zerodrift.inspect.simulate.streams import (
@@ -255,6 +256,9 @@ def _memory(
 
 Plans = Callable[[Sequence[str]], Plan]  # overrides of config keys -> the plan with them
 MOST_REPLICA_COUNTS = 4
+ORDERS = ("rank", "tree", "native")
+NARROW_WIRES = (DType.FP8_128, DType.INT8_256, DType.INT4_128)
+"""Formats that a sweep tries on the wire of gradients, where sums are in the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,8 @@ def sweep(
 def _choices(base: Plan, cluster: Cluster) -> Iterator[SweepChoice]:
     mode = base.policy.mode
     wires = ("fp32", "bf16" if mode is Mode.FP32 else str(mode.dtype))
-    for stage, wire, order in itertools.product(range(4), wires, ("rank", "tree", "native")):
+    sums = [*itertools.product(wires, ORDERS), *((str(wire), "rank") for wire in NARROW_WIRES)]
+    for stage, (wire, order) in itertools.product(range(4), sums):
         for replicas in _replica_counts(base.mesh.data, cluster) if stage else (1,):
             for recompute in (False, True):
                 yield SweepChoice(stage, wire, order, replicas, recompute)

@@ -220,7 +220,7 @@ class RankPlayer:
 
     def _send(self, call: Collective) -> _Transfer:
         time = collective_time(call, self._part, self._cluster)
-        size = call.numel * call.dtype.size
+        size = call.dtype.nbytes(call.numel)
         return _Transfer(call, time, self.streams.send(time.seconds, call.purpose, self._unit(call), size))
 
     def finish_reductions(self, leave: int = 0) -> None:
@@ -261,7 +261,7 @@ def split_micro_batches(events: Iterable[Event]) -> Iterator[list[Event]]:
 def _cast_bytes(segment: Segment) -> int:
     """Cast after a gather, where compute is another dtype."""
     gather, compute = segment.columns.gather, segment.columns.compute
-    return 0 if compute is gather else segment.padded * (gather.size + compute.size)
+    return 0 if compute is gather else gather.nbytes(segment.padded) + segment.padded * compute.size
 
 
 def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
@@ -288,7 +288,8 @@ def _wire_bytes(plan: Plan, segment: Segment) -> int:
         return 0
     size, wire = update.accumulate.dtype.size, update.reduce.wire
     divided = 2 * size if plan.policy.averaging.before != 1.0 else 0
-    return segment.padded * (divided + (0 if wire is update.accumulate.dtype else size + wire.size))
+    cast = 0 if wire is update.accumulate.dtype else segment.padded * size + wire.nbytes(segment.padded)
+    return segment.padded * divided + cast
 
 
 def _update_bytes(plan: Plan, segment: Segment) -> int:

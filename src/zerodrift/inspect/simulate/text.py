@@ -21,7 +21,9 @@ SHOWN = 12  # results of a sweep that are printed of each kind; JSON has all
 UNITS = 6  # lines of exposed communication
 
 
-def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation, *, color: bool) -> str:
+def simulation_text(
+    plan: Plan, work: Work, cluster: str, simulation: Simulation, *, color: bool, width: int = WIDTH
+) -> str:
     step, memory = simulation.seconds, simulation.memory
     recompute = "activations computed again" if simulation.recompute else "activations kept"
     ranks = several(plan.mesh.data, "data rank")
@@ -58,16 +60,16 @@ def simulation_text(plan: Plan, work: Work, cluster: str, simulation: Simulation
         ("in all", size(memory.total), f"of {size(memory.room)}: it {fits}"),
     ]
     lines: list[RenderableType] = [
-        title("plan --simulate", plan.digest, WIDTH),
-        pairs(facts, width=WIDTH),
+        title("plan --simulate", plan.digest, width),
+        pairs(facts, width=width),
         section("step", "simulated, not measured"),
-        grid(times, (24, 12), ("", "bold"), WIDTH),
+        grid(times, (24, 12), ("", "bold"), width),
         section("waited for", "what nothing hides, by unit" if simulation.waited else "nothing"),
-        grid(waited, (24, 12, 12), ("", "bold", ""), WIDTH),
+        grid(waited, (24, 12, 12), ("", "bold", ""), width),
         section("memory", "of the fullest rank, at the worst moment of a step"),
-        grid(uses, (24, 12), ("", "bold"), WIDTH),
+        grid(uses, (24, 12), ("", "bold"), width),
     ]
-    return render(lines, color, WIDTH)
+    return render(lines, color, width)
 
 
 def _seconds(seconds: float) -> str:
@@ -84,6 +86,7 @@ def sweep_text(
     others: Sequence[SweepResult],
     *,
     color: bool,
+    width: int = WIDTH,
 ) -> str:
     facts = [
         ("model", plan.source),
@@ -92,28 +95,28 @@ def sweep_text(
         ("batch", f"{plan.policy.batch.accumulation} x {work.inputs} on each data-parallel rank"),
     ]
     lines: list[RenderableType] = [
-        title("plan --simulate --sweep", "", WIDTH),
-        pairs(facts, width=WIDTH),
+        title("plan --simulate --sweep", "", width),
+        pairs(facts, width=width),
         section("fits", "simulated, not measured; the fastest first" if fit else "none"),
-        _results(fit),
+        _results(fit, width),
     ]
     if any(one.simulation for one in others):
         too_large = [one for one in others if one.simulation]
-        lines += [section("does not fit", "what needs least first"), _results(too_large)]
+        lines += [section("does not fit", "what needs least first"), _results(too_large, width)]
     reasons = {one.refused: one.choice for one in others if not one.simulation}
     if reasons:
         lines.append(section("refused"))
     for why, one in reasons.items():
         choice = f"stage {one.stage}, wire {one.wire}, order {one.order}, {one.replicas} replicas"
         lines.append(Text(f"{choice}: {why}"))
-    return render(lines, color, WIDTH)
+    return render(lines, color, width)
 
 
 _HEAD = ("stage", "wire", "order", "replicas", "recompute", "step", "tokens/s", "MFU", "waits", "memory")
-_WIDTHS = (5, 4, 6, 8, 9, 7, 8, 5, 5, 9)
+_WIDTHS = (5, 8, 6, 8, 9, 7, 8, 5, 5, 9)
 
 
-def _results(results: Sequence[SweepResult]) -> RenderableType:
+def _results(results: Sequence[SweepResult], width: int) -> RenderableType:
     rows: list[Sequence[str]] = []
     for result in results[:SHOWN]:
         choice, found = result.choice, result.simulation
@@ -126,7 +129,10 @@ def _results(results: Sequence[SweepResult]) -> RenderableType:
             ))  # fmt: skip
     if not rows:
         return Text()
-    text = text_table([_HEAD, *rows], _WIDTHS, range(5), " ")
+    # What a narrow terminal leaves out follows from the time of a step.
+    kept = range(10) if width >= sum(_WIDTHS) + 9 else (0, 1, 2, 3, 4, 5, 9)
+    table = [[row[n] for n in kept] for row in (_HEAD, *rows)]
+    text = text_table(table, [_WIDTHS[n] for n in kept], range(5), " ")
     return text.append(f"\nand {len(results) - SHOWN} more") if len(results) > SHOWN else text
 
 

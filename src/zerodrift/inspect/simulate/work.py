@@ -265,8 +265,12 @@ def _counted(operation: TracedOperation, divided: Mapping[int, int]) -> CountedO
 
 
 def _dtype(operation: TracedOperation) -> DType:
-    known = (tensor.dtype for tensor in operation.inputs if tensor.dtype in ("fp32", "bf16", "fp16"))
-    return parse(next(known, "fp32")) if operation.flops else DType.FP32
+    known = [tensor.dtype for tensor in operation.inputs if tensor.dtype in _MULTIPLIED]
+    return parse(min(known, key=_MULTIPLIED.index, default="fp32")) if operation.flops else DType.FP32
+
+
+_MULTIPLIED = ("fp8_e4m3", "bf16", "fp16", "fp32")
+"""Dtypes of operands; the scales of fp8 operands are fp32."""
 
 
 def _split_at_experts(

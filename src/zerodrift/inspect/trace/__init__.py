@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zerodrift.inspect.trace.places import ModulePaths, paths_in, place_of_code
     from zerodrift.inspect.trace.records import (
         COLUMNS, Column, EngineRecord, ModelRecord, ParameterRecord, ProcessRecord, Sighting, VERSION,
-        dtype_name, merged,
+        column_word, dtype_name, merged,
     )  # fmt: skip
     from zerodrift.inspect.trace.watch import Watcher
 

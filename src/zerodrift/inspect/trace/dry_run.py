@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_map_only
 
-from zerodrift.engine import compute, pins, tensors_in, tie
+from zerodrift.engine import compute, pins, products, tensors_in, tie
 from zerodrift.errors import ModelError, said
 from zerodrift.inspect.trace.fake_run import DEVICE, FakeRecorder, FunctionCalls, RefusedError
 from zerodrift.inspect.trace.operations import name_of
@@ -52,7 +53,7 @@ def trace(plan: Plan, model: nn.Module, inputs: Inputs) -> Trace:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            with run.prepared():
+            with run.prepared(), torch.device(DEVICE):  # whatever the default device is
                 return run.step(inputs)
     finally:
         logging.disable(before)
@@ -115,6 +116,8 @@ class _DryRun:
             self._parameters[self._recorder.memory(parameter)] = row.name
             if row.columns.pinned and holds and parameter.is_floating_point():
                 parameter.__class__ = pins.class_for(row.name, row.columns.output, FakeTensor)
+            elif row.columns.products is not None:
+                parameter.__class__ = products.class_for(row.name, row.columns.products, FakeTensor)
 
     def _watch_kept(self) -> Iterator[Any]:
         """Hook on pinned modules whose output keeps the pin's dtype, as the plan says."""
@@ -135,7 +138,7 @@ class _DryRun:
         recorder, loss, refused = self._recorder, "", None
         try:
             with FunctionCalls(recorder), recorder.mode():
-                given = inputs.args, inputs.kwargs
+                given = tree_map_only(torch.Tensor, _on_device, (inputs.args, inputs.kwargs))
                 with self._precision.forward(), self._precision.cast(given) as (args, kwargs):
                     output = self._model(*args, **kwargs)
                 root, loss = _loss(output)
@@ -184,6 +187,10 @@ _LOOK = (
 )
 _EXPERTS = ' Experts of `transformers` need `experts_implementation="grouped_mm"`.'
 _RUN = "Is it what the model can be called with? `--inputs package.module:function` gives others."
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(DEVICE)
 
 
 def _loss(output: Any) -> tuple[torch.Tensor | None, str]:

@@ -139,8 +139,9 @@ class FakeRecorder:
     def held(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer in a dtype: with its values if they are whole numbers, else without."""
         if not tensor.is_meta and _keeps_values(tensor):
-            return tensor.to(dtype)
-        return self._faked(tensor) if dtype is tensor.dtype else self._empty(tensor, dtype)
+            return tensor.to(DEVICE, dtype)
+        is_same = dtype is tensor.dtype and tensor.device.type == DEVICE
+        return self._faked(tensor) if is_same else self._empty(tensor, dtype)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zerodrift.inspect.trace.libraries.narrow import narrow_name
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import Column, ParameterRecord, dtype_name
 
@@ -189,7 +190,7 @@ class LiveParameter:
         if rests.dtype is self._rested_in:
             return False
         record, self._rested_in = self.record, rests.dtype
-        record.add("storage", dtype_name(rests.dtype), "the parameter between steps")
+        record.add("storage", narrow_name(rests) or dtype_name(rests.dtype), "the parameter between steps")
         record.layout = "a flat slice on each rank" if self.is_sliced else _layout(tensor)
         if self._first_digest is None and record.trained:
             values = local(rests).detach()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
+from zerodrift.dtypes import DType
+
 Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export"]
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -27,6 +29,11 @@ VERSION = 1
 def dtype_name(dtype: Any) -> str:
     """`bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def column_word(dtype: DType) -> str:
+    """Return the word of a dtype in a record: `bfloat16`, or a narrow format, of which bytes are seen."""
+    return dtype.value if dtype.format is not None else dtype_name(dtype.torch)
 
 
 class Sighting(NamedTuple):

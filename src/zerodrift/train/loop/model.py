@@ -96,14 +96,15 @@ def build(written: Model, source: ModelSource) -> nn.Module:
     """Return the model in training mode.
 
     A model of `transformers` has no memory for its parameters yet: the engine reads or draws each rank's own
-    slices.
+    slices. Except that adapters on random weights need those in memory.
     """
     torch.manual_seed(written.seed)  # for first values, drawn here or by the engine
     if source.config is None:
         model = make(source.text)
-    elif written.lora is None:
+    elif written.lora is None or source.weights is not None:
         with empty():
             model = _from_config(source, None)
+            model = model if written.lora is None else add_adapters(model, written.lora)
     else:
         model = add_adapters(whole_model(written, source), written.lora)
     _freeze(model, written)
@@ -135,11 +136,6 @@ def whole_model(written: Model, source: ModelSource) -> nn.Module:
     """Return the model with its weights in this process's memory, without adapters."""
     torch.manual_seed(written.seed)
     return make(source.text) if source.config is None else _from_config(source, source.weights)
-
-
-def streamed_weights(written: Model, source: ModelSource) -> Path | None:
-    """Return the weights for the engine to read; None with adapters, which rename modules."""
-    return source.weights if written.lora is None else None
 
 
 def parts(written: Model) -> Parts | None:

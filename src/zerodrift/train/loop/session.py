@@ -245,7 +245,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
     made = outline(job, config, display, started()[1])
     config = resume.with_order_of_run(config, job.run.resume, made.folder)
     folder, letters, prepared, steps = made.folder, made.tokenizer, made.prepared, made.steps
-    base = "" if job.model.lora is None else adapters.base_digest(made.model)
+    base = "" if job.model.lora is None else adapters.base_digest(made.model, made.source.weights)
     if config.pipeline is not None and config.pipeline.stages > 1:
         _require_cuttable(job, config.pipeline)
     is_cut = config.pipeline is not None and job.model.lora is None  # `parts` does not name adapters
@@ -255,7 +255,7 @@ def assemble(job: Job, config: Config, display: Display, request: LaunchRequest 
             None,
             config,
             parts=models.parts(job.model) if is_cut else None,
-            weights=models.streamed_weights(job.model, made.source),
+            weights=made.source.weights,
             device=None if job.run.device == "auto" else job.run.device,
             auto=numbers_of(job, config, steps),
             quiet=True,

@@ -2,7 +2,8 @@
 
 With `model.lora` the adapters alone are trained, so an export holds them and not their base. The base is
 known by a digest of its values, beside its path. Adapters are never put on another base where the digest is
-known.
+known. A base that rested in a narrow format is rounded to it again, in fp32, so that the adapters meet the
+values that they were trained on.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerodrift.checkpoint import CheckpointReader, new_folder, read_entries, verified
+from zerodrift.checkpoint import CheckpointReader, new_folder, read_entries, read_plan, verified
 from zerodrift.comm import raise_on_all_ranks
+from zerodrift.dtypes import DType
 from zerodrift.engine import Engine
 from zerodrift.errors import ModelError, UnsupportedError
-from zerodrift.model import attempt, quiet
+from zerodrift.kernels import narrow
+from zerodrift.model import attempt, describe, quiet
+from zerodrift.plan import Plan
 from zerodrift.train.job import Lora
+from zerodrift.weights import SafetensorsWeights, expected_tensors
 
 CONFIG = "adapter_config.json"
 """The file that makes a folder one of adapters."""
 BASE = "base.json"
-"""The `digest` and `source` of the base."""
+"""The `digest` and `source` of the base, and the names of its parameters by the format they rested in."""
 VALUES = 256
 """Values of each parameter in the digest of a base."""
 
@@ -63,7 +68,9 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for row in engine.plan.rows:
         if row.trained:
-            tensors[row.name] = engine.parameter(row.name).master.to("cpu", row.columns.export.torch)
+            export = row.columns.export
+            plain = torch.float32 if export.format is not None else export.torch  # peft reads no narrow ones
+            tensors[row.name] = engine.parameter(row.name).master.to("cpu", plain)
     module: Any = engine.module
     with raise_on_all_ranks(engine.comm):
         if engine.mesh.rank() == 0:
@@ -73,7 +80,7 @@ def write(engine: Engine, folder: Path, source: str, digest: str) -> None:
                 config.base_model_name_or_path = where
             with new_folder(folder, overwrite=True) as new:
                 module.save_pretrained(str(new.path), state_dict=tensors, save_embedding_layers=False)
-                base = {"source": where, "digest": digest}
+                base = {"source": where, "digest": digest, "formats": _formats(engine.plan)}
                 (new.path / BASE).write_text(json.dumps(base, indent=1) + "\n", encoding="utf-8")
                 new.publish()
 
@@ -84,7 +91,7 @@ def read(base: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> nn.
     from peft import PeftModel
 
     require_base(base, saved_base(folder).get("digest"), str(folder))
-    base.to(dtype)
+    _cast(base, _saved(folder).get("formats"), dtype)
     with quiet():
         load = functools.partial(PeftModel.from_pretrained, base, str(folder))
         return attempt(load, str(folder), "must hold adapters of its base")
@@ -95,7 +102,8 @@ def read_from_checkpoint(
 ) -> nn.Module:
     """Return a base in `dtype` with the adapters of a checkpoint; `digest` is that of their base."""
     require_base(base, digest, str(place))
-    base.to(dtype)
+    document = read_plan(place)
+    _cast(base, None if document is None else _formats(Plan.from_json(document)), dtype)
     model = add_adapters(base, lora)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if missing := copy_weights(place, trained):
@@ -127,7 +135,7 @@ def saved_base(folder: Path) -> dict[str, str]:
     """Return `source` and `digest` of the base; for adapters of others the `source` of their config."""
     try:
         if (folder / BASE).is_file():
-            found = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            found = _saved(folder)
             return {key: str(found[key]) for key in ("source", "digest")}
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return {"source": str(config.get("base_model_name_or_path") or "")}
@@ -136,19 +144,64 @@ def saved_base(folder: Path) -> dict[str, str]:
         raise ModelError(str(folder), must, got="a damaged one, or none", do=todo) from None
 
 
-def base_digest(model: nn.Module) -> str:
-    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype."""
-    digest = hashlib.blake2b(digest_size=12)
-    names = (
-        (name.removeprefix("base_model.model.").replace(".base_layer.", "."), values)
-        for name, values in model.named_parameters()
-        if ".lora_" not in name
-    )
-    for name, values in sorted(names, key=lambda pair: pair[0]):
-        flat = values.detach().reshape(-1)
+def _saved(folder: Path) -> dict[str, Any]:
+    file = folder / BASE
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _formats(plan: Plan) -> dict[str, list[str]]:
+    """Return the names in the base of what rests in each narrow format."""
+    formats: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if row.columns.storage.dtype.format is not None:
+            formats.setdefault(row.columns.storage.dtype.value, []).append(base_name(row.name))
+    return formats
+
+
+def _cast(base: nn.Module, formats: Mapping[str, list[str]] | None, dtype: torch.dtype | None) -> None:
+    """Cast a base; to fp32 if it rested in a narrow format, of which it then has the values."""
+    if not formats:
+        base.to(dtype)
+        return
+    base.float()
+    parameters = dict(base.named_parameters())
+    with torch.no_grad():
+        for text, names in formats.items():
+            for name in names:
+                if name not in parameters:
+                    must = "must be a parameter of the base, which rested in a narrow format"
+                    raise ModelError(name, must, got="no such parameter", do="Name the base of the training.")
+                parameters[name].copy_(narrow.round_trip(DType(text), parameters[name]))
+
+
+def base_name(name: str) -> str:
+    """Return the name in the base of a parameter of a model with adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def base_digest(model: nn.Module, weights: Path | None = None) -> str:
+    """Return a digest of evenly spread values of each parameter but adapters, whatever their dtype. The files
+    of `weights` have the values of parameters without memory."""
+    digest, files = hashlib.blake2b(digest_size=12), None
+    if weights is not None:
+        spec = describe(model)
+        files = SafetensorsWeights.open(weights, model, expected_tensors(spec.parameters, (), model), False)
+    named = [
+        (base_name(name), name, value) for name, value in model.named_parameters() if ".lora_" not in name
+    ]
+    for short, name, value in sorted(named, key=lambda names: names[0]):
+        flat = value.detach().reshape(-1)
         at = np.linspace(0, max(0, flat.numel() - 1), min(VALUES, flat.numel())).astype(np.int64)
-        digest.update(f"{name} {list(values.shape)} ".encode())
-        digest.update(flat[torch.from_numpy(at).to(flat.device)].float().cpu().numpy().tobytes())
+        digest.update(f"{short} {list(value.shape)} ".encode())
+        if files is not None and files.holds(name):
+            chosen = torch.empty(len(at))
+            for number, place in enumerate(at.tolist()):
+                files.fill(name, place, chosen[number : number + 1])
+        else:
+            chosen = flat[torch.from_numpy(at).to(flat.device)].float().cpu()
+        digest.update(chosen.numpy().tobytes())
+    if files is not None:
+        files.close()
     return digest.hexdigest()
 
 

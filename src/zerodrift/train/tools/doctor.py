@@ -19,7 +19,7 @@ from torch import distributed
 from zerodrift.comm import can_share, usable_accelerator
 from zerodrift.engine import computed_by
 from zerodrift.errors import first_line
-from zerodrift.kernels import COMPILERS, device, find_compiler, native
+from zerodrift.kernels import COMPILERS, device, find_compiler, native, products
 from zerodrift.legible import legible
 from zerodrift.report import WIDTH, grid, pairs, render, section, size, title
 from zerodrift.versions import TESTED, __version__, warning
@@ -141,10 +141,24 @@ def _gpu(gpu: torch.device) -> Iterator[MachineFact]:
         is_slow = not torch.cuda.is_bf16_supported(including_emulation=False)
     note = "no bf16 units: use config.precision.mode: fp16" if is_slow else ""
     yield MachineFact("GPU", str(gpu), f"{name}, {size(total)}{capability}", note, bad=is_slow)
+    why = products.obstacle(gpu)
+    yield MachineFact("GPU", f"{gpu} fp8 products", *_fp8_products(gpu, why))
     others = total - free - torch.accelerator.memory_reserved(gpu)
     is_taken = others > TAKEN
     note = f"other processes have {size(others)}: end them, or take another GPU" if is_taken else ""
     yield MachineFact("GPU", f"{gpu} memory", f"{size(free)} free", note, bad=is_taken)
+
+
+def _fp8_products(gpu: torch.device, why: str) -> tuple[str, str]:
+    """Return how far products of fp8 operands are from the exact ones, or why there are none."""
+    if why:
+        return "no", f"config.precision.compute: fp8 is refused here: {why}"
+    try:
+        measured = products.deviation(gpu)
+    except RuntimeError as error:  # of torch, its libraries or the driver
+        return "no", f"config.precision.compute: fp8 fails here: {legible(first_line(error))}"
+    found = f"{measured.differing:.2%} of bf16 results have other bits than exact sums"
+    return found, f"sums of {measured.length}: off by up to {measured.largest:.1e} of the sum of magnitudes"
 
 
 def _communication() -> Iterator[MachineFact]:

@@ -2,7 +2,7 @@
 
 The adapters are those of a run, of one of its checkpoints or exports, or of a folder that `peft` wrote;
 `peft` computes the sums. The base is read whole into memory, and must be the one that the adapters were
-trained on.
+trained on. Where it rested in a narrow format, its decoded values are merged in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
     options = options or MergeOptions()
     adapters.require_peft("--merge")
     dtype = exported_dtype(options.dtype)
+    if dtype is not None and dtype.format is not None:
+        must, do = "must be plain with `--merge`", f"Merge first, and convert that with `--dtype {dtype}`."
+        raise UnsupportedError("--dtype", must, got=dtype, do=do)
     size = size_in_bytes(options.max_shard_size, "--max-shard-size")
     found = _adapters_at(source, options.tag)
     with importable(found.started_in):
         base, written = _base(found, options.base)
         cast = None if dtype is None else dtype.torch
+        written_in = cast or base.dtype
         model: Any
         if found.export is not None:
             model = adapters.read(base, found.export, cast)
@@ -61,6 +65,8 @@ def merge(source: Path, target: Path, options: MergeOptions | None = None) -> Co
             model = adapters.read_from_checkpoint(base, found.job.model.lora, found.checkpoint, digest, cast)
     _require_untied(model)
     merged = attempt(model.merge_and_unload, str(source), "must hold adapters that can be merged")
+    if merged.dtype is not written_in:  # the base rested in a narrow format
+        merged.to(written_in)
     floating = [(name, value) for name, value in merged.named_parameters() if value.is_floating_point()]
     if bad := [name for name, value in floating if not torch.isfinite(value).all()]:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

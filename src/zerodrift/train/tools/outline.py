@@ -85,5 +85,5 @@ def job_to_audit(job: Job, config: Config, count: int) -> tuple[Plan, Subject, l
     seat = BatchLayout(rank, plan.mesh.data, micro, rank_micro_batches(plan, rank), torch.device("cpu"))
     feed = Feed(prepared.train, job.data.seed, seat, job.data.group_by_length)
     batches = itertools.islice(itertools.chain.from_iterable(map(feed.step, itertools.count())), count)
-    subject = Subject(make, models.streamed_weights(job.model, source))
+    subject = Subject(make, source.weights)
     return plan, subject, [batch.inputs() for batch in batches]

@@ -27,7 +27,7 @@ from zerodrift.engine import Engine, FlatSegment, native, tensors_in, trained_of
 from zerodrift.inspect.trace.hooks import Patches
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, every_operation, name_of
 from zerodrift.inspect.trace.parameter import Owners
-from zerodrift.inspect.trace.records import Column, EngineRecord, dtype_name
+from zerodrift.inspect.trace.records import Column, EngineRecord, column_word, dtype_name
 from zerodrift.plan import collectives
 
 
@@ -162,7 +162,7 @@ def _is_still(parameter: torch.Tensor, out: Any) -> bool:
 
 def _wire(call: Recorded) -> str:
     """Return a reduction's dtypes: `wire>sum`, or one name if they agree."""
-    wire, total = dtype_name(call.dtype.torch), dtype_name((call.sum or call.dtype).torch)
+    wire, total = column_word(call.dtype), column_word(call.sum or call.dtype)
     return wire if wire == total else f"{wire}>{total}"
 
 
@@ -214,7 +214,8 @@ class _NativeTensors:
     def see_resting(self, seen: EngineRecord) -> None:
         updater = self._engine.updater
         for segment in self._segments:
-            self._add(seen, segment, "storage", dtype_name(segment.storage.dtype))
+            packed = None if segment.packed is None else segment.packed.dtype.value
+            self._add(seen, segment, "storage", packed or dtype_name(segment.storage.dtype))
         for segment in () if updater is None else trained_of(self._segments):
             master, moments = updater.resting(segment.number)  # type: ignore[union-attr]
             held, is_bf16 = "same", segment.storage.dtype is torch.bfloat16
@@ -249,7 +250,7 @@ class _NativeTensors:
             dtypes = {call.dtype for call in log if call.op == "all_gather" and call.numel == numel}
             for number, dtype in fitting.items():
                 for sent in {dtype} if dtypes == set(fitting.values()) else dtypes:
-                    self._add(seen, segments[number], "gather", dtype_name(sent.torch))
+                    self._add(seen, segments[number], "gather", column_word(sent))
 
 
 class _FullyShardTensors:

@@ -1,0 +1,361 @@
+"""Encode values into a narrow format and decode them: the definition in plain PyTorch, and its fast forms.
+
+A block of values becomes a code per element and one scale. The scale comes from the block's largest magnitude
+`amax` by the format's rule. A code is the element's nearest number to `value / scale`, ties to even (NF4:
+ties to the lower), or one of the two numbers around it by random bits. A quotient beyond the largest number
+becomes that number. Decoding is `number * scale` in fp32, rounded once more if the result has 16 bits. All
+arithmetic is in fp32.
+
+A block with an infinity or a NaN decodes to NaN as a whole, so that it is seen. A block whose `amax` is below
+2^-96 decodes to zeros, and an `amax` above 2^126 counts as 2^126: between them no scale is subnormal or
+overflows.
+
+Flat formats are packed: the codes of a run of whole blocks, two codes of 4 bits to a byte with the first in
+the low half (NF4: in the high half, as bitsandbytes has it), then the scales. A run is whatever is sent or
+kept together, such as a rank's slice.
+
+Invariant: the fast forms leave the bits of `reference_encode` and `reference_decode`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType, Element, Format
+from zerodrift.kernels import device, native
+
+LEAST, MOST = 2.0**-96, 2.0**126
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+"""The numbers of NF4's codes, as fp32 values (Dettmers et al., QLoRA, 2023)."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Midpoints of `_E2M1`. A tie goes to the code with an even last bit."""
+
+
+def form_of(dtype: DType) -> Format:
+    """Return the definition of a narrow format."""
+    if dtype.format is None:
+        raise AssertionError(f"{dtype} is no narrow format")
+    return dtype.format
+
+
+@torch.no_grad()
+def encode(dtype: DType, values: Tensor, packed: Tensor, draws: Tensor | None = None) -> None:
+    """Encode flat values into `packed`. Shapes [whole blocks], any floating dtype; [nbytes], uint8.
+
+    With `draws`, a random int64 word per value, each value is rounded up or down by the lower 16 bits of its
+    word, so that the mean is kept. NF4 is only rounded to nearest.
+    """
+    run = _Run(dtype, values, packed)
+    if run.has_fast_form and (draws is None or values.device.type == "cpu"):
+        run.execute(_Way.ENCODE, draws)
+    else:
+        blocks = values.reshape(-1, run.block)
+        words = None if draws is None else draws.view(blocks.shape)
+        codes, scales = reference_encode(run.form, blocks, words)
+        run.codes.copy_(pack(run.form.element, codes.view(-1)))
+        run.scales.copy_(scales)
+
+
+@torch.no_grad()
+def decode(dtype: DType, packed: Tensor, out: Tensor, add: bool = False) -> None:
+    """Decode what `encode` has packed into flat `out`, in its dtype. Shapes [nbytes], [whole blocks].
+
+    With `add`, the decoded values, in the dtype of `out`, are added to what is there.
+    """
+    if add and out.dtype is not torch.float32:
+        decoded = torch.empty_like(out)
+        decode(dtype, packed, decoded)
+        out += decoded
+        return
+    run = _Run(dtype, out, packed)
+    if run.has_fast_form:
+        run.execute(_Way.DECODE_AND_ADD if add else _Way.DECODE)
+        return
+    codes = unpack(run.form.element, run.codes).view(-1, run.block)
+    decoded = reference_decode(run.form, codes, run.scales).view(-1)
+    if add:
+        out += decoded
+    else:
+        out.copy_(decoded)
+
+
+def round_trip(dtype: DType, values: Tensor, to: torch.dtype | None = None) -> Tensor:
+    """Return values after encoding and decoding, in another or their own dtype. Any shape; the first element
+    begins a block."""
+    whole = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _flat_block(form_of(dtype))))
+    out = torch.empty_like(whole, dtype=to)
+    decode_runs(dtype, encode_runs(dtype, whole, 1), out, 1)
+    return out[: values.numel()].view(values.shape)
+
+
+def encode_runs(dtype: DType, values: Tensor, runs: int) -> Tensor:
+    """Return flat values as so many packed runs of equal length, one after the other."""
+    packed = values.new_empty(runs * dtype.nbytes(values.numel() // runs), dtype=torch.uint8)
+    for part, run in zip(values.chunk(runs), packed.chunk(runs), strict=True):
+        encode(dtype, part, run)
+    return packed
+
+
+def decode_runs(dtype: DType, packed: Tensor, out: Tensor, runs: int) -> None:
+    """Decode packed runs into flat `out`, in its dtype."""
+    for part, run in zip(out.chunk(runs), packed.chunk(runs), strict=True):
+        decode(dtype, run, part)
+
+
+def _flat_block(form: Format) -> int:
+    if not isinstance(form.block, int):
+        raise AssertionError(f"{form.describe()} is not packed in runs")
+    return form.block
+
+
+# --- the fast forms ---------------------------------------------------------------------------------------
+
+
+class _Way(enum.IntEnum):
+    """The three things that a fast form does with a run, as `narrow.h` and `narrow_programs.py` number it."""
+
+    ENCODE = 0
+    DECODE = 1
+    DECODE_AND_ADD = 2
+
+
+_ELEMENTS = (Element.E4M3, Element.E5M2, Element.E2M1, Element.INT8, Element.INT4, Element.NF4)
+_RULES = ("exact", "floor", "ceil")
+_COMPILED_BLOCKS = (32, 64, 128, 256)
+
+
+class _Run:
+    """Flat values of whole blocks beside their packed bytes."""
+
+    def __init__(self, dtype: DType, values: Tensor, packed: Tensor) -> None:
+        self.form = form_of(dtype)
+        self.block = _flat_block(self.form)
+        numel = values.numel()
+        if numel % self.block or packed.numel() != dtype.nbytes(numel) or packed.dtype is not torch.uint8:
+            raise AssertionError(f"{packed.numel()} bytes are no run of {numel} values in {dtype}")
+        self.values = values
+        self.codes, scales = packed.tensor_split([numel * self.form.element.bits // 8])
+        self.scales = scales.view(torch.float32) if self.form.scale == "fp32" else scales
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Whether compiled code or a program takes these tensors."""
+        tensors = (self.values, self.codes)
+        if self.values.dtype not in native.TYPES or not all(tensor.is_contiguous() for tensor in tensors):
+            return False
+        if self.values.device.type == "cpu":
+            return self.block in _COMPILED_BLOCKS and native.library() is not None
+        return self.values.numel() > 0 and device.works(self.values.device)
+
+    def execute(self, way: _Way, draws: Tensor | None = None) -> None:
+        """Run the fast form."""
+        if draws is not None and (draws.shape, draws.dtype) != (self.values.shape, torch.int64):
+            raise AssertionError(f"draws must be int64 of shape {self.values.shape}, not {draws.shape}")
+        if draws is not None and self.form.element is Element.NF4:
+            raise AssertionError("NF4 is only rounded to nearest")
+        words, values, threads = choices(self.form), self.values, torch.get_num_threads()
+        built = native.library() if values.device.type == "cpu" else None
+        if built is None:
+            numbers = numbers_of(self.form.element, values.device)
+            device.narrow(self.codes, self.scales, values, numbers, way=int(way), **words)
+            return
+        described = (ctypes.c_int32 * 4)(*(words[name] for name in ("element", "block", "rule", "exponents")))
+        values_at, codes, scales = (tensor.data_ptr() for tensor in (values, self.codes, self.scales))
+        kind = native.TYPES[values.dtype]
+        draws = None if draws is None else draws.contiguous()
+        words_at = None if draws is None else draws.data_ptr()
+        built.narrow(values.numel(), described, way, values_at, kind, codes, scales, words_at, threads)
+
+
+def choices(form: Format) -> dict[str, Any]:
+    """Return a flat format as the compiled code and the program number it."""
+    return {
+        "element": _ELEMENTS.index(form.element),
+        "bits": form.element.bits,
+        "largest": form.element.largest,
+        "exponent": math.floor(math.log2(form.element.largest)),
+        "block": form.block,
+        "rule": _RULES.index(form.rule),
+        "exponents": int(form.scale == "e8m0"),
+    }
+
+
+# --- the definition ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reference_encode(form: Format, blocks: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode a block per row as (codes, scales): uint8, shape [blocks, elements]; fp32 or the exponents of
+    e8m0 as uint8, shape [blocks]."""
+    blocks = blocks.float()
+    amax = blocks.abs().amax(1) if blocks.shape[1] else blocks.new_zeros(len(blocks))
+    scales = scales_of(form, amax)
+    divisor = torch.where(scales > 0, scales, 1.0)
+    quotients = torch.where((scales > 0)[:, None], blocks / divisor[:, None], 0.0)  # zeros for NaN as well
+    codes = codes_of(form.element, quotients, draws)
+    return codes, scales if form.scale == "fp32" else _exponents(scales)
+
+
+@torch.no_grad()
+def reference_decode(form: Format, codes: Tensor, scales: Tensor) -> Tensor:
+    """Decode what `reference_encode` returns. Shape [blocks, elements], fp32."""
+    values = numbers_of(form.element, codes.device)[codes.int()]
+    return values * (scales if scales.dtype is torch.float32 else powers_of(scales))[:, None]
+
+
+def scales_of(form: Format, amax: Tensor) -> Tensor:
+    """Return the scale of blocks from their largest magnitudes: zero, normal or NaN. fp32."""
+    capped = amax.clamp(max=MOST)
+    if form.rule == "floor":
+        shift = math.floor(math.log2(form.element.largest))
+        bits = (capped.view(torch.int32) & 0x7F800000) - (shift << 23)
+        scales = bits.view(torch.float32)
+    else:
+        scales = capped / form.element.largest
+        if form.rule == "ceil":
+            scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = torch.where(amax < LEAST, 0.0, scales)
+    return torch.where(amax.isfinite(), scales, torch.nan)
+
+
+def codes_of(element: Element, quotients: Tensor, draws: Tensor | None = None) -> Tensor:
+    """Return the codes of fp32 quotients; none is NaN. uint8."""
+    if draws is not None:
+        return _drawn_codes(element, quotients, draws)
+    if element in (Element.E4M3, Element.E5M2):
+        dtype = torch.float8_e4m3fn if element is Element.E4M3 else torch.float8_e5m2
+        return quotients.clamp(-element.largest, element.largest).to(dtype).view(torch.uint8)
+    if element in (Element.INT8, Element.INT4):
+        whole = quotients.round().clamp(-element.largest, element.largest).to(torch.int8).view(torch.uint8)
+        return whole & (0xFF >> (8 - element.bits))
+    if element is Element.NF4:
+        numbers = torch.tensor(NF4, dtype=torch.float64)
+        bounds = ((numbers[1:] + numbers[:-1]) / 2).float().to(quotients.device)
+        return torch.bucketize(quotients, bounds).to(torch.uint8)
+    magnitudes = quotients.abs()
+    codes = torch.zeros_like(magnitudes, dtype=torch.uint8)
+    for code, bound in enumerate(_E2M1_BOUNDS):
+        codes += (magnitudes >= bound) if code % 2 else (magnitudes > bound)
+    return codes | (torch.signbit(quotients).to(torch.uint8) << 3)
+
+
+def _drawn_codes(element: Element, quotients: Tensor, draws: Tensor) -> Tensor:
+    """Return the codes of quotients, each rounded up if its share of the step above the number below it and a
+    random fraction of 16 bits add up to one. uint8."""
+    if element is Element.NF4:
+        raise AssertionError("NF4 is only rounded to nearest")
+    part = quotients.clamp(-element.largest, element.largest)
+    random = (draws & 0xFFFF).float() * 2.0**-16
+    if element in (Element.INT8, Element.INT4):
+        below = part.floor()
+        whole = below + (part - below + random >= 1)
+        return whole.to(torch.int8).view(torch.uint8) & (0xFF >> (8 - element.bits))
+    numbers = numbers_of(element, part.device)
+    numbers = numbers[numbers.signbit().logical_not() & (numbers <= element.largest)]
+    below = torch.bucketize(part.abs(), numbers, right=True) - 1
+    steps = torch.cat([numbers.diff(), numbers.new_ones(1)])  # nothing is above the largest
+    codes = below + ((part.abs() - numbers[below]) / steps[below] + random >= 1)
+    return codes.to(torch.uint8) | (torch.signbit(part).to(torch.uint8) << (element.bits - 1))
+
+
+@functools.cache
+def numbers_of(element: Element, device: torch.device) -> Tensor:
+    """Return the number of every code, fp32."""
+    codes = torch.arange(2**element.bits, dtype=torch.uint8)
+    if element is Element.E4M3:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif element is Element.E5M2:
+        numbers = codes.view(torch.float8_e5m2).float()
+    elif element is Element.NF4:
+        numbers = torch.tensor(NF4)
+    elif element is Element.E2M1:
+        numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    else:
+        wrap = 2 ** (element.bits - 1)
+        numbers = (codes.int() - 2 * wrap * (codes >= wrap)).float()
+    return numbers.to(device)
+
+
+def half_steps(element: Element) -> Tensor:
+    """Return half the distance of each code's number to its farther neighbour. Shape [codes], fp32."""
+    numbers = numbers_of(element, torch.device("cpu"))
+    known = numbers[numbers.isfinite()].unique()
+    numbers = numbers.nan_to_num(posinf=float(known[-1]), neginf=float(known[0]))
+    gaps = known.diff()
+    farther = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
+    return farther[torch.searchsorted(known, numbers)] / 2
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Return fp32 powers of two as e8m0: the biased exponent, 255 for a NaN. Zero is 0, whose codes are 0."""
+    return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+
+
+def powers_of(exponents: Tensor) -> Tensor:
+    """Return e8m0 as fp32: 255 is NaN, and 0 the least power of two, 2^-127."""
+    powers = torch.where(exponents == 0, 0x400000, exponents.int() << 23).view(torch.float32)
+    return torch.where(exponents == 255, torch.nan, powers)
+
+
+def pack(element: Element, codes: Tensor) -> Tensor:
+    """Return flat codes as bytes: two codes of 4 bits share a byte."""
+    if element.bits == 8:
+        return codes
+    first, second = codes.view(-1, 2).unbind(1)
+    return (first << 4) | second if element is Element.NF4 else first | (second << 4)
+
+
+def unpack(element: Element, data: Tensor) -> Tensor:
+    """Return the codes of bytes, the inverse of `pack`."""
+    if element.bits == 8:
+        return data
+    low, high = data & 0xF, data >> 4
+    return torch.stack((high, low) if element is Element.NF4 else (low, high), 1).view(-1)
+
+
+# --- blocks of matrices ---------------------------------------------------------------------------------
+
+
+def as_blocks(form: Format, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a parameter's values with a block per row; tiles that the edge cuts are filled with zeros."""
+    numel = math.prod(shape)
+    if isinstance(form.block, int):
+        return torch.nn.functional.pad(values.reshape(-1), (0, -numel % form.block)).view(-1, form.block)
+    if form.block == "tensor":
+        return values.reshape(1, -1)
+    if form.block == "row":
+        return values.reshape(-1, shape[-1] if shape else 1)
+    tall, wide = form.block
+    rows, columns = (shape[-2] if len(shape) > 1 else 1), (shape[-1] if shape else 1)
+    stacked = values.reshape(-1, rows, columns)
+    stacked = torch.nn.functional.pad(stacked, (0, -columns % wide, 0, -rows % tall))
+    tiles = stacked.view(len(stacked), stacked.shape[1] // tall, tall, stacked.shape[2] // wide, wide)
+    return tiles.transpose(2, 3).reshape(-1, tall * wide)
+
+
+def from_blocks(form: Format, blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the values of `as_blocks` in the parameter's shape."""
+    numel = math.prod(shape)
+    if not isinstance(form.block, tuple):
+        return blocks.reshape(-1)[:numel].view(*shape)
+    tall, wide = form.block
+    rows, columns = (shape[-2] if len(shape) > 1 else 1), (shape[-1] if shape else 1)
+    down, across = -(-rows // tall), -(-columns // wide)
+    tiles = blocks.view(-1, down, across, tall, wide).transpose(2, 3)
+    return tiles.reshape(-1, down * tall, across * wide)[:, :rows, :columns].reshape(*shape)

@@ -1,0 +1,110 @@
+"""One packed run of a flat narrow format that rests in memory: blocks of it are encoded, decoded and copied.
+
+`narrow.py` has the run's layout and its numbers. A record is one block as it is saved: its codes, then its
+scale. So the records of a parameter are the same bytes whatever runs its blocks are in.
+
+Invariant: blocks that are not written keep every bit, and records that are copied do too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerodrift.dtypes import DType
+from zerodrift.kernels import narrow
+
+WINDOW = 1 << 18
+"""Elements that are encoded or decoded at a time."""
+
+
+class PackedRun:
+    """The codes and scales of `numel` elements in a packed run."""
+
+    def __init__(self, dtype: DType, data: Tensor, numel: int) -> None:
+        """Shape of `data`: [nbytes], uint8."""
+        form = narrow.form_of(dtype)
+        if not isinstance(form.block, int) or numel % form.block:
+            raise AssertionError(f"{numel} elements in {form.describe()} are no packed run")
+        self.dtype, self.data, self.numel, self.block = dtype, data, numel, form.block
+        codes, scales = data.tensor_split([numel * form.element.bits // 8])
+        blocks = numel // self.block
+        self.codes = codes.view(blocks, self.block * form.element.bits // 8)
+        """Shape [blocks, bytes of a block's codes], uint8."""
+        self.scales = scales.view(blocks, form.scale_bytes)
+        """Shape [blocks, bytes of a scale], uint8."""
+
+    @staticmethod
+    def empty(dtype: DType, numel: int, device: torch.device | None = None) -> PackedRun:
+        return PackedRun(dtype, torch.empty(dtype.nbytes(numel), dtype=torch.uint8, device=device), numel)
+
+    @torch.no_grad()
+    def encode(self, start: int, values: Tensor) -> None:
+        """Encode flat values from an element on that begins a block. A last block that they do not fill ends
+        in zeros."""
+        for first in range(0, values.numel(), WINDOW):
+            part = values[first : first + WINDOW]
+            whole = torch.nn.functional.pad(part, (0, -part.numel() % self.block))
+            run = PackedRun.empty(self.dtype, whole.numel(), values.device)
+            narrow.encode(self.dtype, whole, run.data)
+            self.copy(start + first, run)
+
+    @torch.no_grad()
+    def decode(self, start: int, out: Tensor) -> None:
+        """Decode into flat `out`, in its dtype, from an element on that begins a block."""
+        for first in range(0, out.numel(), WINDOW):
+            part = out[first : first + WINDOW]
+            run = self.part(start + first, part.numel())
+            whole = part if run.numel == part.numel() else part.new_empty(run.numel)
+            narrow.decode(self.dtype, run.data, whole)
+            if whole is not part:
+                part.copy_(whole[: part.numel()])
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return all values. Shape [numel]."""
+        out = torch.empty(self.numel, dtype=dtype, device=self.data.device)
+        self.decode(0, out)
+        return out
+
+    @torch.no_grad()
+    def store(self, values: Tensor) -> None:
+        """Encode the blocks whose values differ from those that rest here. Shape [numel]."""
+        before, after = self.values().view(-1, self.block), values.float().view(-1, self.block)
+        differ = ((before != after) & ~(before.isnan() & after.isnan())).any(1)
+        if differ.any():
+            run = PackedRun.empty(self.dtype, int(differ.sum()) * self.block, values.device)
+            run.encode(0, after[differ].view(-1))
+            self.codes[differ], self.scales[differ] = run.codes, run.scales
+
+    # --- blocks as bytes --------------------------------------------------------------------------------
+
+    def part(self, start: int, numel: int) -> PackedRun:
+        """Copy the blocks that hold so many elements, from one on that begins a block."""
+        blocks = self._blocks(start, numel)
+        run = PackedRun.empty(self.dtype, (blocks.stop - blocks.start) * self.block, self.data.device)
+        run.codes.copy_(self.codes[blocks])
+        run.scales.copy_(self.scales[blocks])
+        return run
+
+    def copy(self, start: int, run: PackedRun) -> None:
+        """Copy another run's blocks to an element that begins a block."""
+        blocks = self._blocks(start, run.numel)
+        self.codes[blocks] = run.codes
+        self.scales[blocks] = run.scales
+
+    def records(self, start: int, numel: int) -> Tensor:
+        """Copy the records of blocks. Shape [bytes], uint8."""
+        blocks = self._blocks(start, numel)
+        return torch.cat([self.codes[blocks], self.scales[blocks]], 1).view(-1)
+
+    def set_records(self, start: int, records: Tensor) -> None:
+        """Write records, as `records` returns them."""
+        rows = records.view(-1, self.codes.shape[1] + self.scales.shape[1])
+        blocks = self._blocks(start, len(rows) * self.block)
+        self.codes[blocks] = rows[:, : self.codes.shape[1]]
+        self.scales[blocks] = rows[:, self.codes.shape[1] :]
+
+    def _blocks(self, start: int, numel: int) -> slice:
+        if start % self.block:
+            raise AssertionError(f"element {start} begins no block of {self.block}")
+        return slice(start // self.block, -(-(start + numel) // self.block))

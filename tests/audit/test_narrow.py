@@ -1,0 +1,206 @@
+"""Narrow formats in an audit: what a plan has is what its replays run, and those that are chosen pay."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from tests.audit.networks import LENGTH, VOCABULARY, Decoder
+from zerodrift.api import make_plan
+from zerodrift.dtypes import ADMITTED, parse_among
+from zerodrift.inspect.audit import variants
+from zerodrift.inspect.audit.advice import PinSearch
+from zerodrift.inspect.audit.entry import audit
+from zerodrift.inspect.audit.estimates import AuditSetup, run_three_passes
+from zerodrift.inspect.audit.page import audit_page
+from zerodrift.inspect.audit.run import Subject
+from zerodrift.inspect.audit.signals import drift
+from zerodrift.inspect.audit.text import Audit, rules_text
+from zerodrift.inspect.audit.variants import Choice
+from zerodrift.plan.bill import cost
+from zerodrift.plan.table import Plan
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def batches(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = (torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator) for _ in range(count))
+    return [{"input_ids": ids, "labels": ids} for ids in made]
+
+
+def decoder(frozen: bool = False) -> nn.Module:
+    """A decoder; the blocks' linear layers but one are frozen, as those under adapters are."""
+    torch.manual_seed(0)
+    model = Decoder()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith("blocks") or name.endswith("down.weight"))
+    return model
+
+
+def planned(model: nn.Module, precision: dict[str, Any], stage: int = 0) -> Plan:
+    given = {"mode": "bf16", **precision}
+    config = {"precision": given, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    return make_plan(config, model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "frozen", "stage", "mode", "cell"),
+    [
+        ({"gather": "fp8"}, False, 3, "autocast-bf16", "storage"),
+        ({"gather": "int8"}, False, 2, "bf16", "storage"),
+        ({"frozen": "nf4"}, True, 0, "bf16", "storage"),
+        ({"compute": "fp8"}, False, 0, "autocast-bf16", "compute"),
+        ({"mode": "fp32", "compute": "fp8"}, False, 0, "fp32", "compute"),
+    ],
+)
+def test_replays_of_a_narrow_plan_have_its_formats(
+    precision: dict[str, str], frozen: bool, stage: int, mode: str, cell: variants.Cell
+) -> None:
+    model = decoder(frozen)
+    plan = planned(model, precision, stage)
+    setup = AuditSetup(Subject.of(model, None), variants.without_update(plan.policy), plan.mesh, batches(1))
+    passes, ran = run_three_passes(setup)
+    ran = replace(ran, policy=setup.policy)
+    again = setup.signals(setup.policy)
+    assert torch.equal(again.values, passes.planned.values)
+    name = "blocks.0.up.weight"
+    row = ran.row(name)
+    assert row is not None
+    choice = Choice(name, cell, (name,))
+    alone = drift(setup.signals(variants.isolated_policy(ran, [choice])), passes.reference)
+    wide = drift(setup.signals(variants.widened_policy(ran, [choice])), passes.reference)
+    estimate = next((each for each in passes.estimates if each.choice == choice and row.trained), None)
+    assert 0.05 < alone.rms / passes.total.rms < 0.9
+    assert wide.rms > 0.5 * passes.total.rms  # the other matrices keep their format
+    assert estimate is None or cell == "compute" or 0.4 < estimate.rms / alone.rms < 2.5
+    search = PinSearch(setup, ran, plan.policy, passes.reference, 1.0, "rest", lambda *_: None)
+    other = search.point(type(plan.policy.mode)(mode), [])
+    assert other is not None and other.drift.rms > 0.7 * passes.total.rms
+
+
+def test_fp8_products_are_replayed() -> None:
+    model = decoder()
+    rules = [{"match": "head.weight", "compute": "bf16"}]
+    plan = planned(model, {"compute": "fp8", "rules": rules})
+    found = audit(plan, model, batches(1), confirm=1, budget=None)
+    replay = next(each for each in found.replayed if len(each.choice.names) > 1)
+    assert set(replay.choice.names) == {row.name for row in plan.rows if row.columns.products is not None}
+    assert replay.choice.cell == "compute" and 0.5 < replay.alone.rms / found.drift.rms < 1.5
+    assert replay.widened.rms < 0.7 * found.drift.rms
+    assert any(f"{replay.alone.rms:.2g} of a log-prob" in each.what for each in found.findings)
+
+
+def test_a_narrow_wire_is_measured_on_one_rank() -> None:
+    model = decoder()
+    plan = planned(model, {"reduce": {"wire": "int4"}})
+    found = {line.name: line.reduce for line in audit(plan, model, batches(), confirm=0).gradients}
+    assert 0.03 < found["head.weight"] < 0.3 and not found["norm.weight"]
+
+
+# --- the search ------------------------------------------------------------------------------------------
+
+CHANNEL, OUTLIER = 3, 40.0
+
+
+def with_outliers() -> nn.Module:
+    """A decoder with frozen layers. One input channel of `up` has large weights and, by the norm before it,
+    small activations: blocks with one scale lose the other channels, and nothing else is harder to round."""
+    model = decoder(frozen=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("up.weight"):
+                parameter[:, CHANNEL] *= OUTLIER
+            elif ".between." in name:
+                parameter[CHANNEL] /= OUTLIER
+    return model
+
+
+def chosen(found: Audit) -> dict[str, str]:
+    """Pattern -> chosen format."""
+    assert found.formats is not None
+    trials = found.formats.trials
+    return {trials[number].pattern: trials[number].format for number in found.formats.taken}
+
+
+OTHERS = {"blocks.*.attention.mixed.weight": "int8", "blocks.*.attention.out.weight": "int8"}
+
+
+@pytest.mark.parametrize(("limit", "more"), [("1.4x", {}), ("2.2x", {"blocks.*.up.weight": "fp8"})])
+def test_a_matrix_with_outliers_gets_no_format_that_it_does_not_bear(
+    limit: str, more: dict[str, str]
+) -> None:
+    model = with_outliers()
+    plan = planned(model, {})
+    found = audit(plan, model, batches(), budget=None, confirm=0, narrow=f"bytes:{limit}")
+    advice = found.formats
+    assert advice is not None and chosen(found) == OTHERS | more
+    assert advice.start.drift == found.drift and advice.limit == float(limit[:-1]) * found.drift.rms
+    assert all(advice.trials[number].together is not None for number in advice.taken)
+    assert (
+        advice.chosen.drift.rms
+        <= advice.limit
+        < max(trial.alone.drift.rms for trial in advice.trials if trial.alone is not None)
+    )
+    # The rules, as they are printed, make the plan that was run.
+    text = rules_text(advice.rules)
+    printed, page = found.text(), audit_page(found)
+    assert text in printed and text == found.to_json()["formats"]["config"]
+    assert max(map(len, printed.splitlines())) <= 80 and f"rms {advice.chosen.drift.rms:.2g} and" in printed
+    assert "Narrow formats" in page and all(html.escape(pattern) in page for pattern in chosen(found))
+    pasted = planned(model, yaml.safe_load(text)["precision"])
+    narrow = {row.name: row.columns.storage.dtype for row in pasted.rows if row.columns.storage.dtype.format}
+    assert narrow == {
+        pattern.replace("*", number): parse_among(word, ADMITTED["frozen"])
+        for pattern, word in chosen(found).items()
+        for number in "01"
+    }
+    again = audit(pasted, model, batches(), budget=None, confirm=0)
+    assert again.drift == advice.chosen.drift
+    assert cost(pasted).rest.total == advice.chosen.bytes.rest < advice.start.bytes.rest
+
+
+@pytest.mark.parametrize(
+    ("precision", "goal", "reasons"),
+    [
+        (
+            {"rules": [{"match": "blocks.1.up.*", "pin": "fp32"}], "frozen": "nf4"},
+            "bytes",
+            {
+                "blocks.1.up.weight storage": "being decided by precision.rules[0]: 'blocks.1.up.*'",
+                "blocks.0.up.weight storage": "because it is nf4-64 already",
+                "blocks.*.attention.out.weight storage": "because it is nf4-64 already",
+                "blocks.*.down.weight gather": "because nothing travels on one rank",
+            },
+        ),
+        ({}, "speed:5x", {"words.weight compute": "refused by the plan ("}),
+    ],
+)
+def test_what_is_not_run_has_its_reason(
+    precision: dict[str, Any], goal: str, reasons: dict[str, str]
+) -> None:
+    model = decoder(frozen=True)
+    found = audit(planned(model, precision), model, batches(1), budget=None, confirm=0, narrow=goal)
+    assert found.formats is not None
+    for trial in found.formats.trials:
+        assert (trial.alone is None) == bool(trial.left_out)
+        assert trial.left_out.startswith(reasons.get(f"{trial.pattern} {trial.column}", ""))
+    assert reasons.keys() <= {f"{trial.pattern} {trial.column}" for trial in found.formats.trials}
+    told = " ".join(found.text().split())
+    assert all(f"Not run, {reason}" in told for reason in reasons.values())
+
+
+def test_a_plan_without_drift_needs_a_limit_of_its_own() -> None:
+    model = decoder(frozen=True)
+    plan = planned(model, {"mode": "fp32"})
+    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes")
+    assert not chosen(found) and "`--narrow bytes:0.01`" in " ".join(found.text().split())
+    found = audit(plan, model, batches(1), budget=None, confirm=0, narrow="bytes:0.01")
+    assert found.formats is not None and found.formats.limit == 0.01
+    assert set(chosen(found).values()) == {"nf4", "int8"} and found.formats.chosen.drift.rms <= 0.01

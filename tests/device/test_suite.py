@@ -1,0 +1,162 @@
+"""Tests of ranks, once more on the stand-in device: `--standin` gives ranks the device in the CPU's place."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.device.build import needs_device
+from tests.device.plugin import ROOT
+
+FILES = (
+    "tests/models/test_architectures.py",
+    "tests/models/test_boundaries.py",
+    "tests/models/test_experts.py",
+    "tests/models/test_export.py",
+    "tests/models/test_narrow_export.py",
+    "tests/models/test_late.py",
+    "tests/models/test_pipeline_files.py",
+    "tests/models/test_pipelines.py",
+    "tests/models/test_precision.py",
+    "tests/models/test_trace.py",
+    "tests/models/test_weights.py",
+    "tests/numerics/test_backends.py",
+    "tests/numerics/test_checkpoints.py",
+    "tests/numerics/test_digest.py",
+    "tests/numerics/test_eight_bit.py",
+    "tests/numerics/test_experts.py",
+    "tests/numerics/test_faults.py",
+    "tests/numerics/test_frozen.py",
+    "tests/numerics/test_late.py",
+    "tests/numerics/test_masters.py",
+    "tests/numerics/test_memory.py",
+    "tests/numerics/test_muon.py",
+    "tests/numerics/test_narrow.py",
+    "tests/numerics/test_offload.py",
+    "tests/numerics/test_order.py",
+    "tests/numerics/test_order_families.py",
+    "tests/numerics/test_order_pipelines.py",
+    "tests/numerics/test_pins.py",
+    "tests/numerics/test_pipelines.py",
+    "tests/numerics/test_products.py",
+    "tests/numerics/test_scaling.py",
+    "tests/numerics/test_stages.py",
+    "tests/numerics/test_statistics.py",
+    "tests/numerics/test_wrong_elsewhere.py",
+    "tests/ranks/test_audit.py",
+    "tests/ranks/test_checkpoint_failures.py",
+    "tests/ranks/test_collectives.py",
+    "tests/ranks/test_dropin.py",
+    "tests/ranks/test_dropin_files.py",
+    "tests/ranks/test_export.py",
+    "tests/ranks/test_failures.py",
+    "tests/ranks/test_fsdp2.py",
+    "tests/ranks/test_fsdp2_files.py",
+    "tests/ranks/test_learned_order.py",
+    "tests/ranks/test_mesh.py",
+    "tests/ranks/test_monitor.py",
+    "tests/ranks/test_observe.py",
+    "tests/ranks/test_one_engine.py",
+    "tests/ranks/test_overlap.py",
+    "tests/ranks/test_own_optimizers.py",
+    "tests/ranks/test_pipeline_checkpointing.py",
+    "tests/ranks/test_pipeline_edges.py",
+    "tests/ranks/test_pipelines.py",
+    "tests/ranks/test_recorder.py",
+    "tests/ranks/test_traps_autograd.py",
+    "tests/ranks/test_traps_gradients.py",
+    "tests/ranks/test_traps_modules.py",
+    "tests/ranks/test_units_found.py",
+    "tests/ranks/test_values.py",
+    "tests/ranks/test_watch.py",
+    "tests/ranks/test_ways.py",
+    "tests/ranks/test_weights.py",
+)
+ALWAYS = "tests/ranks/test_mesh.py"
+WITH_LONG = ("tests/numerics/test_faults.py", "tests/numerics/test_late.py")
+"""Files of which long tests are run too, for those are what is particular to them."""
+
+CARRIERS = "about what carries messages between CPUs, in any order; NCCL is torch's"
+COMMANDS = "about commands; one trains on the device in test_features.py"
+DIFFER = "ranks differ on purpose, and the strict carrier says so before the check of the engine"
+DTENSORS = "DTensor's collectives ask a process group of C++ for a backend, and the strict one is in Python"
+FAKE = "has a process group of its own, whose other ranks are not there"
+PEERS = "needs DeepSpeed, and is about its files"
+SWAPPED = "a model without its weights is converted: as on no GPU, conversions swap parameters here"
+WATCHDOG = "a wait is the stream's, so the host goes on; on a GPU it is NCCL's watchdog that notices"
+
+LEFT_OUT = {
+    "tests/check/test_wires.py": "FullyShardedDataParallel computes on CUDA, or on a CPU",
+    "tests/dropin/test_facts.py": COMMANDS,
+    "tests/dropin/test_scripts.py": COMMANDS,
+    "tests/e2e/test_dropin_trainer.py": COMMANDS,
+    "tests/e2e/test_grouping.py": COMMANDS,
+    "tests/e2e/test_jobs.py": COMMANDS,
+    "tests/e2e/test_on_the_way.py": COMMANDS,
+    "tests/e2e/test_smoothing.py": COMMANDS,
+    "tests/e2e/test_train.py": COMMANDS,
+    "tests/e2e/test_train_launch.py": COMMANDS,
+    "tests/e2e/test_train_pipeline.py": COMMANDS,
+    "tests/habits/test_habits.py": "a product of 300 that takes an hour here",
+    "tests/ranks/test_collectives.py::test_sums_by_the_tree_are_its_bits_on_every_carrier": CARRIERS,
+    "tests/ranks/test_collectives.py::test_halves_are_two_messages_where_slices_are_three": CARRIERS,
+    "tests/ranks/test_collectives.py::test_operations_overlap_and_may_be_waited_for_in_any_order": CARRIERS,
+    "tests/ranks/test_collectives.py::test_a_reduction_receives_a_window_however_large_it_is": CARRIERS,
+    "tests/ranks/test_collectives.py::test_every_carrier_brings_every_bit": CARRIERS,
+    "tests/ranks/test_collectives.py::test_a_killed_rank_is_an_error_on_the_others": WATCHDOG,
+    "tests/ranks/test_collectives.py::test_a_rank_that_hangs_is_an_error_within_the_timeout": WATCHDOG,
+    "tests/ranks/test_collectives.py::test_a_killed_rank_is_named_by_all_that_swap_nothing_with_it": WATCHDOG,
+    "tests/ranks/test_deepspeed_checkpoints.py": PEERS,
+    "tests/ranks/test_deepspeed_resume.py": PEERS,
+    "tests/ranks/test_dropin.py::test_an_init_may_initialise_what_is_below_it": SWAPPED,
+    "tests/ranks/test_dropin.py::test_parameters_without_an_engine": SWAPPED,
+    "tests/ranks/test_failures.py::test_what_ends_one_rank_ends_the_others_within_the_timeout": WATCHDOG,
+    "tests/ranks/test_failures.py::test_ranks_that_go_through_units_in_different_orders_are_told": DIFFER,
+    "tests/ranks/test_fsdp2.py::test_two_ranks_see[parameters]": DTENSORS,
+    "tests/ranks/test_harness.py": "about the ranks themselves, which are processes of the CPU",
+    "tests/ranks/test_host.py": FAKE,
+    "tests/ranks/test_own_optimizers.py::test_dtensors_are_whole_to_whoever_looks_at_them": DTENSORS,
+    "tests/ranks/test_pipeline_failures.py": DIFFER,
+    "tests/ranks/test_shared.py": CARRIERS,
+    "tests/ranks/test_tensor_parallel.py": DTENSORS,
+    "tests/ranks/test_values.py::test_contexts_leave_what_was_there_and_what_was_kept[some]": SWAPPED,
+    "tests/ranks/test_values.py::test_copies_are_plain_and_one_engine_follows_another": SWAPPED,
+    "tests/ranks/test_waits.py": FAKE,
+    "tests/ranks/test_watch.py::test_every_rank_says_where_the_others_are": DIFFER,
+}
+"""A file, or a test of `FILES` -> why it is not run on the device."""
+
+RANKS = re.compile(r"^from tests\.ranks(\.harness|\.plain)? import", re.MULTILINE)
+
+
+def test_every_file_of_ranks_is_run_or_left_out() -> None:
+    folders = [folder for folder in (ROOT / "tests").iterdir() if folder.name not in ("device", "unit")]
+    files = [file for folder in folders for file in folder.glob("test_*.py")]
+    found = {str(file.relative_to(ROOT)) for file in files if RANKS.search(file.read_text(encoding="utf-8"))}
+    whole = {name for name in LEFT_OUT if "::" not in name}
+    assert not whole & set(FILES) and found == whole | set(FILES), found ^ (whole | set(FILES))
+    for file, _, test in (name.partition("::") for name in LEFT_OUT if "::" in name):
+        assert file in FILES and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+CELLS = [pytest.param(file, marks=pytest.mark.long if file == ALWAYS else pytest.mark.slow) for file in FILES]
+
+
+@needs_device
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("file", CELLS)
+def test_ranks_do_on_the_device_what_they_do_on_the_cpu(file: str) -> None:
+    left_out = [f"--deselect={name}" for name in LEFT_OUT if name.startswith(f"{file}::")]
+    command = ["-m", "pytest", file, "-q", "-n", "0", "--timeout", "1200", "--standin", "side streams last"]
+    chosen = "not slow and not gpu" if file in WITH_LONG else "not slow and not long and not gpu"
+    done = subprocess.run(
+        [sys.executable, *command, "-m", chosen, *left_out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,273 @@
+"""Narrow columns: the values that are computed with, and the parts that are summed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics import test_experts, test_pipelines
+from tests.numerics.networks import GPT, batch
+from tests.numerics.runs import config, finish, make, masters, require_alike, same, train
+from tests.numerics.test_stages import train_alike
+from tests.ranks.harness import on_ranks, run_ranks
+from zerodrift import ZerodriftError, cost, describe, make_plan
+from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.comm import Collectives, Sum, start_narrow_sum
+from zerodrift.dtypes import ADMITTED, DType, parse_among
+from zerodrift.engine.step.trained_segment import trained_of
+from zerodrift.errors import ModelError
+from zerodrift.kernels import narrow
+from zerodrift.plan import collectives
+
+GATHERS = ("fp8", "mxfp8", "int8")
+WIRES = (*GATHERS, "int4", "e5m2-128")
+
+
+def format_of(word: str) -> DType:
+    return parse_among(word, ADMITTED["reduce.wire"])
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "gather"),
+    [
+        (1, "bf16", "fp8"),
+        (2, "bf16", "fp8"),
+        (2, "autocast-bf16", "mxfp8"),
+        (2, "fp32", "int8"),
+        (4, "fp16", "fp8"),
+        *(
+            pytest.param(world, mode, gather, marks=pytest.mark.slow)
+            for world in (1, 2, 4)
+            for mode in ("bf16", "autocast-bf16", "fp32", "fp16")
+            for gather in GATHERS
+        ),
+    ],
+)
+@on_ranks("world", timeout=200)
+def test_a_narrow_gather_is_the_same_bits_at_every_stage(world: int, mode: str, gather: str) -> None:
+    losses = train_alike(mode, True, (0, 2, 3) if world < 4 else (1, 3), gather=gather)
+    assert losses != train_alike(mode, True, stages=(0,))
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("wire", ["fp8", "int4", *(pytest.param(w, marks=pytest.mark.slow) for w in WIRES)])
+@on_ranks(4, timeout=200)
+def test_a_narrow_wire_is_the_same_bits_at_every_stage(wire: str, replicate: int) -> None:
+    for when in ("last", "every"):
+        reduce = {"wire": wire, "when": when}
+        found = []
+        for stage in (0, 3):
+            written = config(stage, "bf16", 2, precision={"reduce": reduce, "gather": "fp8"})
+            engine = make({**written, "sharding": {"replicate": replicate}}, GPT(moe=True))
+            found.append(train(engine, 2, 2))
+            engine.destroy()
+        assert found[0].differs(found[1]) == []
+
+
+@on_ranks(2)
+def test_the_model_computes_with_the_decoded_masters() -> None:
+    for stage in (1, 3):
+        engine = make(config(stage, "bf16", precision={"gather": "fp8"}), GPT(moe=True))
+        run = train(engine, 2)
+        assert run.weights.keys() == masters(engine).keys()
+        for name, master in run.masters.items():
+            shown = run.weights[name]
+            if master.dim() < 2:
+                assert torch.equal(shown.float(), master.bfloat16().float()), name
+            else:
+                expected = narrow.round_trip(DType.FP8_128, master, torch.bfloat16)
+                assert torch.equal(shown, expected), name
+        engine.destroy()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@on_ranks(3)
+def test_every_part_is_encoded_once_and_added_in_fp32(wire: str) -> None:
+    comm, numel, dtype = _comm(), 512, format_of(wire)
+    rank, world = comm.mesh.rank("shard"), comm.mesh.size("shard")
+    parts = [torch.randn(world * numel, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    out = torch.full((numel,), 0.5)
+    packed = narrow.encode_runs(dtype, parts[rank], world)
+    how = Sum(torch.float32, add=True)
+    start_narrow_sum(comm, out, packed, dtype, "shard", how, "a test").wait()
+    total = torch.zeros(numel)
+    for number, part in enumerate(parts):
+        arrived = narrow.round_trip(dtype, part[rank * numel : (rank + 1) * numel])
+        total = arrived if number == 0 else total + arrived
+    assert torch.equal(out, 0.5 + total)
+
+
+FED = {"reduce": {"feedback": True}}
+LOSSY = {"reduce": {"wire": "int4", "feedback": True}}
+FEEDBACK = {"precision": LOSSY}
+
+
+@on_ranks(2)
+def test_what_the_wire_rounds_away_is_added_to_the_next_gradient() -> None:
+    """Beside a loop that keeps what encoding has lost of each rank's gradients by itself."""
+    wire, lost = DType.INT4_128, {}
+    plain, kept = (make(config(2, "fp32", **rest), GPT(layers=1)) for rest in ({}, FEEDBACK))
+    rank, world = plain.mesh.rank("shard"), plain.mesh.size("shard")
+    for step in range(3):
+        with torch.no_grad():
+            alone = GPT(layers=1)
+            for name, master in masters(kept).items():
+                alone.get_parameter(name).copy_(master)
+        alone(batch(step, rank)).backward()
+        kept.backward(kept(batch(step, rank)))
+        for segment in kept.executor.segments:
+            row = kept.plan.rows[segment.spec.rows[0]]
+            if row.columns.update.reduce.wire is not wire:
+                continue
+            flat = torch.zeros(segment.spec.padded)
+            for row in segment.rows:
+                grad = alone.get_parameter(row.name).grad
+                flat[row.offset : row.offset + row.numel] = grad.reshape(-1)
+            flat += lost.get(segment.number, 0.0)
+            sent = narrow.round_trip(wire, flat)
+            lost[segment.number] = flat - sent
+            assert torch.equal(segment.wire.feedback, lost[segment.number])
+            parts = kept.comm.all_gather_object(sent, "shard")
+            total = parts[0] + parts[1]
+            count = len(total) // world
+            assert torch.equal(segment.reduced, total[rank * count : (rank + 1) * count])
+        kept.step()
+    assert lost and cost(kept.plan).rest.feedback == 4 * sum(flat.numel() for flat in lost.values())
+
+
+def saved_with_feedback(folder: str, stage: int, load: bool) -> Any:
+    engine = make(config(stage, "fp32", **FEEDBACK), GPT(layers=1))
+    checkpoints = Checkpoints(engine, folder, quiet=True)
+    if load:
+        checkpoints.load()
+    else:
+        train(engine, 2)
+        checkpoints.save()
+    narrow_ones = [segment for segment in trained_of(engine.executor.segments) if segment.wire is not None]
+    held = {segment.number: segment.wire.feedback.clone() for segment in narrow_ones}
+    rank = engine.mesh.rank("data")
+    for step in range(2, 4):
+        engine.backward(engine(batch(step, rank)))
+        engine.step()
+    return held, finish(engine)
+
+
+def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = run_ranks(saved_with_feedback, 2, str(tmp_path), 2, False)
+    for stage in (0, 3):
+        again = run_ranks(saved_with_feedback, 2, str(tmp_path), stage, True)
+        for (_, here), (_, there) in zip(first, again, strict=True):
+            require_alike(here, there)
+    four = run_ranks(saved_with_feedback, 4, str(tmp_path), 2, True)
+    for number, values in four[0][0].items():
+        total = first[0][0][number] + first[1][0][number]
+        assert torch.equal(values[: len(total)], total[: len(values)])
+    assert all(not values.any() for held, _ in four[1:] for values in held.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "rest", "told"),
+    [
+        (2, {"mode": "fp16", **LOSSY}, {}, "loss scale"),
+        (2, {**LOSSY, "accumulate": "bf16"}, {}, "have an fp32 `accumulate`"),
+        (2, LOSSY, {"sharding": {"replicate": 2}}, "replicas"),
+        (2, {"reduce": {"wire": "int8", "order": "tree"}}, {}, "order"),
+        (2, {"reduce": {"wire": "int8", "sum": "bf16"}}, {}, "`reduce.sum` must be fp32"),
+        (
+            2,
+            {"reduce": {"wire": "bf16"}, "rules": [{"match": "embed*", **FED}]},
+            {},
+            "must have a narrow wire",
+        ),
+        (3, {"gather": "fp8", "storage": "bf16"}, {}, "`storage` must be fp32"),
+        (2, {"gather": "fp8", "master": "split"}, {}, "`master` must be fp32"),
+        (2, {"gather": "int4"}, {}, "must be fp32, bf16, fp16, fp8"),
+        (3, {"gather": "fp8"}, {"backend": "fsdp2"}, "`gather` must not be narrow on backend fsdp2"),
+        (2, {"reduce": "int8"}, {"backend": "fsdp2"}, "`reduce.wire` must not be narrow on backend fsdp2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    stage: int, precision: dict[str, Any], rest: dict[str, Any], told: str
+) -> None:
+    written = {**config(stage, "bf16", precision=precision), **rest}
+    with pytest.raises(ZerodriftError, match=re.escape(told)):
+        make_plan(written, describe(GPT()), world_size=4)
+
+
+def in_pipelines(alone: bool) -> list[Any]:
+    """A tied and an untied one; what is tied is held by both ends."""
+    if alone:
+        return [test_pipelines.whole(stage, gather="int8") for stage in (1, 3)]
+    ways = ((1, "1f1b", None), (3, "zbv", "queue"), (1, "1f1b", None, True), (3, "1f1b", None, True))
+    return [test_pipelines.trained(*way, gather="int8") for way in ways]
+
+
+@pytest.mark.long
+def test_pipelines_have_the_bits_of_one_process() -> None:
+    (alone,) = run_ranks(in_pipelines, 1, True)
+    for one, three, *tied in run_ranks(in_pipelines, 2, False, timeout=150.0):
+        require_alike(alone[0], one)
+        require_alike(alone[1], three)
+        require_alike(*tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep2 x 2", "ep2, 2 replicas"])
+@on_ranks(4, timeout=150)
+def test_experts_over_ranks_are_the_same_bits_at_every_stage(mesh: str) -> None:
+    rules = [{"match": "*.bias", "gather": "fp32"}]  # whose blocks several ranks would share
+    precision = {"gather": "mxfp8", "reduce": {"wire": "fp8", "when": "every"}, "rules": rules}
+    found = []
+    for stage in (0, 1, 3):
+        engine = test_experts.engine_of(test_experts.config(stage, mesh, precision=precision))
+        found.append(train(engine, 2, test_experts.MICRO, data=test_experts.batch))
+        engine.destroy()
+    assert same(found) == []
+
+
+def _comm() -> Collectives:
+    return make(config(1, "fp32"), GPT()).comm
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_seen_through_a_narrow_wire() -> None:
+    written = config(2, "fp16", precision={"reduce": {"wire": "int4"}})
+    engine = make(written, GPT())
+    loss = engine(torch.arange(16).view(2, 8)) * (float("inf") if engine.mesh.rank("shard") else 1.0)
+    engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 1
+
+
+@on_ranks(2)
+def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
+    precision = {"gather": "fp8", "reduce": {"wire": "int4"}}
+    for stage in (1, 3):
+        engine = make(config(stage, "bf16", precision=precision), GPT(moe=True))
+        train(engine, 1)
+        with engine.comm.record() as log:
+            engine.backward(engine(torch.arange(16).view(2, 8)))
+            engine.step()
+        expected = sorted((c.op, str(c.dtype), c.numel) for c in collectives(engine.plan))
+        assert sorted((r.op, str(r.dtype), r.numel) for r in log) == expected
+        assert {"fp8-128", "int4-128"} <= {dtype for _, dtype, _ in expected}
+        engine.destroy()
+
+
+@on_ranks(2)
+def test_writes_go_through_the_masters_or_are_refused_by_name() -> None:
+    engine = make(config(2, "bf16", precision={"gather": "fp8"}), GPT())
+    weight = engine.module.embed.weight
+    with engine.gathered(write=True) as values:
+        values["embed.weight"].fill_(0.3)
+    master = engine.parameter("embed.weight").master
+    assert torch.equal(master, torch.full_like(master, 0.3).bfloat16().float())
+    assert torch.equal(weight, narrow.round_trip(DType.FP8_128, master, torch.bfloat16))
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(ModelError, match=r"`embed\.weight`.*rounded to fp8-128"):
+        engine(torch.arange(16).view(2, 8))

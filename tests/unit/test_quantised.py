@@ -1,0 +1,152 @@
+"""Quantised checkpoints: values against bitsandbytes' own and plain formulas, and codes that are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.unit.test_matching import open_, refusal
+from zerodrift.dtypes import DType
+from zerodrift.kernels import PackedRun, narrow
+from zerodrift.weights.load import SafetensorsWeights
+from zerodrift.weights.matching import dtypes
+
+BITSANDBYTES = Path(__file__).parent / "data/nf4.safetensors"
+"""NF4 tensors with plain and with nested scales, and the values that bitsandbytes decodes them to."""
+FP8 = torch.float8_e4m3fn
+
+
+class One(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+
+def values(files: SafetensorsWeights, shape: tuple[int, ...]) -> torch.Tensor:
+    """The whole weight, read in pieces that begin anywhere."""
+    flat = torch.empty(math.prod(shape))
+    for start in range(0, flat.numel(), 1111):
+        files.fill("weight", start, flat[start : start + 1111])
+    return flat.view(shape)
+
+
+def from_bitsandbytes(folder: Path, kind: str, **changed: torch.Tensor) -> Path:
+    found = load_file(BITSANDBYTES)
+    tensors = {n.removeprefix(f"{kind}."): t for n, t in found.items() if n.startswith(f"{kind}.")}
+    save_file(tensors | changed, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested"])
+def test_nf4_of_bitsandbytes_has_its_values_and_keeps_its_codes(kind: str, tmp_path: Path) -> None:
+    expected = load_file(BITSANDBYTES)[f"decoded.{kind}"]
+    files = open_(from_bitsandbytes(tmp_path, kind), model=One(24, 64))
+    assert torch.equal(values(files, (24, 64)), expected)
+    assert dtypes(files.match) == {"weight": DType.NF4_64}
+    run = PackedRun.empty(DType.NF4_64, 1536)
+    for start in range(0, 1536, 256):
+        assert files.fill_packed("weight", start, run, start, 256)
+    assert torch.equal(run.values().view(24, 64), expected)
+    codes = load_file(BITSANDBYTES)[f"{kind}.weight"].view(-1)
+    assert torch.equal(run.codes.view(-1), codes)
+    assert not files.fill_packed("weight", 0, PackedRun.empty(DType.INT4_128, 256), 0, 256)
+
+
+def test_our_nf4_is_that_of_bitsandbytes() -> None:
+    found = load_file(BITSANDBYTES)
+    run = PackedRun.empty(DType.NF4_64, 1536)
+    run.encode(0, found["source.plain"].view(-1))
+    assert torch.equal(run.codes.view(-1), found["plain.weight"].view(-1))
+    assert torch.equal(run.scales.view(-1).view(torch.float32), found["plain.weight.absmax"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "scale", "kept"),
+    [
+        (FP8, (200, 384), (2, 3), DType.FP8_128),
+        (FP8, (200, 300), (2, 3), None),
+        (FP8, (200, 384), (200, 1), DType.FP8_128),
+        (FP8, (24, 384), (24,), DType.FP8_128),
+        (FP8, (24, 256), (1,), DType.FP8_128),
+        (torch.int8, (24, 512), (24, 1), DType.INT8_256),
+        (torch.int8, (24, 512), (24, 4), None),
+        (FP8, (3, 130, 256), (3, 2, 2), DType.FP8_128),
+        (FP8, (8, 1024), (1, 8), DType.FP8_128),
+    ],
+    ids=str,
+)
+def test_scaled_tensors_are_decoded_in_fp32_and_keep_codes_where_blocks_fit(
+    dtype: torch.dtype, shape: tuple[int, ...], scale: tuple[int, ...], kept: DType | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    codes = (
+        torch.randint(-127, 128, shape).to(torch.int8)
+        if dtype is torch.int8
+        else torch.randn(shape).to(dtype)
+    )
+    scales = torch.rand(scale) + 0.5
+    name = "weight_scale_inv" if len(shape) == len(scale) and scale[-1] not in (1, 4) else "weight_scale"
+    save_file({"weight": codes, name: scales}, tmp_path / "model.safetensors")
+    files = open_(tmp_path, model=One(*shape))
+    wide = scales.view(*scale, 1) if len(scale) == 1 < len(shape) and scale != (1,) else scales
+    for dim in (-2, -1) if scale != (1,) else ():
+        times = 128 if wide.shape[dim] in (2, 3) and shape[dim] > 3 else -(-shape[dim] // wide.shape[dim])
+        wide = wide.repeat_interleave(times, dim).narrow(dim, 0, shape[dim])
+    expected = codes.float() * wide
+    assert torch.equal(values(files, shape), expected)
+    run = PackedRun.empty(DType.INT8_256 if dtype is torch.int8 else DType.FP8_128, 6144)
+    assert files.fill_packed("weight", 0, run, 0, 6144) == (kept is not None)
+    if kept is not None:
+        assert torch.equal(run.values(), expected.view(-1)[:6144])
+
+
+def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> None:
+    state = load_file(BITSANDBYTES)["plain.weight.quant_state.bitsandbytes__nf4"]
+    saved = json.loads(bytes(state.tolist()))
+    other = torch.tensor(list(json.dumps({**saved, "quant_type": "fp4"}).encode()), dtype=torch.uint8)
+    broken = {"weight.quant_state.bitsandbytes__nf4": other}
+    text = refusal(from_bitsandbytes(tmp_path, "plain", **broken), model=One(24, 64))
+    assert "`weight`: must be NF4, with the numbers of its definition; got fp4 of bitsandbytes" in text
+    short = {"weight.absmax": torch.ones(3)}
+    text = refusal(from_bitsandbytes(tmp_path, "plain", **short), model=One(24, 64))
+    assert "must have codes for [24, 64] and 24 scales; got [3] scales" in text
+    tensors = {"weight": torch.zeros(8, 64, dtype=torch.int8), "weight_scale": torch.ones(8, 1)}
+    save_file({**tensors, "weight_zero_point": torch.ones(8, 1)}, tmp_path / "model.safetensors")
+    assert "must be stored without a zero point" in refusal(tmp_path, model=One(8, 64))
+    save_file({**tensors, "weight_scale": torch.ones(5, 7)}, tmp_path / "model.safetensors")
+    text = refusal(tmp_path, model=One(8, 64))
+    assert "must have a floating scale for all of it, or for rows" in text and "[5, 7]" in text
+
+
+def test_blocks_of_a_run_are_written_copied_and_stored_alone() -> None:
+    values = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    run, other = (PackedRun.empty(DType.FP8_128, 512) for _ in range(2))
+    run.encode(0, values[:256]), run.encode(256, values[256:450])
+    assert torch.equal(run.values()[:256], narrow.round_trip(DType.FP8_128, values[:256]))
+    assert run.values()[450:].count_nonzero() == 0
+    assert torch.equal(run.values(torch.bfloat16), run.values().bfloat16())
+    other.set_records(0, run.records(0, 512))
+    assert torch.equal(other.data, run.data)
+    part = torch.empty(100)
+    run.decode(128, part)
+    assert torch.equal(part, run.values()[128:228])
+    changed = run.values()
+    run.store(changed)
+    assert torch.equal(run.data, other.data)
+    changed[300] = 9.0
+    run.store(changed)
+    differs = (run.codes != other.codes).any(1) | (run.scales != other.scales).any(1)
+    assert differs.nonzero().view(-1).tolist() == [2]
+    with pytest.raises(AssertionError, match="begins no block"):
+        run.encode(64, values[:64])
+
+
+def test_nf4_is_decoded_and_encoded_again_without_a_change() -> None:
+    found = load_file(BITSANDBYTES)["decoded.nested"].view(-1)
+    assert torch.equal(narrow.round_trip(DType.NF4_64, found), found)
