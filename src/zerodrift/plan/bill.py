@@ -378,7 +378,8 @@ def _halves(update: Update, shard: int) -> bool:
 
 
 HALVING = 8
-"""Least number of ranks, a power of two, on which a sum by the tree exchanges halves."""
+"""Least number of ranks, a power of two, on which a sum by the tree needs room for one segment: where halves
+are exchanged, and where a carrier brings all parts in one call and sums are formed in them."""
 
 CHECKSUM_BLOCK = 512
 """Bytes of storage that have one checksum, of 8 bytes; `BYTES` in the kernels."""

@@ -96,9 +96,9 @@ class TreeSum:
         self._sums.clear()
         return held
 
-    @torch.no_grad()
     def _add(self, pairs: Iterator[tuple[int, int]]) -> None:
         for left, right in pairs:
             part = self._sums.pop(right)
-            self._sums[left].add_(part)
+            with torch.no_grad():
+                self._sums[left].add_(part)
             self._give(part)
