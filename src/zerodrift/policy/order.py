@@ -176,9 +176,13 @@ AUTOCAST = Exclusion(
     "the gradients of safe modules travel in its dtype, rounded where one rank hands its sum to others",
     "Write `order: tree`, with which they travel in fp32",
 )
+MANY = 64
+"""Ranks of a shard group from which on the default keeps more than one sum of slices: each is a 64th of the
+gradients or less, and in the order of ranks most parts of a sum would cross the network."""
 MEMORY = Exclusion(
     "more than 2 micro-batches on a rank, or more than 1 in a pipeline",
-    "partial sums of the tree would wait beside the one sum that the order of ranks keeps",
+    "partial sums of the tree would wait beside the one sum that the order of ranks keeps, unless they are "
+    f"slices on {MANY} ranks or more",
     "Write `order: tree` where there is memory for them",
 )
 
@@ -296,11 +300,12 @@ def _excluding_parameters(
         return RANKS, f"{each} make no whole nodes of the tree{others}"
     for when in whens:
         is_sliced = when == "every" and mesh.shard > 1
-        sums = accumulators(count)
+        sums, is_thin = accumulators(count), is_sliced and mesh.shard >= MANY
         if policy.pipeline is not None:
             unfinished = most_unfinished(policy.pipeline, mesh.pipeline, count)
             sums = unfinished + (sums - 1 if is_sliced else count.bit_length() - 1)
-        if sums > 1:
+            is_thin = is_thin and unfinished == 1
+        if sums > 1 and not is_thin:
             kept = "slices of" if is_sliced else "whole"
             return MEMORY, f"the tree would keep {sums} sums of {kept} gradients, the order of ranks keeps 1"
     return None
