@@ -57,8 +57,8 @@ def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("stage", f"{policy.sharding.stage}: {listed(sharded) if sharded else 'nothing is'} sharded"),
         ("mesh", f"{plan.mesh} ({several(plan.mesh.world, 'rank')})" if plan.mesh.world > 1 else "1 rank"),
         ("backend", policy.backend),
+        ("order", _order(plan)),
     ]
-    pairs.append(("order", _order(plan)))
     for label, recipe in (("optimizer", policy.optimizer), ("schedule", policy.schedule)):
         if recipe is not None:  # AdamW, lr 0.0001, betas [0.9, 0.95]
             params = json.loads(recipe.params) if recipe.params else {}
