@@ -3,10 +3,11 @@
     python bench/narrow.py                            # dense and MoE, 500 steps, two gloo ranks, stage 3
     python bench/narrow.py --only bf16,"gather fp8"   # some of the recipes
 
-Two byte-level decoders learn the sources of Python's standard library (`convergence.py`), one with experts
-whose router is pinned. Every recipe sees the same batches from the same weights. `final` is the mean loss of
-the last 50 steps, `held out` that of files that were not trained on. `nats` is the mean distance between the
-log probability of a held-out token as the trained model computes it and as its masters give it in fp32.
+Two byte-level decoders learn the sources of Python's standard library (`convergence.py`). The one with
+experts has its router pinned, as the audit says, and once not. Every recipe sees the same batches from
+the same weights. `final` is the mean loss of the last 50 steps, `held out` that of files that were not
+trained on. `nats` is the mean distance between the log probability of a held-out token as the trained
+model computes it and as its masters give it in fp32.
 
 Engines of all recipes then take steps in turns, and `ratio` is the median of step time over that of bf16 in
 the same round. A CPU pays for encoding and decoding what a network would save. Bytes are counted by the
@@ -78,7 +79,7 @@ class Mixture(GPT):
             layer.up, layer.down = Experts(width), nn.Identity()
 
 
-MODELS = {"dense": GPT, "MoE": Mixture}
+MODELS = {"dense": GPT, "MoE": Mixture, "MoE without pins": Mixture}
 
 
 def engine(model: str, recipe: str, options: argparse.Namespace) -> Any:
@@ -182,7 +183,7 @@ def timed(
 def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--only", default=",".join(RECIPES), help="recipes")
-    parser.add_argument("--models", default="dense,MoE")
+    parser.add_argument("--models", default="dense,MoE,MoE without pins")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=11)

@@ -7,7 +7,9 @@ Expert parallelism adds no ranks. It folds the shard axis into `expert` x `exper
 different experts, and every `expert`-th rank of a shard group holds slices of the same ones. `tensor`
 is tensor parallelism by the user's DTensors, and its ranks see the same data.
 
-Invariant: the axes multiply to the world size, and `expert` divides `shard`.
+`secondary` cuts the shard axis into groups of neighbours that hold a second copy of the gathered values.
+
+Invariant: the axes multiply to the world size, and `expert` and `secondary` divide `shard`.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ class MeshShape:
     """Ranks of a shard group that hold different experts. 1 if every rank has all experts."""
     tensor: int = field(default=1, metadata={"omitted": True})
     """Ranks of tensor parallelism, if parameters are DTensors."""
+    secondary: int = field(default=1, metadata={"omitted": True})
+    """Neighbours of a shard group that share a second copy of the blocks. 1 if there is none."""
 
     @property
     def expert_shard(self) -> int:
         """Ranks of a shard group that share the same experts."""
         return self.shard // self.expert
+
+    @property
+    def expert_secondary(self) -> int:
+        """Ranks with the same experts that share a second copy of them. 1 if there is none."""
+        return self.secondary // self.expert if self.secondary % self.expert == 0 else 1
 
     @property
     def world(self) -> int:
@@ -45,6 +54,10 @@ class MeshShape:
     def data(self) -> int:
         """Ranks that see different data. Gradients are averaged over them."""
         return self.shard * self.replicate
+
+    def size(self, axis: str) -> int:
+        """Return the ranks of an axis of segments: `shard`, `expert_shard`, or a second copy's."""
+        return int(getattr(self, axis))
 
     def __str__(self) -> str:
         axes = [("pipeline", self.pipeline), ("replicate", self.replicate), ("shard", self.shard)]
@@ -105,6 +118,15 @@ def require_ranks(world_size: int) -> None:
     if not is_whole or not 1 <= world_size <= MOST_RANKS:
         must = f"must be at least 1 and at most {MOST_RANKS:,}, a whole number"
         raise MeshError("world size", must, got=repr(world_size))
+
+
+def with_secondary(shape: MeshShape, key: str, ranks: int) -> MeshShape:
+    """Return the mesh with a second copy of the blocks on so many neighbours of a shard group."""
+    if ranks < shape.shard and shape.shard % ranks:
+        must = f"must divide the {shape.shard} ranks of a shard group"
+        do = "Use the number of ranks of a node, or leave it out."
+        raise MeshError(key, must, got=f"{ranks} on a mesh of {shape}", do=do)
+    return replace(shape, secondary=ranks if ranks < shape.shard else 1)
 
 
 def with_tensor_axis(shape: MeshShape, tensor: int) -> MeshShape:

@@ -14,7 +14,7 @@ from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, finish, make, masters, require_alike, same, train
 from tests.numerics.test_stages import train_alike
 from tests.ranks.harness import on_ranks, run_ranks
-from zerodrift import ZerodriftError, cost, describe, make_plan
+from zerodrift import ZerodriftError, cost, describe, export, load_weights, make_plan
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.comm import Collectives, Sum, start_narrow_sum
 from zerodrift.dtypes import ADMITTED, DType, parse_among
@@ -167,6 +167,23 @@ def test_what_was_rounded_away_goes_on_from_a_checkpoint(tmp_path: Path) -> None
         total = first[0][0][number] + first[1][0][number]
         assert torch.equal(values[: len(total)], total[: len(values)])
     assert all(not values.any() for held, _ in four[1:] for values in held.values())
+
+
+@on_ranks(2)
+def test_other_weights_begin_without_what_was_rounded_away(tmp_path: Path) -> None:
+    engine = make(config(2, "fp32", **FEEDBACK), GPT(layers=1))
+    checkpoints = Checkpoints(engine, str(tmp_path / "checkpoints"), quiet=True)
+    export(engine, tmp_path / "export")
+    wires = [segment.wire for segment in trained_of(engine.executor.segments) if segment.wire is not None]
+    for load in (
+        lambda: checkpoints.load(parts="weights"),
+        lambda: load_weights(engine, tmp_path / "export", quiet=True),
+    ):
+        train(engine, 1)
+        assert all(wire.feedback.any() for wire in wires)
+        checkpoints.save()
+        load()
+        assert wires and all(wire.feedback is None for wire in wires)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ gathered with the root.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from tests.numerics import runs
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import Run, config, finish, make, require_alike, same, train
+from tests.numerics.test_frozen import adapted
 from tests.ranks.harness import on_ranks
+from zerodrift import cost
 from zerodrift.checkpoint.checkpoints import Checkpoints
 from zerodrift.plan import builder as build
 from zerodrift.plan import layout
@@ -199,3 +202,32 @@ def test_a_checkpoint_of_one_layout_is_loaded_into_the_other(tmp_path: Path) -> 
     engine = make(written(3))
     Checkpoints(engine, tmp_path, quiet=True).load()
     require_alike(before, finish(engine))
+
+
+@pytest.mark.parametrize(("world", "copies"), [(4, (2, 4)), pytest.param(3, (3,), marks=pytest.mark.slow)])
+@on_ranks("world", timeout=200)
+def test_a_second_copy_changes_where_a_backward_gathers_and_no_value(
+    world: int, copies: tuple[int, ...]
+) -> None:
+    pinned = {"gather": "fp32", "rules": [{"match": "*.norm*", "pin": "fp32"}]}
+    for mode, precision, model in (
+        ("bf16", {}, partial(GPT, moe=True)),
+        ("fp32", {"gather": "int8", "frozen": "nf4"}, adapted),
+        ("autocast-bf16", pinned, GPT),
+    ):
+        found = []
+        for ranks in (1, *copies):
+            sharding = {"secondary": ranks}
+            engine = make(config(3, mode, 2, precision=precision, sharding=sharding), model())
+            run = train(engine, 1, 2)
+            with torch.no_grad():  # values that change between steps, and in an evaluation
+                engine(batch(9, 0))
+                engine.parameter("layers.0.norm1.weight").master = torch.full((32,), 0.5)
+            run.losses += train(engine, FEW, 2).losses
+            found.append(finish(engine, run))
+            kept = [segment.secondary for segment in engine.executor.segments if segment.secondary]
+            assert bool(kept) == (1 < ranks < world)
+            rest = cost(engine.plan).rest.secondary
+            assert rest == sum(copy._part.nbytes for copy in kept)
+            engine.destroy()
+        assert same(found) == [], same(found)

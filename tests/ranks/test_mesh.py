@@ -43,6 +43,11 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 SHAPES = [
     *(MeshShape(2, 3, 2), MeshShape(4), MeshShape(1, 2, 3), MeshShape()),
     *(MeshShape(4, 2, 2, expert=2), MeshShape(6, 1, 1, expert=6), MeshShape(6, 2, 1, expert=3)),
+    *(
+        MeshShape(8, 2, secondary=4),
+        MeshShape(16, expert=2, secondary=4),
+        MeshShape(6, expert=3, secondary=2),
+    ),
 ]
 
 
@@ -62,7 +67,9 @@ def test_every_axis_is_a_partition_and_shard_is_numbered_fastest(shape: MeshShap
         assert {name: (lines[name].index(rank), len(lines[name])) for name in wanted} == wanted
         assert lines["expert"].index(rank) == shard % shape.expert
         assert lines["expert_shard"].index(rank) == shard // shape.expert
-        assert {*lines["expert"], *lines["expert_shard"]} <= {*lines["shard"]}
+        assert {*lines["expert"], *lines["expert_shard"], *lines["secondary"]} <= {*lines["shard"]}
+        assert {*lines["expert_secondary"]} == {*lines["expert_shard"]} & {*lines["secondary"]} | {rank}
+        assert lines["secondary"].index(rank) == shard % shape.secondary
         for name, line in lines.items():
             assert all(_line(shape, peer, name) == line for peer in line)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.networks import GPT, batch
 from tests.numerics.runs import config, make
+from tests.numerics.test_frozen import adapted
 from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.comm.collectives import Recorded
 from zerodrift.plan.schedule import Collective, Computation, Event, collectives, events
@@ -187,6 +188,23 @@ def replicated(cells: list[tuple[int, int]]) -> dict[str, str]:
     return report({str(cell): (config(cell[0], "bf16", cell[1], **mesh), GPT) for cell in cells})
 
 
+def copied() -> dict[str, str]:
+    """A second copy of the blocks on pairs of ranks: gathers of a backward, also of a recomputed forward."""
+    pairs = {"sharding": {"secondary": 2}}
+    narrow, wide = ({"precision": {"gather": word}, **pairs} for word in ("fp8", "fp32"))
+    nested = {"sharding": {"units": ["layers.*", "layers.*.mlp"], "secondary": 2}}
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "plain": (config(3, "bf16", 2, **pairs), GPT),
+        "gathered in fp8": (config(3, "bf16", **narrow), GPT),
+        "frozen in nf4": (config(3, "bf16", 2, precision={"frozen": "nf4"}, **pairs), adapted),
+        "gathered in fp32": (config(3, "autocast-bf16", **wide), GPT),
+        "nested, recomputed": (config(3, "bf16", 2, **nested), partial(Recomputing, False)),
+        "recomputed inside": (config(3, "bf16", 2, **pairs), partial(Recomputing, True, True)),
+        "a frozen block": (config(3, "autocast-bf16", 2, **pairs), frozen_block),
+    }
+    return report(cases)
+
+
 slow = pytest.mark.slow
 
 
@@ -199,6 +217,7 @@ slow = pytest.mark.slow
         pytest.param(plain, 2, [ODD], id="two ranks, other cells", marks=slow),
         pytest.param(recomputing, 2, [], id="checkpointing"),
         pytest.param(shaped, 2, [], id="pins, nesting, keeping"),
+        pytest.param(copied, 4, [], id="a second copy on pairs of ranks"),
         pytest.param(replicated, 4, [[(0, 1), (1, 2), (2, 1), (3, 2)]], id="2 replicas of 2 shards"),
         pytest.param(
             replicated, 4, [[(0, 2), (1, 1), (2, 2), (3, 1)]], id="the other cells of these", marks=slow

@@ -120,9 +120,10 @@ def test_an_ignored_key_is_listed_with_its_reason(entry: Entry) -> None:
 
 
 def test_one_and_true_are_not_the_same() -> None:
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size"):
-        load(nested("zero_optimization.zero_hpz_partition_size", True))
-    assert load(nested("zero_optimization.zero_hpz_partition_size", 1)).keys[0].status == "ignored"
+    key = "tensor_parallel.autotp_size"
+    with pytest.raises(ConfigError, match=key):
+        load(nested(key, True))
+    assert load(nested(key, 1)).keys[0].status == "ignored"
     with pytest.raises(ConfigError, match="sparse_gradients"):
         load({"sparse_gradients": 0})
 

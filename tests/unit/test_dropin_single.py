@@ -88,9 +88,11 @@ def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
 
 def test_the_keys_of_zero_plus_plus_decide() -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    zero["zero_hpz_partition_size"] = 8
     engine = deepspeed.initialize(model=model(), config={**CONFIG, "zero_optimization": zero})[0]
     assert engine.zero_quantized_weights() and engine.zero_quantized_gradients()
     assert not engine.zero_quantized_nontrainable_weights()
+    assert engine.zero_hpz_partition_size() == 8
     cells = [row.columns.cells() for row in engine.running.plan.rows if len(row.shape) > 1]
     assert {(cell["gather"], cell["reduce"]) for cell in cells} == {("int8-256", "int4-128>fp32")}
     assert engine.communication_data_type is torch.float32

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.models import LINEAR, NORM, at, moe, parameter, plan, tied
-from zerodrift import ConfigError, MeshError, MeshShape, ModelSpec, load, mesh_for, resolve
+from zerodrift import ConfigError, MeshError, MeshShape, ModelSpec, ZerodriftError, load, mesh_for, resolve
 from zerodrift.dtypes import DType
 from zerodrift.policy.decisions import Policy
 
@@ -327,6 +327,43 @@ def test_meshes(written: dict[str, Any], world: int, shape: tuple[int, int, int]
         return
     mesh = mesh_for(load(written), world)
     assert (mesh.shard, mesh.replicate, mesh.pipeline) == shape
+
+
+SECONDARY = "`sharding.secondary`"
+STAGE3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("written", "ranks", "decided"),
+    [
+        ({**STAGE3, "sharding": {"secondary": 4}}, 4, "second copy of the blocks over 4 of 8 ranks"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, 2, "second copy"),
+        ({**STAGE3, "sharding": {"secondary": 4}, "experts": {"ranks": 2}}, 4, ", of experts over 2"),
+        ({**STAGE3, "sharding": {"secondary": 2}, "experts": {"ranks": 2}}, 2, ", not of experts"),
+        ({**STAGE3, "sharding": {"secondary": 8}}, 1, "none"),
+        ({**STAGE3, "sharding": {"secondary": 16}}, 1, "none"),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, 1, "none"),
+        ({**STAGE3, "sharding": {"secondary": 1}}, 1, None),
+        ({**STAGE3, "sharding": {"secondary": 3}}, None, "must divide the 8 ranks of a shard group; got 3"),
+        ({**STAGE3, "sharding": {"secondary": 2, "keep_gathered": "step"}}, None, "stay gathered"),
+        ({**STAGE3, "sharding": {"secondary": 2}, "pipeline": {"stages": 2}}, None, "a pipeline always"),
+        ({**STAGE3, "sharding": {"secondary": 2}, "backend": "fsdp2"}, None, "on backend fsdp2"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "sharding": {"secondary": 4}},
+            *(None, "must agree with `zero_optimization.zero_hpz_partition_size`, which says 2; got 4"),
+        ),
+    ],
+)
+def test_a_second_copy(written: dict[str, Any], ranks: int | None, decided: str | None) -> None:
+    if ranks is None:
+        with pytest.raises(ZerodriftError, match=decided) as caught:
+            policy(written, mesh_for(load(written), 8))
+        assert SECONDARY in str(caught.value)
+        return
+    mesh = mesh_for(load(written), 8)
+    decisions = [one for one in policy(written, mesh).decisions if one.key == "secondary"]
+    assert mesh.secondary == ranks
+    assert (decided is None) == (decisions == []) and all(decided in one.value for one in decisions)
 
 
 # --- one module, one compute dtype ------------------------------------------------------------------

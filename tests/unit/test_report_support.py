@@ -75,6 +75,10 @@ def test_markdown_is_tables_of_equal_width() -> None:
 def test_json_holds_the_cells() -> None:
     found = json.loads(support_json(CELLS, STATES))
     storages = encode(list(narrow_storages()))
+    page = support_markdown(CELLS, STATES)
+    excluded = found.pop("excluded")
+    assert len(excluded) == len({(one["by"], one["what"]) for one in excluded}) > 20
+    assert all(f"- **{one['what']}**: {one['reason']}. {one['do']}" in page for one in excluded)
     assert found == {"cells": encode(list(CELLS)), "states": encode(list(STATES)), "storages": storages}
 
 

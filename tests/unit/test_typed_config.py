@@ -48,13 +48,13 @@ precision:
    mode: bf16, frozen: nf4, buffers: keep, allow_narrow: false, statistics: true,
    rules: [{{{COLUMNS}, match: "*.experts.*", class: torch.nn.Linear, placement: sliced}}]}}
 sharding: {{replicate: 2, units: ["model.layers.*"], keep_gathered: micro-batch, prefetch: 1048576,
-           accumulator: keep}}
+           secondary: 1, accumulator: keep}}
 backend: native
 gradient_accumulation_dtype: fp32
 communication_data_type: bf16
 zero_optimization: {{stage: 3, offload_optimizer: {{device: none}}, load_from_fp32_weights: true,
                     zero_quantized_weights: false, zero_quantized_gradients: false,
-                    zero_quantized_nontrainable_weights: false}}
+                    zero_quantized_nontrainable_weights: false, zero_hpz_partition_size: 0}}
 gradient_clipping: 0.5
 prescale_gradients: false
 gradient_predivide_factor: 2.0

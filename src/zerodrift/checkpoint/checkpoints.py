@@ -244,9 +244,8 @@ class Checkpoints:
         counters = saved.shared["counters"] if saved.takes_moments else None
         try:
             everywhere(comm, lambda: contents.fill(engine, saved.reader, saved.table, counters))
-            if counters is not None:
-                ranks = saved.shared.get("feedback", 0)
-                everywhere(comm, lambda: contents.fill_feedback(engine, saved.reader, ranks))
+            ranks = saved.shared.get("feedback", 0) if counters is not None else 0
+            everywhere(comm, lambda: contents.fill_feedback(engine, saved.reader, ranks))
         except CheckpointError as error:
             raise CheckpointError.of([*error.problems, _HALF_LOADED]) from error
         Shards(engine).sync_storage()

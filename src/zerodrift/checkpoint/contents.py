@@ -234,7 +234,8 @@ def fill(
 
 
 def fill_feedback(engine: Engine, reader: CheckpointReader, ranks: int) -> None:
-    """Fill what narrow wires have rounded away, saved by so many data ranks; 0 if it was not saved.
+    """Fill what narrow wires have rounded away, saved by so many data ranks; drop it where there
+    is none: what was rounded away belongs to other weights.
 
     Every rank gets its own. On another number of ranks the first one gets the sum of all: it is added to the
     same sum of gradients.

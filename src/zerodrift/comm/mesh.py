@@ -29,11 +29,23 @@ from zerodrift.errors import MeshError, Problems, RankError, first_line
 from zerodrift.mesh import MeshShape
 
 AxisName = Literal[
-    "shard", "replicate", "pipeline", "data", "world", "expert", "expert_shard", "ends", "tensor"
+    "shard",
+    "replicate",
+    "pipeline",
+    "data",
+    "world",
+    "expert",
+    "expert_shard",
+    "secondary",
+    "expert_secondary",
+    "ends",
+    "tensor",
 ]
 """`data` is shard x replicate: ranks with different data. `world` is all ranks. `expert` and `expert_shard`
-are a shard group folded: ranks with different experts, and ranks that share the same. `tensor` are the ranks
-of one user's DTensor, with the same data. `ends` are the first and the last stage of a pipeline."""
+are a shard group folded: ranks with different experts, and ranks that share the same. `secondary` and
+`expert_secondary` are neighbours on `shard` and `expert_shard` that share a second copy of the blocks.
+`tensor` are the ranks of one user's DTensor, with the same data. `ends` are the first and the last stage of a
+pipeline."""
 
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 
@@ -362,6 +374,8 @@ def _line(shape: MeshShape, rank: int, axis: AxisName) -> range:
         "shard": (shape.shard, tensor),
         "expert": (shape.expert, tensor),
         "expert_shard": (shape.shard // shape.expert, tensor * shape.expert),
+        "secondary": (shape.secondary, tensor),
+        "expert_secondary": (shape.expert_secondary, tensor * shape.expert),
         "replicate": (shape.replicate, tensor * shape.shard),
         "data": (shape.data, tensor),
         "pipeline": (shape.pipeline, data),

@@ -149,11 +149,10 @@ ignored save_muon_momentum_buffer_in_memory: nothing is offloaded to NVMe
 used zero_quantized_weights: `gather: int8`, encoded from fp32 values at every stage
 used zero_quantized_nontrainable_weights: `frozen: int8`, for linear layers, at every stage
 used zero_quantized_gradients: `reduce: {wire: int4}`, encoded once and summed in fp32
-refused zeropp_loco_param: what rounding loses on the wire is not added to the next gradient
+used zero_hpz_partition_size: `sharding.secondary`: ranks that share a second copy, for gathers in a backward
+refused zeropp_loco_param: DeepSpeed decays and resets what rounding has lost; here all of it is added
+    instead: Write `"precision": {"reduce": {"feedback": true}}`.
     off: {}
-refused zero_hpz_partition_size: there is no second copy of the shards
-    instead: To keep gathers inside a node, set `sharding.replicate` to the number of nodes.
-    off: 0, 1
 refused zenflow: every gradient is applied in the step that made it
     instead: Remove it; `offload_optimizer` alone is supported.
 [top level]

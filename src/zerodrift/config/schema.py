@@ -200,6 +200,9 @@ class Sharding(Block):
     prefetch: Positive | None = None
     """Stage 3: most bytes of the running unit and the units gathered ahead of it; one is always gathered
     ahead. Default: the bytes of the largest two neighbours, which the peak holds in any case."""
+    secondary: Ranks | None = None
+    """Stage 3: number of neighbouring ranks, such as those of one node, that share a second copy of the
+    blocks. A backward gathers from it, so only forwards gather over all ranks. ZeRO++ calls it hpZ."""
     accumulator: Literal["free", "keep"] | None = None
     """Whether the accumulator's memory is freed between steps (`free`) or kept (`keep`)."""
 
@@ -323,6 +326,8 @@ class ZeroOptimization(Block):
     """ZeRO++: keep and gather frozen linear layers in int8."""
     zero_quantized_gradients: Flag | None = None
     """ZeRO++: send gradients in int4."""
+    zero_hpz_partition_size: Annotated[Natural, Field(le=MOST_RANKS)] | None = None
+    """ZeRO++: DeepSpeed's name for `sharding.secondary`."""
     load_from_fp32_weights: Literal[True] | None = None
     """Take masters from the model's own fp32 values. This is always done; false is refused."""
 

@@ -89,6 +89,7 @@ def _stage(least: int) -> Callable[[Any], Any]:
 
 _offload = _policy(lambda policy: policy.sharding.offload)
 
+HPZ = "zero_hpz_partition_size"
 QUANTIZED = ("zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights")
 
 
@@ -98,6 +99,9 @@ def _is_written(key: str) -> Callable[[Any], bool]:
 
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
     **{key: _is_written(key) for key in QUANTIZED},
+    "zero_hpz_partition_size": lambda self: (
+        _written(self, "zero_optimization", "zero_hpz_partition_size") or 1
+    ),
     # precision
     "bfloat16_enabled": _policy(lambda policy: policy.mode is Mode.BF16),
     "fp16_enabled": _policy(lambda policy: policy.mode is Mode.FP16),

@@ -213,7 +213,10 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded."""
+    """Replace this rank's shard of the master weights. Collective if the visible weight is not sharded.
+
+    Where a second copy serves the gathers of a backward, the next forward brings it up to date.
+    """
     engine, segment, row = _locate(param)
     flat = _master(engine, segment)
     _write(flat, segment, row, value)
@@ -222,7 +225,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         segment.storage.copy_(flat)
     else:
         updater.set_master(segment.number, flat)
-    segment.drop()
+    segment.drop(alone=True)
     segment.sync_storage(updater).wait()
     mark_storage_changed(segment)
 

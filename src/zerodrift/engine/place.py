@@ -25,6 +25,7 @@ from zerodrift.comm import Collectives, raise_on_all_ranks
 from zerodrift.dtypes import BLOCK, DType, from_torch
 from zerodrift.engine.habits.parameter_guard import find_other_engines
 from zerodrift.engine.step.accumulation import GradientBuffers
+from zerodrift.engine.step.secondary import SecondaryCopy
 from zerodrift.engine.step.segment import FlatSegment
 from zerodrift.engine.step.trained_segment import TrainedSegment
 from zerodrift.engine.step.unit import LiveUnit
@@ -90,6 +91,9 @@ def place(
             segment = FlatSegment(number, spec, rows, held, comm, unit)
         else:
             segment = TrainedSegment(update, number, spec, rows, held, comm, pools, unit)
+        again = plan.secondary_axis(spec)
+        if again is not None:
+            segment.secondary = SecondaryCopy(comm, spec, again, segment.label)
         filler = SegmentFiller(segment)
         for row, parameter in zip(rows, held, strict=True):
             if row.name not in sources.rows:

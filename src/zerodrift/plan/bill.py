@@ -51,11 +51,13 @@ class RestingBytes:
     """Checksums of storage that rests whole beside a master, by which the engine notices writes to it."""
     feedback: int = 0
     """Fp32 values, on every rank, that the wire has rounded away and the next gradient gets."""
+    secondary: int = 0
+    """This rank's part of the second copy from which a backward gathers."""
 
     @property
     def total(self) -> int:
         held = self.storage + self.buffers + self.accumulate + self.master + self.state
-        return held + self.checksums + self.feedback
+        return held + self.checksums + self.feedback + self.secondary
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +160,13 @@ def stage_cost(whole_plan: Plan, stage: int, micro_batches: int) -> Cost:
 
 
 def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
-    storage = accumulate = master = state = checksums = feedback = 0
+    storage = accumulate = master = state = checksums = feedback = secondary = 0
     for segment in plan.segments:
         columns, update, shard = segment.columns, segment.columns.update, plan.slices(segment)
         storage += _resting_bytes(segment, columns.storage, shard)
+        axis = plan.secondary_axis(segment)
+        if axis is not None:
+            secondary += columns.regather.nbytes(segment.padded) // plan.mesh.size(axis)
         if update is None:
             continue
         owned = segment.padded // (shard if update.axis else 1)
@@ -178,7 +183,7 @@ def _rest(plan: Plan, micro_batches: int) -> RestingBytes:
     if not plan.policy.sharding.free_accumulator:
         accumulate += sum(_arriving(plan, micro_batches))
     buffers = sum(buffer.numel * buffer.storage.size for buffer in plan.buffers)
-    return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback)
+    return RestingBytes(storage, buffers, accumulate, master, state, checksums, feedback, secondary)
 
 
 def _peak(plan: Plan, rest: RestingBytes, micro_batches: int) -> Peak:
@@ -394,6 +399,8 @@ def sent_bytes(call: Collective, mesh: MeshShape) -> int:
         "shard": mesh.shard,
         "replicate": mesh.replicate,
         "expert_shard": mesh.expert_shard,
+        "secondary": mesh.secondary,
+        "expert_secondary": mesh.expert_secondary,
         "pipeline": mesh.pipeline,
         "ends": 2,
     }[call.axis]

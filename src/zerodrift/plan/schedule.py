@@ -4,7 +4,8 @@ The engine issues collectives in this order and a test compares the two lists; `
 operation is named by its meaning: a `reduce_scatter` may be carried by an exchange and a local sum.
 
 Each micro-batch gathers every unit in order for its forward and in reverse order for its backward, unless it
-was kept, and reduces a unit's gradient behind its backward. `step_end` follows the last micro-batch.
+was kept, and reduces a unit's gradient behind its backward. With a second copy of the blocks, gathers of a
+backward are among the ranks that share it. `step_end` follows the last micro-batch.
 
 Units are gathered ahead by bytes, so that many small units hide a wait as well as one large unit. The unit
 that runs and those gathered ahead share a budget: by default the size of the largest two neighbours, which
@@ -50,7 +51,7 @@ class Collective:
     dtype: DType
     numel: int
     """Elements of the whole buffer, all slices together."""
-    axis: Literal["shard", "replicate", "expert_shard", "pipeline", "ends"]
+    axis: Literal["shard", "replicate", "expert_shard", "secondary", "expert_secondary", "pipeline", "ends"]
     sum: DType | None
     segment: int
     """Index into `Plan.segments`, of the rank's part in a pipeline; -1 for the norm."""
@@ -266,9 +267,10 @@ def contains(outer: Unit, inner: Unit) -> bool:
 def _gather(plan: Plan, unit: Unit, purpose: Purpose) -> Iterator[Collective]:
     for number in unit.segments:
         segment = plan.segments[number]
-        if segment.columns.storage.axis and plan.slices(segment) > 1:
-            dtype = segment.columns.gather
-            yield Collective("all_gather", purpose, dtype, segment.padded, segment.axis, None, number)
+        columns, again = segment.columns, plan.secondary_axis(segment) if purpose == "backward" else None
+        if columns.storage.axis and plan.slices(segment) > 1:
+            dtype, axis = (columns.regather, again) if again else (columns.gather, segment.axis)
+            yield Collective("all_gather", purpose, dtype, segment.padded, axis, None, number)
 
 
 def _reduce(plan: Plan, unit: Unit, *, last: bool) -> Iterator[Collective]:

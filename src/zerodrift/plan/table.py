@@ -176,7 +176,19 @@ class Plan:
 
     def slices(self, segment: Segment) -> int:
         """Return the number of ranks that share a segment."""
-        return self.mesh.shard if segment.axis == "shard" else self.mesh.expert_shard
+        return self.mesh.size(segment.axis)
+
+    def secondary_axis(self, segment: Segment) -> Literal["secondary", "expert_secondary"] | None:
+        """Return the axis of the second copy that a backward gathers a segment from, or None without one.
+
+        The root needs none: it stays gathered from a forward to the end of its backward.
+        """
+        if not segment.columns.storage.axis or self.units[segment.unit].name == "":
+            return None
+        if segment.axis == "shard":
+            return "secondary" if self.mesh.secondary > 1 else None
+        fewer = 1 < self.mesh.expert_secondary < self.mesh.expert_shard
+        return "expert_secondary" if fewer else None
 
     def row(self, name: str) -> Row | None:
         """Return the row of a parameter by any of its names, or None."""

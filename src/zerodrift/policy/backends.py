@@ -44,6 +44,8 @@ class Backend:
     """Why a frozen parameter cannot rest in a narrow format; `""` if it can."""
     dtensors: bool = False
     """Whether the backend runs a model whose parameters are DTensors."""
+    regathers: bool = False
+    """Whether a backward can gather from a second copy of the blocks."""
     refuse_settings: Callable[[Config, MeshShape, ComponentSpec | None, Problems], None] = lambda *_: None
     """Adds a problem for each unsupported key that is not a column."""
     refuse_columns: Callable[[Columns, Place, Problems], None] = lambda *_: None
@@ -144,7 +146,7 @@ def _fsdp2_state(state: State) -> str:
     )
 
 
-NATIVE = Backend("native")
+NATIVE = Backend("native", regathers=True)
 
 FSDP2 = Backend(
     "fsdp2",

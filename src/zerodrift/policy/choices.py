@@ -9,6 +9,7 @@ Invariant: every function is pure and total; contradictions go to `problems` and
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from zerodrift.config import Config, shown
 from zerodrift.errors import Problems, did_you_mean
@@ -32,7 +33,9 @@ Decisions = tuple[Decision, ...]
 _DIVISORS = "`prescale_gradients`, `gradient_predivide_factor`"
 
 
-def decide_sharding(config: Config, stage: int, backend: Backend) -> tuple[ShardingPolicy, Decisions]:
+def decide_sharding(
+    config: Config, stage: int, backend: Backend, mesh: MeshShape, problems: Problems
+) -> tuple[ShardingPolicy, Decisions]:
     zero, block = config.zero_optimization, config.sharding
     keep, why = block.keep_gathered, "`sharding.keep_gathered`"
     if keep is None and stage in backend.gathered_once:
@@ -48,6 +51,7 @@ def decide_sharding(config: Config, stage: int, backend: Backend) -> tuple[Shard
         decisions.append(Decision("keep_gathered", keep, why))
     if block.prefetch is not None and stage == 3:
         decisions.append(Decision("prefetch", f"{block.prefetch:,} bytes", "`sharding.prefetch`"))
+    decisions += _secondary(config, stage, backend, keep, mesh, problems)
     free = block.accumulator != "keep"
     why = "`sharding.accumulator`" if block.accumulator else "default: memory goes back to activations"
     decisions.append(Decision("accumulator", "freed after the step" if free else "kept between steps", why))
@@ -58,6 +62,44 @@ def decide_sharding(config: Config, stage: int, backend: Backend) -> tuple[Shard
     units = tuple(block.units or ())
     policy = ShardingPolicy(stage, units, keep, free, offload, block.prefetch or 0)  # type: ignore[arg-type]
     return policy, tuple(decisions)
+
+
+SECONDARY = "sharding.secondary"
+HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+def secondary_of(config: Config) -> tuple[str, int]:
+    """Return the key that asks for a second copy of the blocks, and over how many ranks: 1 for none."""
+    own, theirs = config.sharding.secondary, config.zero_optimization.zero_hpz_partition_size
+    return (HPZ, theirs or 1) if own is None else (SECONDARY, own)
+
+
+def _secondary(
+    config: Config, stage: int, backend: Backend, keep: str, mesh: MeshShape, problems: Problems
+) -> Iterator[Decision]:
+    key, ranks = secondary_of(config)
+    theirs = config.zero_optimization.zero_hpz_partition_size or 1
+    if key == SECONDARY and theirs not in (1, ranks):
+        problems.add(key, f"must agree with `{HPZ}`, which says {theirs}", got=ranks, do="Keep one of them.")
+    if ranks == 1:
+        return
+    if stage < 3:
+        yield Decision("secondary", "none", f"`{key}`: only stage 3 gathers the blocks")
+    elif keep != "never":
+        must = "must be left out where blocks stay gathered until their backward (`sharding.keep_gathered`)"
+        problems.add(key, must, got=ranks, do="Leave one of the two out; a pipeline always keeps them.")
+    elif not backend.regathers:
+        must = f"must be left out on backend {backend.name}, which gathers over all ranks"
+        problems.add(key, must, got=ranks, do="Leave it out, or use the native backend.")
+    elif mesh.secondary == 1:
+        why = f"`{key}`: the shards are on no more than {_count(mesh.shard, 'rank')}"
+        yield Decision("secondary", "none", why)
+    else:
+        text = f"second copy of the blocks over {mesh.secondary} of {mesh.shard} ranks"
+        if mesh.expert > 1:
+            over = mesh.expert_secondary
+            text += f", of experts over {over}" if 1 < over < mesh.expert_shard else ", not of experts"
+        yield Decision("secondary", text, f"`{key}`: gathers of a backward stay among them")
 
 
 def decide_averaging(config: Config, mesh: MeshShape, problems: Problems) -> tuple[Averaging, Decision]:

@@ -198,6 +198,13 @@ class Columns:
         )
 
     @property
+    def regather(self) -> DType:
+        """The dtype of a second copy of gathered values, and of gathers from it: the narrower one of `gather`
+        and `compute`, which holds what the model computes with."""
+        narrower = self.gather.format is not None or self.gather.size < self.compute.size
+        return self.gather if narrower else self.compute
+
+    @property
     def layout(self) -> tuple[Any, ...]:
         """The columns that all rows of a segment share: all but the reasons, export, output, products."""
         return (self.storage, self.gather, self.compute, self.update, self.parallel)

@@ -50,6 +50,9 @@ def mesh_for(config: ConfigSource, world_size: int, tensor: int = 1) -> MeshShap
         replicate = max(1, world_size // pipeline)
     expert = config.experts.ranks if config.experts else 1
     shape = meshes.fit(world_size, replicate, max(0, shard), pipeline, expert)
+    key, secondary = choices.secondary_of(config)
+    if secondary > 1 and config.zero_optimization.stage == 3:
+        shape = meshes.with_secondary(shape, key, secondary)
     return meshes.with_tensor_axis(shape, tensor)
 
 
@@ -92,7 +95,7 @@ def resolve(config: ConfigSource, mesh: MeshShape, auto: AutoValues | None = Non
             problems.add("data_types.buffer_dtype", must, got=theirs, do="Keep one of the two keys.")
     elif isinstance(theirs, DType):
         buffers, buffers_why = theirs, "data_types.buffer_dtype"
-    sharding, sharding_decisions = choices.decide_sharding(config, stage, backend)
+    sharding, sharding_decisions = choices.decide_sharding(config, stage, backend, mesh, problems)
     order_of_sums = demands.pop("reduce.order", ("auto", ""))[0]
     pipeline, pipeline_decisions = pipelining.decide_pipeline(
         config, mesh, batch.accumulation, order_of_sums == "tree", problems

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zerodrift.plan import Cost, Hidden, Plan, Timeline, Trace, TracedOperation
-from zerodrift.policy import StateCell, SupportCell, narrow_storages
+from zerodrift.policy import CARRIED, REFUSED, TRAVEL, UNFIT, StateCell, SupportCell, narrow_storages
 from zerodrift.record import encode
 from zerodrift.report.explanation import Explanation
 from zerodrift.report.trace import traced_modules
@@ -81,9 +81,14 @@ def _operation(operation: TracedOperation) -> dict[str, Any]:
 
 
 def support_json(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
-    """Return the support tables, one cell per line."""
+    """Return the support tables, one cell per line, and what choices exclude with reasons and ways out."""
     storages = encode(list(narrow_storages()))
-    return _text({"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages})
+    choices = {"reduce.order: tree": REFUSED, "reduce.order: native": (CARRIED,), "compute: fp8": UNFIT}
+    parts = [(one.column, one.what, one.reason, one.do) for one in TRAVEL]
+    parts += [(by, one.what, one.reason, one.do) for by, group in choices.items() for one in group]
+    excluded = [dict(zip(("by", "what", "reason", "do"), part, strict=True)) for part in parts]
+    tables = {"cells": encode(list(cells)), "states": encode(list(states)), "storages": storages}
+    return _text({**tables, "excluded": excluded})
 
 
 def _text(document: Mapping[str, Any]) -> str:

@@ -279,7 +279,7 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
     """Return (column, bytes) pairs at rest between steps."""
-    columns = ("storage", "buffers", "accumulate", "master", "state", "checksums", "feedback")
+    columns = ("storage", "buffers", "accumulate", "master", "state", "checksums", "feedback", "secondary")
     return tuple((column, getattr(cost.rest, column)) for column in columns)
 
 

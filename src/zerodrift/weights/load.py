@@ -366,6 +366,7 @@ def _replace(engine: Engine, files: SafetensorsWeights, piece: SegmentShard) -> 
                 files.fill(name, span.start, values[span.place])
     if any(files.holds(whole_row(engine.plan, row).name) for row in piece.rows):
         piece.set_filled(values, engine.comm)
+        piece.set_feedback(None)
 
 
 def _replace_buffers(engine: Engine, files: SafetensorsWeights) -> None:

@@ -27,6 +27,8 @@ from torch import nn
 
 from zerodrift.comm import Collectives, Handle, start_narrow_gather
 from zerodrift.engine.habits.absent_parameter import absent_class, mark_absent, mark_gathered
+from zerodrift.engine.nested import in_backward
+from zerodrift.engine.step.secondary import SecondaryCopy
 from zerodrift.kernels import PackedRun, host_memory, narrow
 from zerodrift.optim import Updater
 from zerodrift.plan import Row, Segment
@@ -67,7 +69,7 @@ class FlatSegment:
     ) -> None:
         self.number = number
         self.unit = unit
-        self._label = f"`{unit or 'the root'}`, segment {number}"
+        self.label = f"`{unit or 'the root'}`, segment {number}"
         self.spec = spec
         self.rows = rows
         self.parameters = parameters
@@ -100,9 +102,13 @@ class FlatSegment:
         self.is_full = not self.gathers
         self.has_separate_master = False
         """Whether parameters show storage while an optimizer keeps more bits elsewhere."""
+        self.secondary: SecondaryCopy | None = None
+        """The second copy that a backward gathers from, where the plan has one."""
         self._gathering: Handle | None = None
         self._arriving: torch.Tensor | None = None
         """The buffer of a gather in another dtype than compute, or of packed runs."""
+        self._is_regathered = False
+        """Whether the gather under way is one from the second copy."""
         self._views: list[torch.Tensor] = []
         self.placeholders: list[torch.Tensor] = []
         """The tensors that parameters are while `full` has no memory: one element each, expanded."""
@@ -235,6 +241,8 @@ class FlatSegment:
             self.full = torch.empty(self.spec.padded, dtype=self.full.dtype, device=self.full.device)
             self._views = self._views_of_full()
         self._allocate(self.full)
+        if self.secondary is not None and self.secondary.is_current and in_backward():
+            return self._start_regather(self.secondary)
         if self.spec.columns.encodes or self.packed is not None:
             return self._start_narrow_gather()
         if not self.sharded:
@@ -246,7 +254,18 @@ class FlatSegment:
         target = self.full
         if columns.gather is not columns.compute:
             target = self._arriving = torch.empty_like(self.full, dtype=columns.gather.torch)
-        self._gathering = self.comm.start_all_gather(target, self.storage, self.axis, self._label)
+        self._gathering = self.comm.start_all_gather(target, self.storage, self.axis, self.label)
+        return True
+
+    def _start_regather(self, secondary: SecondaryCopy) -> bool:
+        """Begin to gather from the second copy what the forward has gathered."""
+        target, self._is_regathered = self.full, True
+        if self.narrow is not None:
+            run = self.narrow.nbytes(self.spec.padded // self.ranks)
+            target = self._arriving = self.storage.new_empty(self.ranks * run, dtype=torch.uint8)
+        elif secondary.dtype is not self.full.dtype:
+            target = self._arriving = torch.empty_like(self.full, dtype=secondary.dtype)
+        self._gathering = secondary.start_gather(target)
         return True
 
     def _start_narrow_gather(self) -> bool:
@@ -264,7 +283,7 @@ class FlatSegment:
         if runs == 1:
             return own, Handle()
         packed = own.new_empty(runs * own.numel())
-        what = self.spec.padded, self.narrow, self.axis, self._label
+        what = self.spec.padded, self.narrow, self.axis, self.label
         return packed, start_narrow_gather(self.comm, packed, own, *what)
 
     def show_master(self, master: torch.Tensor) -> Handle:
@@ -293,19 +312,25 @@ class FlatSegment:
                 self.full.copy_(arrived)
         self._show(self._views)
         self.is_full = True
+        regathered, self._is_regathered = self._is_regathered, False
+        if self.secondary is not None and not regathered:
+            is_narrower = arrived is not None and arrived.dtype is self.secondary.dtype
+            self.secondary.keep(arrived if arrived is not None and is_narrower else self.full)
 
     def release(self) -> None:
         """Free the full form unless something needs it. See [Note: freeing]."""
         if self._gathering is not None:
             self.finish_gather()
-        if self.is_full and self.gathers and not self._is_saved:
-            self.drop()
+        if self.is_full and self.gathers and not self.holds and not self._is_saved:
+            self._free()
 
-    def drop(self) -> None:
+    def drop(self, *, alone: bool = False) -> None:
         """Free the full form because storage is about to change: a graph that has saved the old values is out
-        of date, and autograd says so."""
+        of date, and autograd says so. A rank that does this `alone` leaves the second copy to the others."""
         if self._gathering is not None:
             self.finish_gather()
+        if self.secondary is not None and not alone:
+            self.secondary.is_current = False
         if self.is_full and self.gathers and not self.holds:
             self._free()
 

@@ -349,8 +349,8 @@ class TrainedSegment(FlatSegment):
         how = Sum(reduce.sum.torch, add=self.reduced is not None, order=reduce.order)
         self.reduced = reduced
         if self.wire is not None:
-            return start_narrow_sum(self.comm, reduced, flat, reduce.wire, self.axis, how, self._label)
-        return self.comm.start_reduce_scatter(reduced, flat, self.axis, how, self._label)
+            return start_narrow_sum(self.comm, reduced, flat, reduce.wire, self.axis, how, self.label)
+        return self.comm.start_reduce_scatter(reduced, flat, self.axis, how, self.label)
 
     def _place_of_sum(self, flat: torch.Tensor, landing: torch.Tensor) -> torch.Tensor:
         """Return a buffer for the reduced slice; at stage 0 its place in the buffer that is gathered
@@ -389,10 +389,10 @@ class TrainedSegment(FlatSegment):
                 flat.div_(before)
             if self.wire is not None:
                 packed = narrow.encode_runs(reduce.wire, flat, 1)
-                narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self._label)
+                narrow_all_reduce(self.comm, flat, packed, reduce.wire, "replicate", how, self.label)
                 return
             wire = flat if flat.dtype is reduce.wire.torch else flat.to(reduce.wire.torch)
-        self.comm.all_reduce(flat, wire, "replicate", how, self._label)
+        self.comm.all_reduce(flat, wire, "replicate", how, self.label)
 
     def whole_gradient(self) -> torch.Tensor:
         """Gather the reduced gradient on every rank. Shape [padded], accumulate dtype."""
@@ -408,7 +408,7 @@ class TrainedSegment(FlatSegment):
         whole = self._whole
         if whole is None:
             whole = self._landing_pool.take(self.spec.padded, self.reduced.dtype, self.reduced.device)
-        return whole, self.comm.start_all_gather(whole, self.reduced, self.axis, self._label)
+        return whole, self.comm.start_all_gather(whole, self.reduced, self.axis, self.label)
 
     def give_back(self, whole: torch.Tensor) -> None:
         """Return the buffer of `whole_gradient`."""
@@ -460,7 +460,7 @@ class TrainedSegment(FlatSegment):
             return self.show_master(self.owned if updater is None else updater.master(self.number))
         if self.ranks == 1 or self.sharded or not self.update.axis:
             return Handle()
-        return self.comm.start_all_gather(self.storage, self.owned, self.axis, self._label)
+        return self.comm.start_all_gather(self.storage, self.owned, self.axis, self.label)
 
     @property
     def shows_narrow_values(self) -> bool:

@@ -188,6 +188,8 @@ def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
         "shard": AxisLayout(mesh.shard, mesh.tensor),
         "expert": AxisLayout(mesh.expert, mesh.tensor),
         "expert_shard": AxisLayout(mesh.expert_shard, mesh.tensor * mesh.expert),
+        "secondary": AxisLayout(mesh.secondary, mesh.tensor),
+        "expert_secondary": AxisLayout(mesh.expert_secondary, mesh.tensor * mesh.expert),
         "replicate": AxisLayout(mesh.replicate, shard),
         "pipeline": AxisLayout(mesh.pipeline, shard * mesh.replicate),
         "ends": AxisLayout(2, shard * mesh.replicate * max(1, mesh.pipeline - 1)),
