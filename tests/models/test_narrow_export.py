@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import zerodrift as zd
 from tests.models.architectures import ARCHITECTURES, SIZES, since
 from tests.numerics.runs import make
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import on_ranks, run_ranks
 from zerodrift.checkpoint import Checkpoints, inspect, inspection_text
 from zerodrift.inspect.drift.tensor_status import follow_tensors
 from zerodrift.inspect.drift.trainer import load_trainer
@@ -31,8 +31,8 @@ FP8 = torch.float8_e4m3fn
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def model() -> Any:
-    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+def model(layers: int = 1) -> Any:
+    sizes = {**SIZES, "hidden_size": 256, "head_dim": 32, "num_hidden_layers": layers}
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)
     return Qwen3MoeForCausalLM(config)
@@ -241,3 +241,32 @@ def test_a_rule_widens_and_narrows(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.experts"]
+
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (3, {"experts": {"ranks": 3}}),
+    "replicas": (2, {"sharding": {"replicate": 2}}),
+    "a second copy": (4, {"sharding": {"secondary": 2}}),
+    "a pipeline": (2, {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2, "micro_batches": 2}}),
+}
+
+
+def export_on(folder: str, more: dict[str, Any], dtype: str) -> None:
+    zd.export(make({**written(3), **more}, model(layers=2)), folder, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_no_byte_depends_on_the_mesh(dtype: str, tmp_path: Path) -> None:
+    for name, (world, more) in {"alone": (1, {}), **MESHES}.items():
+        run_ranks(export_on, world, str(tmp_path / name), more, dtype, timeout=120)
+        for file in (tmp_path / "alone").iterdir():
+            assert (tmp_path / name / file.name).read_bytes() == file.read_bytes(), (name, file.name)
+
+
+@on_ranks(2)
+def test_a_class_that_fully_shard_has_marked_keeps_its_name(tmp_path: Path) -> None:
+    for backend in ("native", "fsdp2"):
+        zd.export(make({**written(3), "backend": backend}, model()), tmp_path / backend, dtype="fp8-row")
+    configs = [(tmp_path / backend / "config.json").read_text() for backend in ("native", "fsdp2")]
+    assert configs[0] == configs[1] and "FSDP" not in configs[1]

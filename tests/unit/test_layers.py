@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         *{"dtypes", "errors", "files", "legible", "mesh", "versions"},
     },
     "lightning": {"api", "checkpoint", "config", "engine", "errors"},
-    "verl": {"api", "checkpoint", "comm", "config", "engine", "weights", "errors"},
+    "verl": {"api", "checkpoint", "comm", "config", "engine", "model", "weights", "errors"},
     "deepspeed": {
         *{"api", "checkpoint", "weights", "config", "engine", "comm", "inspect.trace", "inspect.check"},
         *{"optim", "plan", "policy"},

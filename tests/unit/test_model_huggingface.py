@@ -13,6 +13,7 @@ import pytest
 from zerodrift.dtypes import DType, from_torch
 from zerodrift.errors import ModelError
 from zerodrift.model.huggingface import from_hf, keep_in_fp32
+from zerodrift.model.inputs import inputs_for
 from zerodrift.model.module import from_module
 from zerodrift.model.spec import ModelSpec
 
@@ -246,3 +247,5 @@ def test_a_lora_model_keeps_mixed_dtypes_and_frozen_weights(tmp_path: Path) -> N
         assert (parameter.shape, parameter.owners[0].path) == (named[name].shape, name.rpartition(".")[0])
     tied = [parameter.names for parameter in spec.parameters if len(parameter.names) > 1]
     assert [len({model.get_parameter(name) for name in names}) for names in tied] == [1]
+    wanted = inputs_for(base)  # before adapters are added, and with them
+    assert inputs_for(model).kwargs.keys() == wanted.kwargs.keys() == {"input_ids", "labels"}

@@ -107,6 +107,11 @@ def instantiate(config: PretrainedConfig, file: Path, run: Callable[..., Any] = 
     return model
 
 
+def architecture(model: object) -> str:
+    """Return the name of a model's class for its config, without the mark that `fully_shard` puts on it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def _make(config: PretrainedConfig) -> PreTrainedModel:
     """Build the config's class, else the causal language model of its type, else the base model."""
     import transformers

@@ -49,9 +49,12 @@ def inputs_for(model: nn.Module, given: str | None = None) -> Inputs:
             return Inputs(tuple(made), {}, f"{given}: {_words(dict(enumerate(made)))}")
         must = "must return a dict of arguments, a tuple of them, or a tensor"
         raise ModelError(given, must, got=type(made).__qualname__)
-    known = _of_transformers(model) or _of_tokens(model)
+    base: Any = model
+    if hasattr(model, "get_base_model"):  # adapters of peft hand on what they are called with
+        base = base.get_base_model()
+    known = _of_transformers(base) or _of_tokens(base)
     if known is None:
-        got = f"`forward({', '.join(map(str, _parameters(model).values()))})`"
+        got = f"`forward({', '.join(map(str, _parameters(base).values()))})`"
         do = (
             "Give `--inputs package.module:function`, a function that returns a dict of its arguments, a "
             "tuple of them, or a tensor."

@@ -33,6 +33,7 @@ from zerodrift.checkpoint import Allowed, Checkpoints, Part
 from zerodrift.comm import raise_on_all_ranks
 from zerodrift.engine import Engine, tensor_digest
 from zerodrift.errors import CheckpointError, RankError, UnsupportedError, first_line
+from zerodrift.model import huggingface
 from zerodrift.weights import whole_values
 
 TAG = "state"
@@ -200,7 +201,7 @@ class SavedRuns:
         if hasattr(model, "get_base_model"):  # an adapter's
             model = model.get_base_model()  # type: ignore[operator]
         config = copy.deepcopy(given.hf_config)
-        config.architectures = [type(model).__name__]
+        config.architectures = [huggingface.architecture(model)]
         for name, part in (("config.json", config), ("generation_config.json", given.generation_config)):
             if part is not None and not (folder / name).is_file():
                 part.save_pretrained(folder)

@@ -25,7 +25,7 @@ from zerodrift.checkpoint import NewFolder, everywhere, new_folder, writing
 from zerodrift.dtypes import ADMITTED, DType, parse_among, word
 from zerodrift.engine import SegmentShard, Shards, Span
 from zerodrift.errors import CheckpointError, ConfigError, UnsupportedError, ZerodriftError, listed
-from zerodrift.model import OwningModule, ParameterSpec, non_persistent_buffers
+from zerodrift.model import OwningModule, ParameterSpec, huggingface, non_persistent_buffers
 from zerodrift.plan import Plan, Row, whole_row
 from zerodrift.policy import exported_as
 from zerodrift.weights.boxes import Shape
@@ -311,7 +311,7 @@ def write_config(path: Path, layout: FolderLayout, model: Any | None) -> None:
     if model is None or not hasattr(model.config, "save_pretrained"):
         return
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [huggingface.architecture(model)]
     config.dtype = str(layout.plain.torch).removeprefix("torch.")
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # that of what was loaded

@@ -139,7 +139,8 @@ def _rounded(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = f"{cells} where the mode has {plan.policy.mode.dtype}{more}, by `{why}`: "
             what += f"{'' if runs else 'an estimated '}{alone:.2g} of a log-probability"
-            do = "Leave the column out of the rule, unless that is meant, or pin the parameter."
+            more_bits = "Leave the column out of the rule" if by_rule else "Give it more bits by a rule"
+            do = f"{more_bits}, unless that is meant, or pin the parameter."
             yield AuditFinding("rounded", names[0], what, do, 100.0 + alone, tuple(names))
     numel, square = sum(row.whole_numel for row in plan.rows), results.total.square
     for each in replayed if square else ():
