@@ -46,12 +46,23 @@ def engine(options: argparse.Namespace, stage: int, mode: str, micro_batches: in
     return initialize(model, config=config, device="cpu", quiet=True)
 
 
+Cell = tuple[int, str, int]
+"""Stage, mode, micro-batches."""
+
+
 def timed(
-    rank: int, folder: str, options: argparse.Namespace, ranks: int, cell: tuple[int, str, int], queue: Any
+    rank: int, folder: str, options: argparse.Namespace, ranks: int, cells: list[Cell], queue: Any
 ) -> None:
     join(rank, folder, ranks)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(options.vocabulary, (options.batch, options.length), generator=generator)
+    found = [measured(options, cell, tokens) for cell in cells]
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+
+
+def measured(options: argparse.Namespace, cell: Cell, tokens: torch.Tensor) -> dict[str, Any]:
     engines = {order: engine(options, *cell, order) for order in ORDERS}
 
     def step(order: str) -> None:
@@ -76,10 +87,10 @@ def timed(
             dist.barrier()
             times[order].append((time.perf_counter() - start) / options.steps)
             wires[order].append((sent_bytes() - wire) // options.steps)
-    if rank == 0:
-        default = "tree" if engines["auto"].plan.policy.tree else "rank"
-        queue.put({"auto": default, "times": times, "spent": spent, "wires": wires})
-    dist.barrier()
+    default = "tree" if engines["auto"].plan.policy.tree else "rank"
+    for each in engines.values():
+        each.destroy()
+    return {"auto": default, "times": times, "spent": spent, "wires": wires}
 
 
 def _ratios(of: dict[str, list[float]], order: str) -> list[float]:
@@ -108,21 +119,26 @@ def main() -> None:
     columns |= {f"{order} / rank": ".2f" for order in ORDERS[1:]}
     columns |= {f"{order}: processor": ".3f" for order in ORDERS[1:]}
     table = result.table({**columns, "rank MB": ".1f", "tree MB": ".1f"})
-    for ranks, mode, stage, count in itertools.product(
-        map(int, options.ranks.split(",")),
-        options.modes.split(","),
-        map(int, options.stages.split(",")),
-        map(int, options.micro_batches.split(",")),
-    ):
-        found = launch(timed, options, ranks, (stage, mode, count), ranks=ranks)
-        times, wires = found["times"], found["wires"]
-        ratios = {order: _ratios(times, order) for order in ORDERS[1:]}
-        taken = statistics.median(times["rank"]) * 1e3
-        medians = (statistics.median(ratios[order]) for order in ORDERS[1:])
-        own = (min(found["spent"][order]) / min(found["spent"]["rank"]) for order in ORDERS[1:])
-        sent = (statistics.median(wires[order]) / 1e6 for order in ("rank", "tree"))
-        table.row(ranks, mode, stage, count, found["auto"], taken, *medians, *own, *sent)
+    stages, counts = (map(int, text.split(",")) for text in (options.stages, options.micro_batches))
+    cells = [
+        (stage, mode, count)
+        for mode, stage, count in itertools.product(options.modes.split(","), [*stages], [*counts])
+    ]
+    for ranks in map(int, options.ranks.split(",")):
+        for cell, found in zip(cells, launch(timed, options, ranks, cells, ranks=ranks), strict=True):
+            _row(table, ranks, cell, found)
     result.save(options.save)
+
+
+def _row(table: Any, ranks: int, cell: Cell, found: dict[str, Any]) -> None:
+    stage, mode, count = cell
+    times, wires = found["times"], found["wires"]
+    ratios = {order: _ratios(times, order) for order in ORDERS[1:]}
+    taken = statistics.median(times["rank"]) * 1e3
+    medians = (statistics.median(ratios[order]) for order in ORDERS[1:])
+    own = (min(found["spent"][order]) / min(found["spent"]["rank"]) for order in ORDERS[1:])
+    sent = (statistics.median(wires[order]) / 1e6 for order in ("rank", "tree"))
+    table.row(ranks, mode, stage, count, found["auto"], taken, *medians, *own, *sent)
 
 
 if __name__ == "__main__":
