@@ -19,6 +19,7 @@ from zerodrift.plan import block_bytes
 from zerodrift.policy import (
     CARRIED,
     DEFAULT_ACCUMULATE,
+    DEFAULT_RANK,
     GIVEN_UP,
     REFUSED,
     SLICED,
@@ -92,6 +93,8 @@ def support_text(
         section("gather, reduce", "narrow formats are refused with"),
         grid([(refusal.what, refusal.reason) for refusal in TRAVEL], (32,), ("bold",), width),
         Text(f"{SLICED[0].upper()}{SLICED[1:]}."),
+        section("reduce.order: auto", "the default: the tree, but the order of ranks with"),
+        grid([(each.what, each.reason) for each in DEFAULT_RANK], (32,), ("bold",), width),
         section("reduce.order: tree", "is refused with"),
         grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
         section("reduce.order: native", GIVEN_UP),
@@ -198,6 +201,11 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [
         "",
         "## Order",
+        "",
+        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
+        "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
+        "",
+        *(f"- **{each.what}**: {each.reason}." for each in DEFAULT_RANK),
         "",
         "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).",
         "",

@@ -357,7 +357,7 @@ def require_probe(plan: Plan) -> None:
         got = "a pipeline"
     elif policy.backend != "native":
         got = f"backend {policy.backend}"
-    elif policy.tree:
+    elif policy.requires_tree:
         got = "`reduce.order: tree`"
     if got:
         must = "must be left out: it looks at whole micro-batches on the native backend"

@@ -19,7 +19,7 @@ from zerodrift.policy import SILENT, need_of, remedy
 def nondeterministic(plan: Plan, trace: Trace, device: str, digest_every: int = 0) -> Iterator[Hidden]:
     """Yield the operations whose result on `device` is not the same each time, each once per module, if the
     plan's order of sums or a run's digests ask for the same bits."""
-    need = need_of(plan.policy.tree, digest_every)
+    need = need_of(plan.policy.requires_tree, digest_every)
     if device != "cuda" or need is None:
         return
     whole = _cast_from_whole_numbers(trace)
