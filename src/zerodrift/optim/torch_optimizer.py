@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import UnsupportedError, ZerodriftError, said
 from zerodrift.optim import schemes
+from zerodrift.optim.elementwise import WHOLE
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import account
@@ -164,7 +165,7 @@ class TorchOptimizerUpdater:
             for number in ready
             if number in self.statistics
         }
-        self.groups.step()
+        self._step_groups()
         for view in self._views:
             view.parameter.grad = None
             values = self._values[view.number][view.span]
@@ -179,6 +180,21 @@ class TorchOptimizerUpdater:
         self._free_joined()
         for number in ready:
             written(number)
+
+    def _step_groups(self) -> None:
+        """Call the optimizer's own `step`. An error in it says that the optimizer got flat pieces."""
+        try:
+            self.groups.step()
+        except (ZerodriftError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            flat = [view.row.name for view in self._views if view.parameter.shape != view.row.shape]
+            if not flat:
+                raise
+            must = "must be able to step flat pieces of parameters, as elementwise optimizers are"
+            got = f"{self.kind}, whose `step` raised {said(error)}, and a piece of {flat[0]}"
+            do = f"Place what it updates whole, with a rule such as {WHOLE}, or train at stage 0."
+            raise UnsupportedError("optimizer", must, got=got, do=do) from error
 
     def _account(
         self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
@@ -363,9 +379,16 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     if needs_closure(type(optimizer)):
         must = "must have a `step` that needs no closure: the engine's gradients are reduced before it"
         refuse(must, f".step{inspect.signature(type(optimizer).step)}", use)
-    begun = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
-    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
+    states = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
+    if any(map(_has_stepped, states)):
         refuse("must not have taken a step before `initialize`", " with state", "Build it anew.")
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Return whether the state of a parameter is that of a step. Marks and zeros may be made before one."""
+    if "step" in state:
+        return float(state["step"]) != 0
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
