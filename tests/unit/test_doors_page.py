@@ -66,7 +66,7 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
 @pytest.fixture
 def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`doors`, where nothing of the repository is written."""
-    (tmp_path / "page.md").write_text(doors.BEGIN + doors.END)
+    (tmp_path / "page.md").write_text("<!-- doors -->\n<!-- end of doors -->\n")
     monkeypatch.setattr(doors, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(doors, "RESULTS", tmp_path / "results.json")
     return doors
