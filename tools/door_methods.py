@@ -28,6 +28,9 @@ STAGES = (2, 3)
 LIMIT = 4 * 3600.0
 """Seconds of all jobs of one trainer on one package."""
 NEAR = 1e-6
+"""Of fp32 losses."""
+NEAR_OF = {"bf16": 1e-2}
+"""Method -> another limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,12 @@ class MethodResult:
     @property
     def works(self) -> bool:
         """Return True if the job has DeepSpeed's losses, or ran where DeepSpeed fails."""
-        return not self.here and (bool(self.there) or (self.apart is not None and self.apart <= NEAR))
+        return not self.here and (bool(self.there) or (self.apart is not None and self.apart <= self.limit))
+
+    @property
+    def limit(self) -> float:
+        """Return how far losses may be apart."""
+        return NEAR_OF.get(self.job.partition("-")[2], NEAR)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def reason(row: MethodResult) -> str:
         return f'works here and fails on DeepSpeed, "{_short(row.there)}"'
     if row.apart is None:
         return "nothing to compare"
-    if row.apart > NEAR:
+    if row.apart > row.limit:
         return f"{row.apart:.0e} from DeepSpeed's losses"
     return row.files
 
@@ -176,5 +184,6 @@ def _without_names(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return one line that a cell of a table holds."""
-    return " ".join(text.split()).replace("|", "/").replace('"', "'")[:240]
+    """Return one line that a cell of a table holds; of our own errors what must hold."""
+    line = " ".join(text.split()).replace("|", "/").replace('"', "'").partition("; got ")[0]
+    return line if len(line) <= 200 else f"{line[:200]}..."

@@ -3,6 +3,7 @@
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
     python tools/doors.py methods FOLDER [TRAINER ...] [--only TEXT]   # every method of three trainers
+    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of DeepSpeed or accelerate, from a checkout
     python tools/doors.py page                      # writes the tables anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
@@ -18,6 +19,7 @@ Invariant: versions are what the environment says of itself, and losses are what
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -40,6 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import door_methods
+import door_suites
 import processes
 from environment import ROOT, SetupError, log_of, make_environment
 
@@ -122,6 +125,7 @@ def table(found: list[Result]) -> str:
 
 def write_page() -> None:
     tables = {"doors": table(results()), "methods": door_methods.table(door_methods.results())}
+    tables["suites"] = door_suites.table(door_suites.results())
     text = PAGE.read_text()
     for name, shown in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
@@ -349,9 +353,9 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
     return 1 if progress.failures else 0
 
 
-def made(name: str, home: Path, torch: Sequence[str]) -> Path:
+def made(name: str, home: Path, torch: Sequence[str], tool: Tool | None = None) -> Path:
     """The interpreter of a tool's environment."""
-    tool = TOOLS[name]
+    tool = tool or TOOLS[name]
     python = make_environment(
         home,
         sys.executable,
@@ -419,6 +423,17 @@ def try_methods(folder: Path, names: Sequence[str], only: str, torch: Sequence[s
     return 1 if wrong else 0
 
 
+def try_suite(folder: Path, name: str, checkout: Path, torch: Sequence[str]) -> int:
+    """Run the tests of another package from a checkout of its repository."""
+    suite = door_suites.SUITES[name]
+    tool = dataclasses.replace(TOOLS[suite.tool], packages=(*TOOLS[suite.tool].packages, *suite.packages))
+    python = made(f"{suite.tool}-tests", folder / f"{suite.tool}-tests", torch, tool)
+    told = door_suites.run(python, checkout / "tests", environment_of(tool, python), suite)
+    door_suites.keep(door_suites.compare(name, *told))
+    write_page()
+    return 0
+
+
 def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) -> Outcome:
     """What came of a cell, today or when it last ran."""
     progress.begin(cell)
@@ -451,11 +466,18 @@ def main() -> int:
         every.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(tools)}; none for all")
         every.add_argument("--only", default="", metavar="TEXT", help="examples with this in their names")
         every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
+    suite = verbs.add_parser("suite")
+    suite.add_argument("folder", type=Path)
+    suite.add_argument("name", choices=door_suites.SUITES)
+    suite.add_argument("checkout", type=Path)
+    suite.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     verbs.add_parser("page")
     asked = parser.parse_args()
     if asked.verb == "page":
         write_page()
         return 0
+    if asked.verb == "suite":
+        return try_suite(asked.folder.resolve(), asked.name, asked.checkout.resolve(), asked.torch.split())
     known: Mapping[str, Any] = TRAINERS if asked.verb == "methods" else TOOLS
     if unknown := set(asked.tools) - set(known):
         parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(known)}")

@@ -138,6 +138,10 @@ class ClipsAll(Own):
                 p.sub_(group["lr"] * p.grad / max(norm.item(), 1.0))
 
 
+class BlockOptimizer(Own):
+    """BAdam's name."""
+
+
 class NeedsClosure(Own):
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -284,6 +288,7 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
         (kind, None, settings(2), (f"got {kind}, and pieces of layers.0.", "placement: whole"))
         for kind in ("Muon", "Adafactor", "MyMuon")
     ),
+    ("BlockOptimizer", True, settings(0), ("trains other parameters after some steps",)),
     ("LBFGS", None, settings(2), ("looks at all parameters at once",)),
 ]
 

@@ -35,6 +35,7 @@ from zerodrift.policy import Master, State
 UNSUPPORTED = {
     "LBFGS": "looks at all parameters at once and calls the model itself",
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
+    "BlockOptimizer": "trains other parameters after some steps, and an engine trains the same ones",
 }
 """Classes that no placement helps."""
 
@@ -365,7 +366,7 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     for base in type(optimizer).__mro__:
         if base.__name__ in UNSUPPORTED:
             got = f", which {UNSUPPORTED[base.__name__]}"
-            refuse("must update a parameter from its own gradient", got, use)
+            refuse("must update the same parameters in every step, each from its own gradient", got, use)
     shared = {id(group) for group in optimizer.param_groups}
     for inner in nested(optimizer):
         own = [group for group in inner.param_groups if id(group) not in shared]
