@@ -108,11 +108,11 @@ _SFT_FULL: Mapping[str, Mapping[str, Any]] = {
     "optim sgd": {"optim": "sgd"},
 }
 _SFT_LORA: Mapping[str, Mapping[str, Any]] = {
-    "LoRA on all, rsLoRA": {"lora_target": "all", "use_rslora": True},
+    "rsLoRA on all": {"lora_target": "all", "use_rslora": True},
     "LoRA+": {"loraplus_lr_ratio": 16.0},
     "PiSSA": {"pissa_init": True},
     "LoRA with whole modules": {"additional_target": "embed_tokens,lm_head"},
-    "LoRA, evaluation": _EVALUATED,
+    "LoRA with evaluation": _EVALUATED,
 }
 _DPO: Mapping[str, Mapping[str, Any]] = {
     **{loss: {"pref_loss": loss} for loss in ("hinge", "ipo", "kto_pair", "orpo", "simpo")},
@@ -152,7 +152,7 @@ def _of_llamafactory() -> list[Job]:
     for pair in ("sft full", "sft LoRA", "sft freeze", "rm full", "dpo LoRA"):
         kind, method = pair.split()
         more = arguments(kind, _METHODS[method])
-        jobs.append(_resumed(kind, f"{method}, resumed", more, _llamafactory, "resume_from_checkpoint"))
+        jobs.append(_resumed(kind, f"{method} resumed", more, _llamafactory, "resume_from_checkpoint"))
     return jobs
 
 
@@ -215,7 +215,7 @@ _SWIFT_SFT: Mapping[str, Mapping[str, Any]] = {
     "packing": {**_SWIFT_FULL, "packing": "true", "attn_impl": "eager"},
     "padding free": {**_SWIFT_FULL, "padding_free": "true", "attn_impl": "eager"},
     "evaluation": {**_SWIFT_FULL, **_SWIFT_EVALUATED},
-    "LoRA, evaluation": {**_SWIFT_LORA, **_SWIFT_EVALUATED},
+    "LoRA with evaluation": {**_SWIFT_LORA, **_SWIFT_EVALUATED},
     "accumulation": {**_SWIFT_FULL, "gradient_accumulation_steps": 2},
     "activation checkpointing": {**_SWIFT_FULL, "gradient_checkpointing": "true"},
     "bf16": {**_SWIFT_FULL, "bf16": "true"},
@@ -237,7 +237,7 @@ def _of_swift() -> list[Job]:
     for kind, method, tuner in (("sft", "full", _SWIFT_FULL), ("sft", "LoRA", _SWIFT_LORA),
                                 ("dpo", "full", _SWIFT_FULL)):  # fmt: skip
         more = {**_SWIFT_KINDS[kind], **tuner, **_SWIFT_SAVED}
-        jobs.append(_resumed(kind, f"{method}, resumed", more, _swift, "resume_from_checkpoint"))
+        jobs.append(_resumed(kind, f"{method} resumed", more, _swift, "resume_from_checkpoint"))
     return jobs
 
 
@@ -311,7 +311,7 @@ _AXOLOTL_SFT: Mapping[str, Mapping[str, Any]] = {
     "DoRA": {**_AXOLOTL_LORA, "peft_use_dora": True, "lora_model_dir": None},
     "packing": {"sample_packing": True, "pad_to_sequence_len": True},
     "evaluation": {"val_set_size": 0.25, "eval_steps": 2},
-    "LoRA, evaluation": {**_AXOLOTL_LORA, "val_set_size": 0.25, "eval_steps": 2},
+    "LoRA with evaluation": {**_AXOLOTL_LORA, "val_set_size": 0.25, "eval_steps": 2},
     "accumulation": {"gradient_accumulation_steps": 2},
     "activation checkpointing": {"gradient_checkpointing": True},
     "bf16": {"bf16": True},
@@ -332,7 +332,7 @@ def _of_axolotl() -> list[Job]:
     for kind, method, adapter in (("sft", "full", {}), ("sft", "LoRA", _AXOLOTL_LORA), ("dpo", "full", {})):
         more = {**_AXOLOTL_KINDS[kind], **adapter, "save_steps": 2, "save_only_model": False}
         resumed = {**more, "resume_from_checkpoint": "{first}/checkpoint-2"}
-        jobs.append(Job(kind, f"{method}, resumed", (more, resumed), _axolotl))
+        jobs.append(Job(kind, f"{method} resumed", (more, resumed), _axolotl))
     return jobs
 
 
