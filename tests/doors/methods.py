@@ -202,7 +202,7 @@ _SWIFT_KINDS: Mapping[str, Mapping[str, Any]] = {
     "cpo": {"verb": "rlhf", "rlhf_type": "cpo", "dataset": "{data}/dialogues/train.jsonl"},
     "kto": {"verb": "rlhf", "rlhf_type": "kto", "dataset": "{data}/rated/train.jsonl"},
     "gkd": {"verb": "rlhf", "rlhf_type": "gkd", "dataset": "{data}/chats/train.jsonl",
-            "teacher_model": "{data}/model", "max_completion_length": 8},
+            "teacher_model": "{data}/model", "teacher_model_type": "llama", "max_completion_length": 8},
 }  # fmt: skip
 _SWIFT_LORA = {"tuner_type": "lora", "lora_rank": 4}
 _SWIFT_FULL = {"tuner_type": "full"}
@@ -221,7 +221,6 @@ _SWIFT_SFT: Mapping[str, Mapping[str, Any]] = {
     "bf16": {**_SWIFT_FULL, "bf16": "true"},
     "GaLore": {**_SWIFT_FULL, "use_galore": "true", "galore_rank": 4},
     "NEFTune": {**_SWIFT_FULL, "neftune_noise_alpha": 5},
-    "Muon": {**_SWIFT_FULL, "optimizer": "muon"},
 }
 
 
