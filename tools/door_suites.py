@@ -150,7 +150,16 @@ def run(python: Path, tests: Path, environment: Mapping[str, str], suite: Suite)
     for name, before in (("zerodrift", [str(python), "-m", "zerodrift", "run", "--"]), ("deepspeed", [])):
         outcomes = folder / f"{name}.jsonl"
         outcomes.unlink(missing_ok=True)
-        options = ["-q", "-p", "no:cacheprovider", "-p", "deepspeed_suite", "--outcomes", str(outcomes)]
+        options = [
+            "-q",
+            "--continue-on-collection-errors",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "deepspeed_suite",
+            "--outcomes",
+            str(outcomes),
+        ]
         with (folder / f"{name}.log").open("w") as printed:
             command = [*before, str(python), "-m", "pytest", *options, *suite.options, *suite.files]
             processes.run(command, {**environment, "PYTHONPATH": path}, tests, printed, LIMIT)

@@ -219,7 +219,6 @@ _SWIFT_SFT: Mapping[str, Mapping[str, Any]] = {
     "accumulation": {**_SWIFT_FULL, "gradient_accumulation_steps": 2},
     "activation checkpointing": {**_SWIFT_FULL, "gradient_checkpointing": "true"},
     "bf16": {**_SWIFT_FULL, "bf16": "true"},
-    "GaLore": {**_SWIFT_FULL, "use_galore": "true", "galore_rank": 4},
     "NEFTune": {**_SWIFT_FULL, "neftune_noise_alpha": 5},
 }
 
@@ -294,9 +293,9 @@ _AXOLOTL_KINDS: Mapping[str, Mapping[str, Any]] = {
                "type": "bradley_terry.chat_template"}]},
     "dpo": {"rl": "dpo", "datasets": [_PAIRS]},
     "orpo": {"rl": "orpo", "chat_template": "tokenizer_default", "datasets": [{
-        "path": "{data}/argilla/train.jsonl", "ds_type": "json", "type": "orpo.chat_template"}]},
-    "simpo": {"rl": "simpo", "rl_beta": 0.1, "datasets": [_PAIRS]},
-    "kto": {"rl": "kto", "datasets": [_MARKED]},
+        "path": "{data}/argilla/train.jsonl", "ds_type": "json", "type": "chat_template.argilla"}]},
+    "simpo": {"rl": "simpo", "rl_beta": 0.1, "simpo_gamma": 0.5, "datasets": [_PAIRS]},
+    "kto": {"rl": "kto", "remove_unused_columns": False, "datasets": [_MARKED]},
 }  # fmt: skip
 _AXOLOTL_LORA = {
     "adapter": "lora",

@@ -71,7 +71,7 @@ def main() -> None:
     write(folder, "dialogues", dialogues)
     rated = ({"messages": chat(p, c), "label": mark} for p, c, mark in ratings(triples))
     write(folder, "rated", rated)
-    turns = ({"input": p, "chosen": g, "rejected": b} for p, g, b in triples)
+    turns = ({"system": "", "input": p, "chosen": g, "rejected": b} for p, g, b in triples)
     write(folder, "whole_turns", turns)
     argilla = ({"prompt": p, "chosen": chat(p, g), "rejected": chat(p, b)} for p, g, b in triples)
     write(folder, "argilla", argilla)
