@@ -2,7 +2,9 @@
 
     python tools/doors.py all FOLDER [TOOL ...]     # or: make doors. Some tools, or all
     python tools/doors.py all FOLDER trl --only sft # of their examples those that have this in their name
-    python tools/doors.py page                      # writes the table anew
+    python tools/doors.py methods FOLDER [TRAINER ...] [--only TEXT]   # every method of three trainers
+    python tools/doors.py suite FOLDER NAME CHECKOUT    # tests of DeepSpeed or accelerate, from a checkout
+    python tools/doors.py page                      # writes the tables anew
 
 Each tool gets an environment of its own in FOLDER, some 2 GB with torch for CPUs. A cell is one example of
 `tests/doors/examples.py` at one stage on one of the two; nothing is downloaded but packages. What was done
@@ -17,6 +19,7 @@ Invariant: versions are what the environment says of itself, and losses are what
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -31,17 +34,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import door_methods
+import door_suites
 import processes
 from environment import ROOT, SetupError, log_of, make_environment
 
 from tests.doors.examples import DEEPSPEED, TOOLS, TORCH, Example, Tool
+from tests.doors.methods import TRAINERS
 
 PAGE = ROOT / "docs" / "doors.md"
 TESTS = ROOT / "tests"
@@ -50,7 +56,6 @@ NEAR = 1e-6
 """Of fp32 losses; what is further apart is named."""
 BESIDE_SCRIPTS = (TESTS / "doors" / "tiny.py", TESTS / "doors" / "on_cpu" / "sitecustomize.py")
 """What every cell depends on."""
-BEGIN, END = "<!-- doors -->\n", "<!-- end of doors -->\n"
 STAGES = (2, 3)
 LIMIT = 900.0
 """Seconds of one cell."""
@@ -119,10 +124,15 @@ def table(found: list[Result]) -> str:
 
 
 def write_page() -> None:
+    tables = {"doors": table(results()), "methods": door_methods.table(door_methods.results())}
+    tables["suites"] = door_suites.table(door_suites.results())
     text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(results())}\n{END}{after}")
+    for name, shown in tables.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{shown}\n{end}{after}" if begin in text else text
+    PAGE.write_text(text)
 
 
 def keep(result: Result) -> None:
@@ -223,6 +233,24 @@ def furthest(here: Sequence[float], there: Sequence[float]) -> float | None:
     return max(differences)
 
 
+def environment_of(tool: Tool, python: Path) -> dict[str, str]:
+    """What a tool's commands get: the interpreter's programs, folders of its own for caches, and no GPU."""
+    home = python.parents[1] / "doors" / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    return {
+        **os.environ,
+        **tool.environment,
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(TESTS / "doors" / "on_cpu"),
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / ".cache"),
+        "HF_HOME": str(home / ".cache" / "huggingface"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        **dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "AXOLOTL_DO_NOT_TRACK"), "1"),
+    }
+
+
 def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
     """One run; what it printed is in `log`, and everything else that it left is gone."""
     asked = cell.asked
@@ -234,20 +262,7 @@ def run(cell: Cell, python: Path, data: Path, log: Path) -> Outcome:
         file = out / "example.yaml"
         if cell.example.file:
             file.write_text(cell.example.file.format(**names))
-        home = log.parent / "home"  # of caches
-        environment = {
-            **os.environ,
-            **cell.tool.environment,
-            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-            "MASTER_PORT": port,
-            "PYTHONPATH": str(TESTS / "doors" / "on_cpu"),
-            "HOME": str(home),
-            "XDG_CACHE_HOME": str(home / ".cache"),
-            "HF_HOME": str(home / ".cache" / "huggingface"),
-            "CUDA_VISIBLE_DEVICES": "",
-            **dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "AXOLOTL_DO_NOT_TRACK"), "1"),
-        }
-        home.mkdir(exist_ok=True)
+        environment = {**environment_of(cell.tool, python), "MASTER_PORT": port}
         command = [word.format(**names, file=file) for word in cell.command]
         with log.open("w") as printed:
             print(f"$ {shlex.join(command)}", file=printed, flush=True)
@@ -338,9 +353,9 @@ def try_all(folder: Path, names: Sequence[str], only: str, torch: Sequence[str])
     return 1 if progress.failures else 0
 
 
-def made(name: str, home: Path, torch: Sequence[str]) -> Path:
+def made(name: str, home: Path, torch: Sequence[str], tool: Tool | None = None) -> Path:
     """The interpreter of a tool's environment."""
-    tool = TOOLS[name]
+    tool = tool or TOOLS[name]
     python = make_environment(
         home,
         sys.executable,
@@ -360,15 +375,12 @@ def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Pro
     """Every example on both at every stage."""
     tool, kept = TOOLS[name], python.parents[1] / "doors"
     kept.mkdir(exist_ok=True)
-    ask = [str(python), "-c", f"import importlib.metadata as m; print(m.version({tool.package!r}))"]
-    version = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    version = version_of(tool, python)
     with tempfile.TemporaryDirectory(prefix=f"doors-{name}-", ignore_cleanup_errors=True) as folder:
         data = Path(folder) / "data"
         data.mkdir()
         if any("{data}" in example.command + example.file for example in examples):
-            tiny = [str(python), str(TESTS / "doors" / "tiny.py"), str(data)]
-            with log_of(python.parents[1]).open("a") as log:
-                subprocess.run(tiny, check=True, stdout=log, stderr=log)
+            make_data(python, data)
         for example, stage in itertools.product(examples, STAGES):
             cells = [Cell(tool, example, stage, on) for on in ("DeepSpeed", "zerodrift")]
             there, here = (tried(cell, python, data, kept, progress) for cell in cells)
@@ -380,6 +392,46 @@ def try_tool(name: str, examples: Sequence[Example], python: Path, progress: Pro
                 progress.fail(f"{tool.shown}: {row.trouble}")
                 for cell in cells:  # whichever of the two it was, the next time says whether it is so again
                     (kept / f"{cell.file}.json").unlink()
+
+
+def version_of(tool: Tool, python: Path) -> str:
+    ask = [str(python), "-c", f"import importlib.metadata as m; print(m.version({tool.package!r}))"]
+    return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def make_data(python: Path, data: Path) -> None:
+    """Make models and data in an empty folder."""
+    with log_of(python.parents[1]).open("a") as log:
+        tiny = [str(python), str(TESTS / "doors" / "tiny.py"), str(data)]
+        subprocess.run(tiny, check=True, stdout=log, stderr=log)
+
+
+def try_methods(folder: Path, names: Sequence[str], only: str, torch: Sequence[str]) -> int:
+    """Run every method of the named trainers, or of all; return 1 if one is not as on DeepSpeed."""
+    wrong = []
+    for name in names or TRAINERS:
+        chosen = [job for job in TRAINERS[name].jobs if only in job.name]
+        python = made(name, folder / name, torch)
+        with tempfile.TemporaryDirectory(prefix=f"doors-{name}-", ignore_cleanup_errors=True) as data:
+            make_data(python, Path(data))
+            environment, version = environment_of(TOOLS[name], python), version_of(TOOLS[name], python)
+            rows = door_methods.run_trainer(name, version, python, Path(data), environment, chosen)
+        door_methods.keep(rows)
+        write_page()
+        wrong += [f"{row.trainer} {row.job}, stage {row.stage}: {row.here}" for row in rows if not row.works]
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+def try_suite(folder: Path, name: str, checkout: Path, torch: Sequence[str]) -> int:
+    """Run the tests of another package from a checkout of its repository."""
+    suite = door_suites.SUITES[name]
+    tool = dataclasses.replace(TOOLS[suite.tool], packages=(*TOOLS[suite.tool].packages, *suite.packages))
+    python = made(f"{suite.tool}-tests", folder / f"{suite.tool}-tests", torch, tool)
+    told = door_suites.run(python, checkout / "tests", environment_of(tool, python), suite)
+    door_suites.keep(door_suites.compare(name, *told))
+    write_page()
+    return 0
 
 
 def tried(cell: Cell, python: Path, data: Path, kept: Path, progress: Progress) -> Outcome:
@@ -408,25 +460,38 @@ def interrupt(*_: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    every = verbs.add_parser("all")
-    every.add_argument("folder", type=Path)
-    every.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; none for all")
-    every.add_argument("--only", default="", metavar="TEXT", help="examples with this in their names")
-    every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
+    for verb, tools in (("all", TOOLS), ("methods", TRAINERS)):
+        every = verbs.add_parser(verb)
+        every.add_argument("folder", type=Path)
+        every.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(tools)}; none for all")
+        every.add_argument("--only", default="", metavar="TEXT", help="examples with this in their names")
+        every.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
+    suite = verbs.add_parser("suite")
+    suite.add_argument("folder", type=Path)
+    suite.add_argument("name", choices=door_suites.SUITES)
+    suite.add_argument("checkout", type=Path)
+    suite.add_argument("--torch", default="", metavar="OPTIONS", help="of pip, for torch")
     verbs.add_parser("page")
     asked = parser.parse_args()
     if asked.verb == "page":
         write_page()
         return 0
-    if unknown := set(asked.tools) - set(TOOLS):
-        parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
-    names = [example.name for tool in asked.tools or TOOLS for example in TOOLS[tool].examples]
+    if asked.verb == "suite":
+        return try_suite(asked.folder.resolve(), asked.name, asked.checkout.resolve(), asked.torch.split())
+    known: Mapping[str, Any] = TRAINERS if asked.verb == "methods" else TOOLS
+    if unknown := set(asked.tools) - set(known):
+        parser.error(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if asked.verb == "methods":
+        names = [job.name for tool in asked.tools or TRAINERS for job in TRAINERS[tool].jobs]
+    else:
+        names = [example.name for tool in asked.tools or TOOLS for example in TOOLS[tool].examples]
     if not any(asked.only in name for name in names):
         parser.error(f"no example has {asked.only!r} in its name: {', '.join(names)}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        return try_all(asked.folder.resolve(), asked.tools, asked.only, asked.torch.split())
+        try_them = try_all if asked.verb == "all" else try_methods
+        return try_them(asked.folder.resolve(), asked.tools, asked.only, asked.torch.split())
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130

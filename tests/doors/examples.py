@@ -176,6 +176,8 @@ TOOLS: Mapping[str, Tool] = {
         "transformers",
         ("transformers==5.23.0", "accelerate==1.15.0", "datasets"),
         (Example("`run_clm`-like", f"{TORCHRUN} {CLM}"),),
+        without="`evaluate` before `train` at stage 3, on DeepSpeed neither: `Trainer` destroys its engine "
+        "when `train` begins; pass `eval_on_start=True`",
     ),
     "accelerate": Tool(
         "accelerate",

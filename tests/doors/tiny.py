@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -49,6 +52,7 @@ def save_model(folder: Path) -> Any:
 def main() -> None:
     folder = Path(sys.argv[1])
     model = save_model(folder / "model")
+    save_reward_model(folder / "reward", folder / "model")
     with contextlib.suppress(ImportError):  # where a tool has adapters
         from peft import LoraConfig, get_peft_model
 
@@ -63,21 +67,48 @@ def main() -> None:
     write(folder, "chats", ({"messages": chat(p, g)} for p, g, _ in triples))
     write(folder, "pairs", ({"prompt": p, "chosen": g, "rejected": b} for p, g, b in triples))
     write(folder, "whole", ({"chosen": f"{p} {g}", "rejected": f"{p} {b}"} for p, g, b in triples))
+    dialogues = ({"messages": chat(p, g), "rejected_response": b} for p, g, b in triples)
+    write(folder, "dialogues", dialogues)
+    rated = ({"messages": chat(p, c), "label": mark} for p, c, mark in ratings(triples))
+    write(folder, "rated", rated)
+    turns = ({"system": "", "input": p, "chosen": g, "rejected": b} for p, g, b in triples)
+    write(folder, "whole_turns", turns)
+    argilla = ({"prompt": p, "chosen": chat(p, g), "rejected": chat(p, b)} for p, g, b in triples)
+    write(folder, "argilla", argilla)
     write(folder, "prompts", ({"prompt": p} for p, _, _ in triples))
-    marked = ((p, (b, g)[i % 2], bool(i % 2)) for i, (p, g, b) in enumerate(triples))
-    write(folder, "marked", ({"prompt": p, "completion": c, "label": mark} for p, c, mark in marked))
+    marked = ({"prompt": p, "completion": c, "label": mark} for p, c, mark in ratings(triples))
+    write(folder, "marked", marked)
     write(folder, "alpaca", ({"instruction": p, "input": "", "output": g} for p, g, _ in triples))
+    rated = ({"instruction": p, "input": "", "output": c, "good": m} for p, c, m in ratings(triples))
+    write(folder, "alpaca_marked", rated)
     answers = ({"instruction": p, "input": "", "chosen": g, "rejected": b} for p, g, b in triples)
     write(folder, "alpaca_pairs", answers)
     columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    rated_columns = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "good"}
     known = {
         "alpaca": {"file_name": "alpaca/train.jsonl"},
         "text": {"file_name": "text/train.jsonl", "columns": {"prompt": "text"}},
         "pairs": {"file_name": "alpaca_pairs/train.jsonl", "ranking": True, "columns": columns},
+        "marked": {"file_name": "alpaca_marked/train.jsonl", "columns": rated_columns},
     }
     (folder / "dataset_info.json").write_text(json.dumps(known))
     for stage in (2, 3):
         (folder / f"zero{stage}.json").write_text(json.dumps(config(stage)))
+        any_optimizer = config(stage) | {"zero_allow_untested_optimizer": True}
+        (folder / f"any{stage}.json").write_text(json.dumps(any_optimizer))
+
+
+def ratings(triples: Iterable[tuple[str, str, str]]) -> list[tuple[str, str, bool]]:
+    """Return a prompt, an answer and whether it is the good one, by turns."""
+    return [(p, (b, g)[i % 2], bool(i % 2)) for i, (p, g, b) in enumerate(triples)]
+
+
+def save_reward_model(folder: Path, model: Any) -> None:
+    """Save a copy of the model with LLaMA-Factory's value head."""
+    shutil.copytree(model, folder)
+    torch.manual_seed(1)
+    head = {"v_head.summary.weight": torch.randn(1, 32) / 8, "v_head.summary.bias": torch.zeros(1)}
+    save_file(head, folder / "value_head.safetensors")
 
 
 def chat(prompt: str, answer: str) -> list[dict[str, str]]:

@@ -67,6 +67,18 @@ class ReadsMarks(Own):
         return g * getattr(p, "haste", 1.0)
 
 
+class MeansOfRows(Own):
+    """Looks at the rows of matrices, and marks these in its state before any step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["matrix"] = parameter.dim() == 2
+
+    def direction(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (1 + g.square().mean(dim=1, keepdim=True)) if state["matrix"] else g
+
+
 class Foreach(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -124,6 +136,10 @@ class ClipsAll(Own):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * p.grad / max(norm.item(), 1.0))
+
+
+class BlockOptimizer(Own):
+    """BAdam's name."""
 
 
 class NeedsClosure(Own):
@@ -195,11 +211,15 @@ def beside_torch(kind: str, elementwise: bool | None, written: dict[str, Any]) -
 
 
 ELEMENTWISE = ("Signs", "Assigns", "Foreach", "Lookahead", "ReadsMarks")
+WHOLE_TENSORS = ("TrustRatio", "DecaysMatrices", "MeansOfRows")
 EQUAL: list[tuple[str, bool | None, dict[str, Any]]] = [
     *((kind, True, settings(stage)) for stage in (1, 3) for kind in ELEMENTWISE),
     ("Signs", None, settings(2, zero_allow_untested_optimizer=True)),
     *((kind, None, settings(0)) for kind in ("Signs", "TrustRatio", "ClipsAll")),
-    *((kind, False, settings(3, precision=WHOLE)) for kind in ("TrustRatio", "DecaysMatrices")),
+    *(
+        (kind, False, settings(3, precision=WHOLE))
+        for kind in ("TrustRatio", "DecaysMatrices", "MeansOfRows")
+    ),
     ("Muon", None, settings(3, precision=WHOLE_MATRICES)),
 ]
 """Declared by an argument or by the config; stage 0 asks nothing; whole parameters are enough for what looks
@@ -268,6 +288,7 @@ REFUSED: list[tuple[str, bool | None, dict[str, Any], tuple[str, ...]]] = [
         (kind, None, settings(2), (f"got {kind}, and pieces of layers.0.", "placement: whole"))
         for kind in ("Muon", "Adafactor", "MyMuon")
     ),
+    ("BlockOptimizer", True, settings(0), ("trains other parameters after some steps",)),
     ("LBFGS", None, settings(2), ("looks at all parameters at once",)),
 ]
 
@@ -282,6 +303,17 @@ def test_what_cannot_be_stepped_is_refused_with_the_ways_out() -> list[str]:
         for part in parts
         if part not in message
     ]
+
+
+@on_ranks(2)
+def test_an_error_in_the_step_of_a_flat_piece_names_it() -> None:
+    model = nn.Linear(32, 16, bias=False)
+    optimizer = MeansOfRows(model.parameters())
+    engine = initialize(model, optimizer, settings(1), elementwise=True, device="cpu", quiet=True)
+    engine.backward(engine(torch.ones(2, 32)).sum())
+    said = "MeansOfRows, whose `step` raised IndexError: .* a piece of weight. Place .*placement: whole"
+    with pytest.raises(UnsupportedError, match=said):
+        engine.step()
 
 
 def under_the_drop_in(untested: bool) -> str:

@@ -22,7 +22,9 @@ def doors() -> ModuleType:
 
 
 def test_the_page_shows_what_was_found(doors: Any) -> None:
-    assert doors.table(doors.results()) in doors.PAGE.read_text()
+    page = doors.PAGE.read_text()
+    for tables in (doors, doors.door_methods, doors.door_suites):
+        assert tables.table(tables.results()) in page
 
 
 def test_every_example_ran_and_has_deepspeeds_losses(doors: Any) -> None:
@@ -66,7 +68,7 @@ def test_what_is_not_as_it_should_be_is_in_the_table(
 @pytest.fixture
 def apart(doors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`doors`, where nothing of the repository is written."""
-    (tmp_path / "page.md").write_text(doors.BEGIN + doors.END)
+    (tmp_path / "page.md").write_text("<!-- doors -->\n<!-- end of doors -->\n")
     monkeypatch.setattr(doors, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(doors, "RESULTS", tmp_path / "results.json")
     return doors
@@ -196,3 +198,51 @@ def test_nothing_of_a_command_is_left(doors: Any, tmp_path: Path, monkeypatch: p
             time.sleep(0.01)
         assert pid not in doors.processes.there_are()
         assert doors.processes.run(["sh", "-c", "exit 3"], os.environ, tmp_path, log, 60) == 3
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "apart", "files", "said"),
+    [
+        ("", "", 0.0, "", ""),
+        ("E: no", "E: no", None, "", 'its own refusal, "E: no"'),
+        ("E: no", "F: off", None, "", 'fails on both: here "E: no"; on DeepSpeed "F: off"'),
+        ("E: no", "", None, "", 'refused here, "E: no"'),
+        ("", "F: off", None, "", 'works here and fails on DeepSpeed, "F: off"'),
+        ("", "", 1e-3, "", "1e-03 from DeepSpeed's losses"),
+        ("", "", 0.0, "`w` is [2] and [3] on DeepSpeed", "`w` is [2] and [3] on DeepSpeed"),
+    ],
+)
+def test_a_method_is_told_beside_deepspeeds(
+    here: str, there: str, apart: float | None, files: str, said: str, doors: Any
+) -> None:
+    methods = doors.door_methods
+    job = methods.TRAINERS["llamafactory"].jobs[0]
+    rows = [
+        methods.MethodResult("llamafactory", "0.9.5", job.name, stage, here, there, 4, apart, files, "")
+        for stage in (2, 3)
+    ]
+    line = methods.table(rows).splitlines()[2]
+    assert methods.reason(rows[0]) == said and (f"| {job.method} | - |" in line) == (said == "")
+    assert not said or f"{job.method}: {said}" in line
+
+
+def test_saved_files_are_compared_by_names_shapes_and_norms(doors: Any) -> None:
+    compare = doors.door_methods.compare_files
+    assert compare({"w": [[2], 1.0]}, {"w": [[2], 1.0001]}) == ""
+    assert compare({"w": [[0], 0.0]}, {"w": [[2], 1.0]}) == "`w` is [0] and [2] on DeepSpeed"
+    assert "the norm of `w` is 1 and 2" in compare({"w": [[2], 1.0]}, {"w": [[2], 2.0]})
+    assert "only in the files of DeepSpeed" in compare({}, {"w": [[2], 1.0]})
+
+
+def test_the_tests_of_another_package_count_where_deepspeed_passes_them(doors: Any) -> None:
+    suites = doors.door_suites
+    there = dict.fromkeys(("f.py::a", "f.py::b", "g.py::d"), ("passed", "")) | {"f.py::c": ("failed", "x")}
+    gone = "ImportError: cannot import name 'X' from 'deepspeed.y'"
+    lacks = "AttributeError: 'E' object has no attribute 'z'"
+    here = {"f.py::a": ("passed", ""), "f.py::b": ("failed", lacks), "f.py::c": ("passed", "")}
+    here["g.py"] = "failed", gone
+    assert suites.compare("S", here, there) == [
+        suites.SuiteResult("S", "f.py", 2, 1, 1, {"no `z`": 1}),
+        suites.SuiteResult("S", "g.py", 1, 0, 0, {"no `X`": 1}),
+    ]
+    assert "| S | `f.py` | 2 | 1 | 1: no `z` |" in suites.table(suites.compare("S", here, there))

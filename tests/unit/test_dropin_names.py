@@ -69,7 +69,8 @@ IMPORTED = {
     "runtime.zero.partition_parameters": ("ZeroParamStatus", "GatheredParameters"),
     "utils": ("safe_get_full_grad", "RepeatingLoader", "logger", "set_z3_leaf_modules"),
     "utils.groups": ("get_data_parallel_world_size",),
-    "utils.logging": ("logger", "log_dist"),
+    "runtime.zero.utils": ("ZeRORuntimeException", "apply_to_tensors_only"),
+    "utils.logging": ("logger", "log_dist", "set_log_level_from_string"),
     "utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
     "zero": ("Init", "GatheredParameters", "register_external_parameter"),
 }
@@ -77,7 +78,7 @@ IMPORTED |= dict.fromkeys(
     (
         *("ops.adam.cpu_adam", "ops.adam.fused_adam", "ops.lion.cpu_lion", "ops.lion.fused_lion"),
         *("ops.lamb.fused_lamb", "monitor.csv_monitor", "checkpoint.ds_to_universal", "env_report"),
-        *("runtime.zero.utils", "runtime.data_pipeline.data_sampling.data_analyzer"),
+        "runtime.data_pipeline.data_sampling.data_analyzer",
         "runtime.data_pipeline.data_routing.helper",
         "runtime.data_pipeline.curriculum_scheduler",
     ),

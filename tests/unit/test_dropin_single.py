@@ -220,6 +220,13 @@ def test_groups_of_parameters_keep_their_numbers() -> None:
     assert changed(engine) == {"2.weight", "2.bias"}, "a part is trained"
 
 
+def test_an_engine_that_a_trainer_destroyed_says_how_to_go_on() -> None:
+    engine, *_ = make()
+    engine.destroy()
+    with pytest.raises(UnsupportedError, match="`eval_on_start=True`"):
+        engine(torch.ones(2, 8))
+
+
 def test_the_optimizer_is_live() -> None:
     engine, optimizer, *_ = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

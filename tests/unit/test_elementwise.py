@@ -58,6 +58,7 @@ BITS = "bitsandbytes.optim.adamw"
         (torch.optim.RMSprop(parameters(4)), True),
         (torch.optim.Adafactor(parameters(4)), False),
         (kind("MuonOfMine", "mine"), False),
+        (kind("AdamW", "galore_torch.adamw"), False),
         (kind("Shampoo", "distributed_shampoo"), False),
         (kind("AdamW", "mine", torch.optim.AdamW), None),
         (kind("Lion", "lion_pytorch.lion_pytorch"), True),

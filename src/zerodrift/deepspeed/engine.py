@@ -49,6 +49,11 @@ from zerodrift.inspect.trace import EngineRecord, anything_compiled, is_compiled
 OWN = ("gathered", "parameter", "seed_micro_batch", "micro_batches_of_this_rank", "evaluate")
 """Attributes of zerodrift's engine that messages name and DeepSpeed has not."""
 
+AFTER_DESTROY = (
+    "Make another one. The `Trainer` of transformers destroys the engine of `evaluate` when `train` begins: "
+    "pass `eval_on_start=True` instead of calling `evaluate` before `train`."
+)
+
 
 class DeepSpeedEngine(CheckpointedEngine):
     """The engine that `initialize` returns."""
@@ -127,6 +132,8 @@ class DeepSpeedEngine(CheckpointedEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model in the plan's precision."""
+        if self._engine.progress.closed:
+            raise UnsupportedError("engine", "must not be used after `destroy`", do=AFTER_DESTROY)
         if self._first_step is None or torch.compiler.is_compiling():
             return self._engine(*inputs, **kwargs)
         with self._first_step.call():

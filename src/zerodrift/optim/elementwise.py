@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ BITSANDBYTES = {"optim_bits": 32, "percentile_clipping": 100}
 """Options of `bitsandbytes` with which its classes are elementwise: 8 bits begin at a size of the tensor."""
 
 MATRIX_OPTIMIZERS = ("muon", "adafactor", "shampoo", "soap", "galore", "apollo", "lamb", "lars", "dion")
-"""Words in the name of a class, or of a base class, whose update of an element needs its whole tensor."""
+"""Words in the name of a class, of a base class or of a part of its module's path, whose update of an element
+needs its whole tensor."""
 
 _MARK = "_zerodrift_elementwise"
 
@@ -77,9 +79,15 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
 
 
 def needs_whole_tensors(kind: type) -> bool:
-    """Return whether the name of a class, or of one of its bases, is that of an optimizer of matrices."""
+    """Return whether a class or one of its bases is an optimizer of matrices, by its name or its module's.
+
+    `galore_torch.adamw` calls its class AdamW.
+    """
     names = [base.__name__.lower() for base in kind.__mro__]
-    return any(word in name for name in names for word in MATRIX_OPTIMIZERS)
+    modules = {part for base in kind.__mro__ for part in re.split(r"[._]", base.__module__)}
+    return any(word in name for name in names for word in MATRIX_OPTIMIZERS) or bool(
+        modules.intersection(MATRIX_OPTIMIZERS)
+    )
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int], plan: Plan) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from zerodrift.dtypes import BLOCK
-from zerodrift.errors import UnsupportedError
+from zerodrift.errors import UnsupportedError, ZerodriftError, said
 from zerodrift.optim import schemes
+from zerodrift.optim.elementwise import WHOLE
 from zerodrift.optim.schemes import Scheme
 from zerodrift.optim.updater import Counters, Owned, Written, empty_statistics, no_callback, scheme_of
 from zerodrift.optim.updates import account
@@ -34,6 +35,7 @@ from zerodrift.policy import Master, State
 UNSUPPORTED = {
     "LBFGS": "looks at all parameters at once and calls the model itself",
     "SparseAdam": "needs sparse gradients, and gradients are summed dense here",
+    "BlockOptimizer": "trains other parameters after some steps, and an engine trains the same ones",
 }
 """Classes that no placement helps."""
 
@@ -164,7 +166,7 @@ class TorchOptimizerUpdater:
             for number in ready
             if number in self.statistics
         }
-        self.groups.step()
+        self._step_groups()
         for view in self._views:
             view.parameter.grad = None
             values = self._values[view.number][view.span]
@@ -179,6 +181,21 @@ class TorchOptimizerUpdater:
         self._free_joined()
         for number in ready:
             written(number)
+
+    def _step_groups(self) -> None:
+        """Call the optimizer's own `step`. An error in it says that the optimizer got flat pieces."""
+        try:
+            self.groups.step()
+        except (ZerodriftError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            flat = [view.row.name for view in self._views if view.parameter.shape != view.row.shape]
+            if not flat:
+                raise
+            must = "must be able to step flat pieces of parameters, as elementwise optimizers are"
+            got = f"{self.kind}, whose `step` raised {said(error)}, and a piece of {flat[0]}"
+            do = f"Place what it updates whole, with a rule such as {WHOLE}, or train at stage 0."
+            raise UnsupportedError("optimizer", must, got=got, do=do) from error
 
     def _account(
         self, view: _View, before: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor
@@ -349,7 +366,7 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     for base in type(optimizer).__mro__:
         if base.__name__ in UNSUPPORTED:
             got = f", which {UNSUPPORTED[base.__name__]}"
-            refuse("must update a parameter from its own gradient", got, use)
+            refuse("must update the same parameters in every step, each from its own gradient", got, use)
     shared = {id(group) for group in optimizer.param_groups}
     for inner in nested(optimizer):
         own = [group for group in inner.param_groups if id(group) not in shared]
@@ -363,9 +380,16 @@ def _require_supported(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     if needs_closure(type(optimizer)):
         must = "must have a `step` that needs no closure: the engine's gradients are reduced before it"
         refuse(must, f".step{inspect.signature(type(optimizer).step)}", use)
-    begun = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
-    if any(not ("step" in state and float(state["step"]) == 0) for state in begun):
+    states = (state for owner in state_owners(optimizer).values() for state in owner.state.values())
+    if any(map(_has_stepped, states)):
         refuse("must not have taken a step before `initialize`", " with state", "Build it anew.")
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Return whether the state of a parameter is that of a step. Marks and zeros may be made before one."""
+    if "step" in state:
+        return float(state["step"]) != 0
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def needs_closure(kind: type[torch.optim.Optimizer]) -> bool:

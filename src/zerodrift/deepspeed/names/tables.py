@@ -62,7 +62,7 @@ PRESENT: Mapping[str, str] = {
         runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs
             estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
         runtime.zero.utils runtime.zero.partition_parameters: is_zero_param
-        utils utils.logging: log_dist logger warning_once
+        utils utils.logging: log_dist logger set_log_level_from_string warning_once
         utils utils.nvtx: instrument_w_nvtx
         utils utils.z3_leaf_module: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
@@ -123,7 +123,10 @@ PRESENT: Mapping[str, str] = {
         utils utils.groups: get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size
         utils.groups: _get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size
     """,
-    "zerodrift.errors": "runtime.config: DeepSpeedConfigError=ConfigError",
+    "zerodrift.errors": """
+        runtime.config: DeepSpeedConfigError=ConfigError
+        runtime.zero.utils: ZeRORuntimeException=ZerodriftError
+    """,
     "zerodrift.deepspeed": """
         git_version_info: version=__version__ git_hash=__git_hash__ git_branch=__git_branch__
     """,
@@ -246,6 +249,8 @@ ABSENT: Mapping[str, str] = {
         utils.timer profiling profiling.config profiling.flops_profiler profiling.flops_profiler.profiler
     """,
     "Call `engine.save_checkpoint`, which writes and checks every file.": """
+        checkpoint.utils: get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank
+            get_zero_ckpt_name_for_rank
         nebula checkpoint.constants runtime.checkpoint_engine runtime.checkpoint_engine.checkpoint_engine
             runtime.checkpoint_engine.torch_checkpoint_engine runtime.state_dict_factory
     """,
@@ -259,6 +264,17 @@ ABSENT: Mapping[str, str] = {
     "Write the schedule in the config's `scheduler` block.": """
         deepspeed runtime.lr_schedules: add_tuning_arguments
         runtime.lr_schedules: parse_arguments override_params get_config_from_args get_lr_from_config
+    """,
+    "Write the name as a string.": """
+        runtime.config: ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DEEPSPEED_OPTIMIZERS
+            LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER
+    """,
+    "Use `zero.Init` and `zero.GatheredParameters`.": """
+        runtime.zero.parameter_offload: ZeROOrderedDict ensure_zero_ordered_dict
+        runtime.zero.partition_parameters: AllGatherCoalescedHandle AllGatherHandle CUDAQuantizer
+            InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles get_allgather_dtype
+            partitioned_param_data_shape zero3_linear_wrap
+        runtime.zero.utils: apply_to_tensors_only
     """,
     "Annotate with `Callable[..., Any]`.": "deepspeed: DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "Buffers and tensors stay what the model made them.": "zero runtime.zero: DeepSpeedTensorOverride",

@@ -44,6 +44,13 @@ def warning_once(message: str) -> None:
     logger.warning(message)
 
 
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger and of its handlers, such as "info"."""
+    target = logger if custom_logger is None else custom_logger
+    for each in (target, *target.handlers):
+        each.setLevel(log_level_str.upper())
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the GPU memory of this process if `force` is set and there is a GPU."""
     if force and usable_accelerator() is not None:

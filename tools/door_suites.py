@@ -1,0 +1,177 @@
+"""Run other people's tests on zerodrift and on DeepSpeed, for the third table of docs/doors.md.
+
+`tools/doors.py suite FOLDER CHECKOUT` runs DeepSpeed's unit tests, or accelerate's, by the plugins
+`tests/doors/deepspeed_suite.py` and `accelerate_suite.py`, and calls this.
+
+Invariant: a test that DeepSpeed itself fails on this machine counts neither way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import processes
+from environment import ROOT
+
+RESULTS = ROOT / "tests" / "doors" / "suites.json"
+PLUGINS = ROOT / "tests" / "doors"
+LIMIT = 4 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Tests of a package that concern DeepSpeed's engine or its place in that package."""
+
+    tool: str
+    """Whose environment of `tests/doors/examples.py` runs them."""
+    packages: tuple[str, ...]
+    """What they need beside."""
+    options: tuple[str, ...]
+    files: tuple[str, ...]
+    """Below the folder of tests in a checkout."""
+
+
+_RUNTIME = (
+    *("activation_checkpointing", "half_precision/test_dynamic_loss_scale.py", "half_precision/test_fp16.py"),
+    *("half_precision/test_zero_optim_overflow.py", "test_autocast.py", "test_data.py"),
+    *("test_ds_config_dict.py", "test_ds_config_model.py", "test_ds_initialize.py", "test_lr_schedulers.py"),
+    *("test_multi_output_model.py", "test_multiple_models.py", "test_no_sync_ctxt.py"),
+    *("test_precision_config_dynamic_scale.py", "test_precision_config_loss_scale.py"),
+    *("test_runtime_utils.py", "utils", "zero"),
+)
+_CHECKPOINT = ("latest_checkpoint", "lr_scheduler", "other_optimizer", "shared_weights", "tag_validation",
+               "zero_optimizer")  # fmt: skip
+
+SUITES = {
+    "DeepSpeed": Suite(
+        "deepspeed",
+        ("pytest", "pytest-timeout", "transformers"),
+        ("--timeout", "200", "-W", "ignore"),
+        (
+            *(f"unit/runtime/{name}" for name in _RUNTIME),
+            *("unit/v1/zero", "unit/v1/half_precision", "unit/utils", "unit/comm/test_dist.py"),
+            *(f"unit/checkpoint/test_{name}.py" for name in _CHECKPOINT),
+            "unit/monitor",
+        ),
+    ),
+    "accelerate": Suite(
+        "accelerate",
+        ("pytest", "pytest-timeout", "parameterized"),
+        ("--timeout", "100", "-W", "ignore", "-p", "accelerate_suite"),
+        ("deepspeed",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteResult:
+    """What came of one file of tests."""
+
+    suite: str
+    file: str
+    there: int
+    """How many tests pass on DeepSpeed."""
+    here: int
+    """How many of these pass on zerodrift."""
+    more: int
+    """How many pass on zerodrift alone."""
+    why: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> how many of DeepSpeed's passes fail for it."""
+
+
+def read(path: Path) -> dict[str, tuple[str, str]]:
+    """Return test -> its outcome and reason; a file that cannot be collected is there by its own name."""
+    found: dict[str, tuple[str, str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        told = json.loads(line)
+        if found.get(told["test"], ("", ""))[0] != "failed":
+            found[told["test"]] = told["outcome"], told["why"]
+    return found
+
+
+Outcomes = Mapping[str, tuple[str, str]]
+"""Test -> outcome and reason."""
+
+
+def compare(suite: str, here: Outcomes, there: Outcomes) -> list[SuiteResult]:
+    """Return a result for each file, from the outcomes on zerodrift and on DeepSpeed."""
+    files: dict[str, list[str]] = {}
+    for test in [*there, *here]:
+        files.setdefault(test.partition("::")[0], []).append(test)
+    rows = []
+    for file, tests in sorted(files.items()):
+        good = {test for test in tests if there.get(test, ("", ""))[0] == "passed"}
+        ours = {test for test in tests if here.get(test, ("", ""))[0] == "passed"}
+        uncollected = here.get(file, ("", ""))[1]
+        missing = ("failed", uncollected or "did not run")
+        why = dict(Counter(reason(here.get(test, missing)) for test in good - ours).most_common())
+        rows.append(SuiteResult(suite, file, len(good), len(good & ours), len(ours - good), why))
+    return rows
+
+
+def reason(told: tuple[str, str]) -> str:
+    """Return why a test failed, short, and without what differs between tests of one cause."""
+    outcome, why = told
+    if outcome == "skipped":
+        return f"skipped: {why[:80]}"
+    if name := re.search(r"`(?:deepspeed\.)?([\w.]+)`: must be a name of the drop-in", why):
+        return f"no `{name[1]}`"
+    if name := _MISSING.search(why):
+        return f"no `{next(filter(None, name.groups()))}`"
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", why)[:160]
+
+
+_MISSING = re.compile(r"cannot import name '(\w+)'|No module named '([\w.]+)'|has no attribute '(\w+)'")
+
+
+def results() -> list[SuiteResult]:
+    return [SuiteResult(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+
+
+def keep(found: Iterable[SuiteResult]) -> None:
+    """Replace the results of these files."""
+    rows = {(row.suite, row.file): row for row in [*results(), *found]}
+    kept = [json.dumps(asdict(row)) for _, row in sorted(rows.items())]
+    RESULTS.write_text("[\n" + ",\n".join(kept) + "\n]\n")
+
+
+def run(python: Path, tests: Path, environment: Mapping[str, str], suite: Suite) -> list[Outcomes]:
+    """Run files of tests on zerodrift and on DeepSpeed; return the outcomes of each."""
+    told: list[Outcomes] = []
+    folder = python.parents[1] / "suites"
+    folder.mkdir(exist_ok=True)
+    path = f"{PLUGINS}{os.pathsep}{environment['PYTHONPATH']}"
+    for name, before in (("zerodrift", [str(python), "-m", "zerodrift", "run", "--"]), ("deepspeed", [])):
+        outcomes = folder / f"{name}.jsonl"
+        outcomes.unlink(missing_ok=True)
+        options = [
+            "-q",
+            "--continue-on-collection-errors",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "deepspeed_suite",
+            "--outcomes",
+            str(outcomes),
+        ]
+        with (folder / f"{name}.log").open("w") as printed:
+            command = [*before, str(python), "-m", "pytest", *options, *suite.options, *suite.files]
+            processes.run(command, {**environment, "PYTHONPATH": path}, tests, printed, LIMIT)
+        told.append(read(outcomes))
+    return told
+
+
+def table(found: Iterable[SuiteResult]) -> str:
+    """Return a row for each file."""
+    lines = ["| tests | file | pass on DeepSpeed | of these here | why not |", "| --- " * 5 + "|"]
+    for row in found:
+        if row.there:
+            why = "; ".join(f"{count}: {text}" for text, count in row.why.items()).replace("|", "/") or "-"
+            lines.append(f"| {row.suite} | `{row.file}` | {row.there} | {row.here} | {why} |")
+    return "\n".join(lines) + "\n"
