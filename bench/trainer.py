@@ -27,7 +27,7 @@ from zerodrift.train.job_file import read_job
 from zerodrift.train.loop.session import Session, assemble
 from zerodrift.train.loop.signals import Stop
 from zerodrift.train.loop.training import Loop, _Clock
-from zerodrift.train.report.display import LineDisplay
+from zerodrift.train.report.display import Display
 from zerodrift.train.report.metrics import Metrics
 
 
@@ -94,8 +94,7 @@ def main() -> None:
     result = Result.begin(title, arguments, "transformers")
     with tempfile.TemporaryDirectory() as name:
         written, config = read_job(job(Path(name), arguments))
-        show = LineDisplay(every=1_000_000)
-        show.say = lambda text: None  # type: ignore[method-assign]
+        show = Display()
         session = assemble(written, config, show)
         loop = Loop(session, show, Stop())
         loop._metrics = Metrics(session.folder, written.run, 0)

@@ -12,8 +12,7 @@ from tests.e2e.jobs import job, kinds, losses, on_a_rank
 from tests.ranks.harness import run_ranks
 from tests.unit.data_files import layout
 from zerodrift.errors import ZerodriftError
-from zerodrift.train.data.batches import Feed
-from zerodrift.train.data.sampling import WINDOW, BlockSampler, GroupedSampler, lengths_of, window
+from zerodrift.train.data.sampling import WINDOW, BlockSampler, Feed, GroupedSampler, lengths_of, window
 from zerodrift.train.loop.start import train
 
 

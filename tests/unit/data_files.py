@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from zerodrift.train.data.batches import BatchLayout
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.prepare import PreparedData, prepare
+from zerodrift.train.data.sampling import BatchLayout
 from zerodrift.train.data.tokenizer import ByteTokenizer
 from zerodrift.train.job import Data
 

@@ -13,10 +13,10 @@ import torch
 
 from tests.unit.data_files import data, jsonl, layout, made, parts_of
 from zerodrift.errors import ConfigError
-from zerodrift.train.data.batches import Feed
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.sampling import (
     BlockSampler,
+    Feed,
     Mixture,
     MixtureSampler,
     blocks_of,

@@ -20,7 +20,7 @@ from tests.unit.letters import byte_tokenizer
 from zerodrift.errors import ConfigError, ModelError
 from zerodrift.train.data import chat_template as rendering
 from zerodrift.train.data import conversation as chat
-from zerodrift.train.data import report
+from zerodrift.train.data import documents
 from zerodrift.train.data.blocks import INDEX
 from zerodrift.train.data.prepare import PreparedData
 from zerodrift.train.data.tokenizer import ByteTokenizer, TransformersTokenizer
@@ -133,7 +133,7 @@ def test_keys_that_name_columns_name_those_of_the_rows(tmp_path: Path) -> None:
         made(tmp_path, data(half, format="text"))
     both = jsonl(tmp_path / "c.jsonl", [{"messages": TALK, "text": "Hi", "n": None}])
     reading = made(tmp_path, data(both, block=64)).sets[0].counts
-    assert (reading.kind, reading.unread) == ("chat", ("text",)), "what is empty is not missed"
+    assert (reading.kind, reading.unread) == ("chat", ["text"]), "what is empty is not missed"
     prose = tmp_path / "a.txt"
     prose.write_text("hi" * 500)
     with pytest.raises(ConfigError, match=r"a\.txt.*must be a map of token numbers"):
@@ -151,7 +151,7 @@ def test_what_may_not_be_meant_is_noted(tmp_path: Path) -> None:
     assert found.sets[1].counts.notes() == [f"2 conversations {plain}", "1 conversation trained on as well"]
     trained, held = (text for _, text in found.lines())
     assert "trained on as well" in held and "trained on as well" not in trained and "held out" not in trained
-    (tmp_path / "cache" / found.sets[1].key / report.DIGESTS).write_bytes(b"1234")
+    (tmp_path / "cache" / found.sets[1].key / documents.DIGESTS).write_bytes(b"1234")
     with pytest.raises(ConfigError, match="must hold the blocks that were written"):
         made(tmp_path, data(chats, block=64, validation=str(once)))
 
@@ -280,7 +280,7 @@ def test_a_damaged_cache_is_never_learned_from(tmp_path: Path) -> None:
     whole = read_all(made(tmp_path, written))
     folder = tmp_path / "cache" / made(tmp_path, written).key
     names = {INDEX, *(f"train.{of}" for of in ("tokens", "marks", "counts", "sums"))}
-    assert {path.name for path in folder.iterdir()} == {*names, report.DIGESTS}  # which has no blocks
+    assert {path.name for path in folder.iterdir()} == {*names, documents.DIGESTS}  # which has no blocks
     draw = np.random.default_rng(0)
     caught = 0
     for name in sorted(names):

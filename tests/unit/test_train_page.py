@@ -33,7 +33,7 @@ from zerodrift.report.charts import (
 )
 from zerodrift.train.job import Job, Run
 from zerodrift.train.loop.run_folder import RunFolder
-from zerodrift.train.report.display import LineDisplay, Pace, clock
+from zerodrift.train.report.display import Display, Pace, clock
 from zerodrift.train.report.metrics import Metrics, RunLines, StepMetrics, read
 from zerodrift.train.report.page import run_page
 from zerodrift.train.tools.flops import ForwardFlops, peak, readable
@@ -306,7 +306,7 @@ def test_metrics_that_are_no_file_are_refused(make: Callable[[Path], None], tmp_
 
 
 def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = LineDisplay(every=2)
+    lines = Display(every=2)
     lines.start(0, 5, lambda: (0, 1))
     for number in range(1, 6):
         lines.step(step(number))

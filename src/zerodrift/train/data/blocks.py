@@ -29,78 +29,23 @@ from zerodrift.files import kind, opened
 IGNORED = -100
 """Label of a token that is not learned, as in torch's cross entropy."""
 INDEX = "blocks.json"
-_MARK = np.dtype(np.uint8)
+MARK = np.dtype(np.uint8)
 LEARNED, STARTS = 1, 2
 """Marks of a token: it is learned; it is the first of a document that sees no other."""
 
 
-def _checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int, int]:
+def checksums(tokens: np.ndarray, marks: np.ndarray, labels: int) -> tuple[int, int]:
     """Return the checksums of a block's tokens with their number of labels, and of its marks."""
     return zlib.crc32(tokens.tobytes(), labels), zlib.crc32(marks.tobytes())
 
 
-class BlockWriter:
-    """Writes the blocks of one part of a folder. With `separate_documents` the documents that share a block
-    do not see each other."""
-
-    def __init__(
-        self, folder: Path, part: str, length: int, vocabulary: int, separate_documents: bool = False
-    ) -> None:
-        self.length = length
-        self._vocabulary, self._separate_documents = vocabulary, separate_documents
-        self._paths = {what: folder / f"{part}.{what}" for what in ("tokens", "marks", "counts", "sums")}
-        self._files = [self._paths[what].open("wb") for what in ("tokens", "marks")]
-        self._counts: list[np.ndarray] = []
-        self._sums: list[np.ndarray] = []
-        self._is_marked = False
-        """Whether some token is not learned."""
-
-    def write(self, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
-        """Append the blocks that have a label, and return which these are."""
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
-            must = f"must make tokens from 0 to {self._vocabulary - 1}"
-            raise ConfigError("data.tokenizer", must, got=f"{tokens.min()} to {tokens.max()}")
-        if self._separate_documents:
-            marks = np.where(marks & STARTS, marks & STARTS, marks)
-        else:
-            marks = marks & LEARNED
-        # The first token of a block, and of a separate document, follows from nothing.
-        counts = (marks[:, 1:] & LEARNED).sum(axis=1, dtype=np.int32)
-        keep: np.ndarray = counts > 0
-        tokens, marks = tokens[keep].astype(_token_dtype(self._vocabulary)), marks[keep].astype(_MARK)
-        for file, values in zip(self._files, (tokens, marks), strict=True):
-            file.write(values.tobytes())
-        sums = [_checksums(*block) for block in zip(tokens, marks, counts[keep].tolist(), strict=True)]
-        self._counts.append(counts[keep])
-        self._sums.append(np.array(sums, np.uint32).reshape(-1, 2))
-        self._is_marked |= bool((marks != LEARNED).any())
-        return keep
-
-    def close(self) -> dict[str, int]:
-        """Finish the files, and return what the index says of the part; empty for a part without blocks."""
-        self.release()
-        blocks = sum(map(len, self._counts))
-        if not self._is_marked:
-            self._paths["marks"].unlink()
-        if not blocks:
-            self._paths["tokens"].unlink()
-            return {}
-        np.concatenate(self._counts).tofile(self._paths["counts"])
-        np.concatenate(self._sums).tofile(self._paths["sums"])
-        return {"blocks": blocks, "labels": sum(int(counts.sum()) for counts in self._counts)}
-
-    def release(self) -> None:
-        for file in self._files:
-            file.close()
-
-
-def _token_dtype(vocabulary: int) -> np.dtype[Any]:
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
 
 def write_index(folder: Path, length: int, vocabulary: int, parts: Mapping[str, Any], **more: Any) -> None:
     """Write what each part has; `more` are `apart`, the separate documents, and the counts in `reading`."""
-    sizes = {"length": length, "dtype": _token_dtype(vocabulary).name, "vocabulary": vocabulary}
+    sizes = {"length": length, "dtype": token_dtype(vocabulary).name, "vocabulary": vocabulary}
     (folder / INDEX).write_text(_sealed({**sizes, "parts": parts, **more}))
 
 
@@ -206,8 +151,8 @@ class Blocks:
             place -= len(part)
         tokens, marks = part[place], None if self.marks is None else self.marks[index]
         if self.sums is not None and self.counts is not None:
-            held = np.full(self.length, LEARNED, _MARK) if marks is None else marks
-            if _checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
+            held = np.full(self.length, LEARNED, MARK) if marks is None else marks
+            if checksums(tokens, held, int(self.counts[index])) != tuple(self.sums[index].tolist()):
                 raise damaged(part.file.parent, f"another block {index}")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
             got = f"{tokens.min()} to {tokens.max()} in block {place}"
@@ -248,7 +193,7 @@ _TOKENIZER = "Name the tokenizer that made it in `data.tokenizer`."
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index that `BlockWriter` wrote."""
+    """Return the index of a folder of blocks."""
     try:
         with opened(folder / INDEX) as stream:
             written = stream.read().decode()
@@ -270,7 +215,7 @@ def open_blocks(folder: Path, part: str) -> Blocks:
     try:
         tokens = Rows.of(folder / f"{part}.tokens", np.dtype(index["dtype"]), length)
         file = folder / f"{part}.marks"
-        marks = Rows.of(file, _MARK, length) if file.is_file() else None
+        marks = Rows.of(file, MARK, length) if file.is_file() else None
         for name in (f"{part}.counts", f"{part}.sums"):
             if other := kind(folder / name):
                 raise ValueError(f"{other} at {name}")

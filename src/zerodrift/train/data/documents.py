@@ -1,4 +1,4 @@
-"""Read documents from files: whole texts, texts of rows, and conversations of rows.
+"""Read documents from files: whole texts, texts of rows, and conversations of rows. Count warnings of them.
 
 `files` finds the files, `rows` reads them, and `prepare` turns documents into tokens. Documents come in the
 order of files and rows. Their content alone decides which are held out, whatever else is there.
@@ -11,17 +11,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from zerodrift.errors import ConfigError
+import numpy as np
+
+from zerodrift.errors import ConfigError, first_line
 from zerodrift.train.data import conversation as chat
 from zerodrift.train.data import formats
+from zerodrift.train.data.blocks import damaged
 from zerodrift.train.data.conversation import Conversation, names
 from zerodrift.train.data.files import TOKEN_SUFFIXES
+from zerodrift.train.data.report import DataCounts
 from zerodrift.train.data.rows import Row, read_rows
+from zerodrift.train.data.tokenizer import Tokenizer, Tokens
 from zerodrift.train.job import Data
 
 TEXT_COLUMNS = ("content", "document", "body", "article", "story", "passage", "code")
@@ -33,7 +39,13 @@ _NAME_IT = "Name a column of texts in `data.field`, or one of turns in `data.mes
 NO_ANSWER, EMPTY = "without a turn of the assistant to learn", "empty"
 """Reasons why a document is left out."""
 SILENT = "with an answer of nothing, which is not learned"
-"""A warning."""
+TRAINED_ON, TWICE = "trained on as well", "like another one"
+SPELLED = "with `{}` in the text, which becomes the mark that it spells"
+UNTEMPLATED = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
+"""Warnings."""
+DIGESTS = "documents"
+"""File with the digest of each training document."""
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +78,6 @@ class Document:
             yield from formats.read_text(self.file)
         for at in range(0, len(self.text), PIECE):
             yield self.text[at : at + PIECE]
-
-
-@dataclass
-class DocumentCounts:
-    """Counts of what the files of a set hold."""
-
-    forms: Counter[str] = field(default_factory=Counter)
-    """Source of documents, in words -> how many."""
-    left: Counter[str] = field(default_factory=Counter)
-    """Reason why documents are left out -> how many."""
-    noted: Counter[str] = field(default_factory=Counter)
-    """Warning -> how many documents."""
-    unread: dict[str, None] = field(default_factory=dict)
-    """Columns of rows that are not read, and not empty."""
-
-    def add_unread(self, row: Row, read: Collection[str]) -> None:
-        self.unread |= dict.fromkeys(key for key in row if key not in read and chat.has_content(row[key]))
-
-    def counted(self, document: Document, form: str) -> Iterator[Document]:
-        """Yield a document unless it is nothing but white space."""
-        self.forms[form] += 1
-        if document.talk is None and not any(piece.strip() for piece in document.pieces()):
-            self.left[EMPTY] += 1
-        else:
-            yield document
 
 
 def kind_of(files: Sequence[Path], data: Data) -> str:
@@ -129,10 +116,9 @@ def kind_of(files: Sequence[Path], data: Data) -> str:
     return "text"
 
 
-def read_documents(
-    files: Sequence[Path], data: Data, kind: str, counts: DocumentCounts
-) -> Iterator[Document]:
-    """Yield every document in order, and count what they are."""
+def read_documents(files: Sequence[Path], data: Data, counts: DataCounts) -> Iterator[Document]:
+    """Yield every document of `counts.kind` in order, and count what they are."""
+    kind = counts.kind
     if kind == "chat" and data.field and len(data.sets()) == 1:
         must, todo = "must not be given where rows are conversations", "Name their column in `data.messages`."
         raise ConfigError("data.field", must, got=repr(data.field), do=todo)
@@ -143,7 +129,7 @@ def read_documents(
             if kind == "chat":
                 must = "must be rows of conversations: JSON, JSON lines, CSV, parquet or Arrow"
                 raise ConfigError(str(file), must, got="a text")
-            yield from counts.counted(Document(where=str(file), file=file), "a text per file")
+            yield from _counted(Document(where=str(file), file=file), "a text per file", counts)
             continue
         for number, row in read_rows(file, holds):
             where = f"{file}:{number}"
@@ -152,17 +138,22 @@ def read_documents(
                 yield from _text(row, columns, where, counts)
                 continue
             talk = chat.read_conversation(row, data.messages, where)
-            _require_no_label(row, talk.columns, where)
-            counts.add_unread(row, talk.columns)
+            _check_others(row, talk.columns, where, counts)
             if talk.silent:
                 counts.noted[SILENT] += 1
             if data.loss_on == "answers" and not talk.answers:
                 counts.left[NO_ANSWER] += 1
             else:
-                yield from counts.counted(Document(talk=talk, where=where), talk.form)
+                yield from _counted(Document(talk=talk, where=where), talk.form, counts)
 
 
-# --- texts of rows --------------------------------------------------------------------------------------
+def _counted(document: Document, form: str, counts: DataCounts) -> Iterator[Document]:
+    """Yield a document unless it is nothing but white space."""
+    counts.forms[form] += 1
+    if document.talk is None and not any(piece.strip() for piece in document.pieces()):
+        counts.left[EMPTY] += 1
+    else:
+        yield document
 
 
 def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
@@ -180,26 +171,90 @@ def _text_columns(row: Row, field: str, where: str) -> tuple[str, ...]:
     return (known[0],)
 
 
-def _text(row: Row, columns: tuple[str, ...], where: str, counts: DocumentCounts) -> Iterator[Document]:
+def _text(row: Row, columns: tuple[str, ...], where: str, counts: DataCounts) -> Iterator[Document]:
     for column in columns:
         if not isinstance(row.get(column), str):
             got = formats.type_name(row[column]) if column in row else names(row) or "nothing"
             raise ConfigError(where, f"must have a text in `{column}`", got=got, do=_NAME_IT)
-    _require_no_label(row, columns, where)
-    counts.add_unread(row, columns)
+    _check_others(row, columns, where, counts)
     parts = [chat.text_of(row, column, where) for column in columns]
     given = len(parts[0]) if len(parts) > 1 else 0
     joined = "`prompt` continued by `completion`, without a chat template (`data.format: chat` uses it)"
     form = joined if len(parts) > 1 else f"`{columns[-1]}` of rows"
-    yield from counts.counted(Document("".join(parts), given=given, where=where), form)
+    yield from _counted(Document("".join(parts), given=given, where=where), form, counts)
 
 
-def _require_no_label(row: Row, read: Collection[str], where: str) -> None:
-    """Refuse completions with a label of good or bad, as KTO has them."""
+def _check_others(row: Row, read: Collection[str], where: str, counts: DataCounts) -> None:
+    """Note the columns that are not read, and refuse completions with a label of good or bad, as KTO has."""
     label = row.get("label")
     if "completion" in read and (isinstance(label, bool) or str(label).lower() in ("true", "false")):
-        must, got = (
-            "must be texts or conversations",
-            "preferences: `completion` with a `label` of true or false",
-        )
+        must = "must be texts or conversations"
+        got = "preferences: `completion` with a `label` of true or false"
         raise ConfigError(where, must, got=got, do="TRL trains on preferences: see docs/migrating.md.")
+    others = [key for key in row if key not in read and key not in counts.unread]
+    counts.unread += [key for key in others if chat.has_content(row[key])]
+
+
+class DocumentWatch:
+    """Counts warnings while documents become blocks."""
+
+    def __init__(self, tokenizer: Tokenizer, noted: dict[str, int], seed: int) -> None:
+        self._noted, self._marks, self._seed = noted, tokenizer.marks, seed
+        self._numbers = np.array(sorted(self._marks.values()), np.int64)
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)))
+        self._has_template = tokenizer.has_template
+        self._digests = array("Q")
+
+    def is_held_out(self, document: Document, share: float) -> bool:
+        """Return True for a `share` of all documents, by their content; record the digests of the others."""
+        number = document.number(self._seed)
+        is_held = number / 2**64 < share
+        if not is_held:
+            self._digests.append(number)
+        return is_held
+
+    def watched(
+        self, document: Document, pieces: Iterable[tuple[Tokens, Tokens]]
+    ) -> Iterator[tuple[Tokens, Tokens]]:
+        """Pass on a document's tokens."""
+        mark = ""
+        if document.talk is not None:
+            self._noted[UNTEMPLATED] += not self._has_template
+            contents = (turn["content"] or "" for turn in document.talk.messages) if self._marks else ()
+            mark = next((match[0] for text in contents if (match := self._spelled.search(text))), "")
+        for tokens, learned in pieces:
+            # One token alone is the start or the end, which is not in the text.
+            if document.talk is None and not mark and len(tokens) > 1:
+                there = np.intersect1d(tokens, self._numbers)
+                mark = next((name for name, number in self._marks.items() if number in there), "")
+            yield tokens, learned
+        if mark:
+            self._noted[SPELLED.format(mark)] += 1
+
+    def close(self, folder: Path) -> None:
+        """Write the digests of training documents, and count the documents that are there twice."""
+        (folder / DIGESTS).write_bytes(self._digests.tobytes())
+        self._noted[TWICE] += len(self._digests) - len(np.unique(self._digests))
+        for warning in [warning for warning, count in self._noted.items() if not count]:
+            del self._noted[warning]
+
+
+def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:
+    """Count the documents of a folder that others have too; each folder with its number of documents."""
+    (digests, *others) = (_digests(folder, count) for folder, count in (held, *trained))
+    found = np.zeros(len(digests), dtype=bool)
+    for other in others:
+        for first in range(0, len(other), _AT_ONCE):
+            found |= np.isin(digests, other[first : first + _AT_ONCE])
+    return int(found.sum())
+
+
+def _digests(folder: Path, count: int) -> np.ndarray:
+    try:
+        digests = np.memmap(folder / DIGESTS, np.uint64, "r")
+    except (OSError, ValueError) as error:
+        raise damaged(folder, first_line(error)) from None
+    if len(digests) != count:
+        raise damaged(folder, f"numbers of {len(digests):,} documents for {count:,}")
+    return digests

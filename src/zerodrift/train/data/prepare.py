@@ -23,16 +23,8 @@ import numpy as np
 
 from zerodrift.errors import ConfigError, Problems
 from zerodrift.files import locked, opened
-from zerodrift.train.data import chat_template, documents, formats, report
-from zerodrift.train.data.blocks import (
-    INDEX,
-    Blocks,
-    BlockWriter,
-    open_blocks,
-    open_tokens,
-    read_index,
-    write_index,
-)
+from zerodrift.train.data import chat_template, documents, formats
+from zerodrift.train.data.blocks import INDEX, Blocks, open_blocks, open_tokens, read_index, write_index
 from zerodrift.train.data.files import TEXTS, TRAIN, VALIDATION, DataFiles, find
 from zerodrift.train.data.formats import readable
 from zerodrift.train.data.packing import Packing, PartWriter
@@ -136,8 +128,8 @@ def prepare(data: Data, tokenizer: Tokenizer, cache: Path) -> PreparedData:
         counts = other.counts
         if counts.kind != "tokens":
             folders = [(cache / each.key, each.counts.train.documents) for each in (other, *trained)]
-            if shared := report.shared_documents(folders[0], folders[1:]):
-                counts = replace(counts, noted={**counts.noted, report.TRAINED_ON: shared})
+            if shared := documents.shared_documents(folders[0], folders[1:]):
+                counts = replace(counts, noted={**counts.noted, documents.TRAINED_ON: shared})
         other = replace(other, name="validation", counts=counts)
         held, sets = [other.train], [*trained, other]
     key = sets[0].key if len(sets) == 1 else _digest([[each.key, each.weight] for each in sets])
@@ -316,37 +308,29 @@ def _make_blocks(
 ) -> None:
     beside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
     beside.mkdir()
-    sizes, is_apart = (data.block, tokenizer.vocabulary), has_separate_documents(data, kind)
-    blocks = {part: BlockWriter(beside, part, *sizes, is_apart) for part in (TRAIN, VALIDATION)}
+    counts, is_apart = DataCounts(kind, len(files), data.block), has_separate_documents(data, kind)
+    how = (tokenizer, packing_of(data, kind), is_apart, counts)
+    writers = [
+        PartWriter(beside / part, *how, of_part)
+        for part, of_part in ((TRAIN, counts.train), (VALIDATION, counts.held))
+    ]
     try:
-        writers = [PartWriter(each, packing_of(data, kind), tokenizer.end) for each in blocks.values()]
-        seen = documents.DocumentCounts()
-        watch = report.DocumentWatch(tokenizer, seen.noted, data.seed)
-        for document in documents.read_documents(files, data, kind, seen):
+        watch = documents.DocumentWatch(tokenizer, counts.noted, data.seed)
+        for document in documents.read_documents(files, data, counts):
             writer = writers[watch.is_held_out(document, share)]
             writer.add(watch.watched(document, tokens_of(document, data, tokenizer)))
         watch.close(beside)
-        train, held = (writer.close() for writer in writers)
-        counts = DataCounts(
-            *(kind, len(files), data.block, train, held),
-            forms=dict(seen.forms),
-            left=dict(seen.left),
-            cut=sum(writer.cut for writer in writers),
-            cut_tokens=sum(writer.cut_tokens for writer in writers),
-            noted=dict(seen.noted),
-            empty_blocks=sum(writer.empty_blocks for writer in writers),
-            unread=tuple(seen.unread),
-        )
-        parts = {part: each.close() for part, each in blocks.items()}
-        write_index(beside, *sizes, parts, apart=is_apart, reading=asdict(counts))
+        parts = {part: writer.close() for part, writer in zip((TRAIN, VALIDATION), writers, strict=True)}
+        reading = {**vars(counts), "train": vars(counts.train), "held": vars(counts.held)}
+        write_index(beside, data.block, tokenizer.vocabulary, parts, apart=is_apart, reading=reading)
         try:
             beside.rename(folder)
         except OSError:
             if not (folder / INDEX).is_file():
                 raise
     finally:
-        for each in blocks.values():
-            each.release()
+        for writer in writers:
+            writer.release()
         shutil.rmtree(beside, ignore_errors=True)
 
 

@@ -6,32 +6,15 @@ blocks, was cut, or was left out, and is counted once. Warnings change nothing.
 
 from __future__ import annotations
 
-import re
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from zerodrift.errors import first_line, several
-from zerodrift.train.data.blocks import damaged
-from zerodrift.train.data.documents import Document
-from zerodrift.train.data.tokenizer import Tokenizer, Tokens
-
-LONG, NOTHING = "cut at the end of a block", "with nothing to learn"
-TRAINED_ON, TWICE = "trained on as well", "like another one"
-SPELLED = "with `{}` in the text, which becomes the mark that it spells"
-UNTEMPLATED = "written with `<|role|>` in front of each turn: the tokenizer has no chat template"
-
-DIGESTS = "documents"
-"""File with the digest of each training document."""
-_AT_ONCE = 1 << 20
+from zerodrift.errors import several
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class PartCounts:
     """Counts of one part: training or validation."""
 
@@ -43,30 +26,30 @@ class PartCounts:
     padding: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class DataCounts:
-    """Counts of one set of data. The field names are those of the index of blocks."""
+    """Counts of one set of data, made while it is read. The field names are those of the index of blocks."""
 
     kind: str
     """`text`, `chat` or `tokens`."""
     files: int
     block: int
-    train: PartCounts
-    held: PartCounts = PartCounts()
-    forms: Mapping[str, int] = field(default_factory=dict)
-    """Source of documents -> how many."""
-    left: Mapping[str, int] = field(default_factory=dict)
+    train: PartCounts = field(default_factory=PartCounts)
+    held: PartCounts = field(default_factory=PartCounts)
+    forms: dict[str, int] = field(default_factory=Counter)
+    """Source of documents, in words -> how many."""
+    left: dict[str, int] = field(default_factory=Counter)
     """Reason why documents were left out -> how many."""
     cut: int = 0
     """Documents longer than a block."""
     cut_tokens: int = 0
-    noted: Mapping[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=Counter)
     """Warning -> how many documents."""
     empty_blocks: int = 0
     """Blocks left out because nothing in them is learned."""
-    unread: tuple[str, ...] = ()
+    unread: list[str] = field(default_factory=list)
     """Columns that are not read, and not empty."""
-    beside: tuple[str, ...] = ()
+    beside: Sequence[str] = ()
     """Other files in the folders, in words."""
 
     @property
@@ -75,16 +58,14 @@ class DataCounts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> DataCounts:
-        parts = {name: PartCounts(**values[name]) for name in ("train", "held")}
-        lists = {name: tuple(values[name]) for name in ("unread", "beside")}
-        return DataCounts(**{**values, **parts, **lists})
+        return DataCounts(**{**values, **{name: PartCounts(**values[name]) for name in ("train", "held")}})
 
     def reasons(self) -> list[str]:
         """Say what was cut and left out of the files that were read."""
-        cut = f"{several(self.cut, self.noun)} {LONG}, by {self.cut_tokens:,} tokens in all"
-        empty = f"{several(self.empty_blocks, 'block')} {NOTHING}"
+        cut = f"{several(self.cut, self.noun)} cut at the end of a block, by {self.cut_tokens:,} tokens"
+        empty = f"{several(self.empty_blocks, 'block')} with nothing to learn"
         left = [f"{several(count, self.noun)} {why}" for why, count in self.left.items()]
-        return [*([cut] if self.cut else []), *left, *([empty] if self.empty_blocks else [])]
+        return [*([f"{cut} in all"] if self.cut else []), *left, *([empty] if self.empty_blocks else [])]
 
     def notes(self) -> list[str]:
         """Return the warnings with their counts."""
@@ -128,71 +109,3 @@ class DataCounts:
         plain = ("data", "blocks")
         texts = [text if label in plain else f"{label} {text.replace('; ', ', ')}" for label, text in facts]
         return "; ".join(texts)
-
-
-# --- warnings -------------------------------------------------------------------------------------------
-
-
-class DocumentWatch:
-    """Counts warnings while documents become blocks."""
-
-    def __init__(self, tokenizer: Tokenizer, noted: Counter[str], seed: int) -> None:
-        self._noted, self._marks, self._seed = noted, tokenizer.marks, seed
-        self._numbers = np.array(sorted(self._marks.values()), np.int64)
-        longest_first = sorted(self._marks, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)))
-        self._has_template = tokenizer.has_template
-        self._digests = array("Q")
-
-    def is_held_out(self, document: Document, share: float) -> bool:
-        """Return True for a `share` of all documents, by their content; record the digests of the others."""
-        number = document.number(self._seed)
-        is_held = number / 2**64 < share
-        if not is_held:
-            self._digests.append(number)
-        return is_held
-
-    def watched(
-        self, document: Document, pieces: Iterable[tuple[Tokens, Tokens]]
-    ) -> Iterator[tuple[Tokens, Tokens]]:
-        """Pass on a document's tokens."""
-        mark = ""
-        if document.talk is not None:
-            self._noted[UNTEMPLATED] += not self._has_template
-            contents = (turn["content"] or "" for turn in document.talk.messages) if self._marks else ()
-            mark = next((match[0] for text in contents if (match := self._spelled.search(text))), "")
-        for tokens, learned in pieces:
-            # One token alone is the start or the end, which is not in the text.
-            if document.talk is None and not mark and len(tokens) > 1:
-                there = np.intersect1d(tokens, self._numbers)
-                mark = next((name for name, number in self._marks.items() if number in there), "")
-            yield tokens, learned
-        if mark:
-            self._noted[SPELLED.format(mark)] += 1
-
-    def close(self, folder: Path) -> None:
-        """Write the digests of training documents, and count the documents that are there twice."""
-        (folder / DIGESTS).write_bytes(self._digests.tobytes())
-        self._noted[TWICE] += len(self._digests) - len(np.unique(self._digests))
-        for warning in [warning for warning, count in self._noted.items() if not count]:
-            del self._noted[warning]
-
-
-def shared_documents(held: tuple[Path, int], trained: Sequence[tuple[Path, int]]) -> int:
-    """Count the documents of a folder that others have too; each folder with its number of documents."""
-    (digests, *others) = (_digests(folder, count) for folder, count in (held, *trained))
-    found = np.zeros(len(digests), dtype=bool)
-    for other in others:
-        for first in range(0, len(other), _AT_ONCE):
-            found |= np.isin(digests, other[first : first + _AT_ONCE])
-    return int(found.sum())
-
-
-def _digests(folder: Path, count: int) -> np.ndarray:
-    try:
-        digests = np.memmap(folder / DIGESTS, np.uint64, "r")
-    except (OSError, ValueError) as error:
-        raise damaged(folder, first_line(error)) from None
-    if len(digests) != count:
-        raise damaged(folder, f"numbers of {len(digests):,} documents for {count:,}")
-    return digests

@@ -14,7 +14,7 @@ import torch
 from zerodrift.engine import Engine
 from zerodrift.errors import ConfigError, several
 from zerodrift.legible import legible
-from zerodrift.train.data.batches import validation_batches
+from zerodrift.train.data.sampling import validation_batches
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop.model import positions

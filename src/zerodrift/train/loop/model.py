@@ -41,9 +41,9 @@ from zerodrift.model import (
     safetensors,
 )
 from zerodrift.pipeline import Parts
-from zerodrift.train.data.batches import BatchLayout, MicroBatch
 from zerodrift.train.data.blocks import IGNORED
 from zerodrift.train.data.hub import advice, name_in_cache
+from zerodrift.train.data.sampling import BatchLayout, MicroBatch
 from zerodrift.train.data.tokenizer import Tokenizer
 from zerodrift.train.job import Job, Model
 from zerodrift.train.loop.step import losses_of

@@ -24,11 +24,10 @@ from zerodrift.engine import Engine, computed_by
 from zerodrift.errors import CheckpointError, ConfigError, Problems
 from zerodrift.legible import legible
 from zerodrift.policy import SPLIT, Policy, mesh_for, need_of, resolve
-from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.blocks import Blocks
 from zerodrift.train.data.hub import cached_names
 from zerodrift.train.data.prepare import PreparedData, prepare, require_validation
-from zerodrift.train.data.sampling import Mixture
+from zerodrift.train.data.sampling import BatchLayout, Feed, Mixture
 from zerodrift.train.data.tokenizer import Tokenizer, TransformersTokenizer, copy_tokenizer, tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.loop import model as models

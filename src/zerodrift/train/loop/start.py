@@ -16,7 +16,7 @@ from zerodrift.errors import ConfigError, ZerodriftError, refused_by_system
 from zerodrift.legible import legible
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
-from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join, joined_ranks
+from zerodrift.train.loop.launcher import Launcher, LaunchRequest, RankFailedError, join
 from zerodrift.train.loop.run_folder import RunFolder, require_writable
 from zerodrift.train.loop.signals import exit_code, listen
 from zerodrift.train.report.display import display
@@ -73,16 +73,6 @@ def _run(
     except RankFailedError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
-    """Print what `train` would print before its first step."""
-    from zerodrift.train.tools.outline import dry_run as run
-
-    job, _ = read_job(source, overrides)
-    ranks = joined_ranks() if join() else processes(job, nproc)
-    with refused_files(), worded_for_a_job():
-        run(source, overrides, ranks, whole_plan)
 
 
 def processes(job: Job, nproc: int | None) -> int:

@@ -20,7 +20,7 @@ from zerodrift.engine import Digest, Engine, StepResult, loss_in
 from zerodrift.errors import ZerodriftError
 from zerodrift.plan import Plan, cost
 from zerodrift.report import size
-from zerodrift.train.data.batches import Feed, MicroBatch
+from zerodrift.train.data.sampling import Feed, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

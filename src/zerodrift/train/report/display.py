@@ -1,6 +1,6 @@
 """Show a run while it goes: one live line on a terminal, and plain lines elsewhere.
 
-Ranks but the first show nothing. Texts beside the live line (the plan, notes, evaluations) are printed above
+Texts beside the live line (the plan, notes, evaluations) are printed above
 it. The line is drawn several times a second, so that a step of minutes shows its micro-batches and a long
 evaluation its name. It is never wider than the terminal: figures are dropped in the order of `DROPPED`, and
 the step, the loss and the time left stay.
@@ -30,42 +30,6 @@ BAR = 10
 """Narrowest bar, in cells."""
 LONG = 2.0
 """Seconds after which a step shows its micro-batches."""
-
-
-class Display:
-    """Shows nothing: the display of every rank but the first."""
-
-    color = False
-
-    @property
-    def width(self) -> int:
-        return WIDTH
-
-    def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
-        """`micro_batches` returns the finished micro-batches of the step, and all of them."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def doing(self, what: str) -> AbstractContextManager[None]:
-        """Show an activity that takes time and is no step."""
-        return nullcontext()
-
-    def step(self, step: StepMetrics) -> None:
-        pass
-
-    def evaluation(self, step: int, loss: float) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-def display(rank: int, every: int) -> Display:
-    """Return the display of a rank for its stdout; `every` is `run.log_every`."""
-    if rank:
-        return Display()
-    return LiveDisplay() if sys.stdout.isatty() else LineDisplay(every)
 
 
 def figures(step: StepMetrics) -> dict[str, str]:
@@ -99,31 +63,44 @@ class Pace:
         return (now - since) / (last - first) * (steps - step.step) if last > first else None
 
 
-class LineDisplay(Display):
-    """Prints lines into a file or a pipe, one per so many steps."""
+class Display:
+    """Prints lines into a file or a pipe, one per so many steps; every rank but the first prints nothing."""
 
-    def __init__(self, every: int) -> None:
+    color = False
+
+    def __init__(self, every: int = 0) -> None:
+        """`every` is `run.log_every`; 0 prints nothing."""
         self._every, self._steps, self._pace = every, 0, Pace()
 
+    @property
+    def width(self) -> int:
+        return WIDTH
+
     def start(self, step: int, steps: int, micro_batches: Callable[[], tuple[int, int]]) -> None:
+        """`micro_batches` returns the finished micro-batches of the step, and all of them."""
         self._steps = steps
 
     def say(self, text: str) -> None:
-        print(encodable(text, sys.stdout.encoding), flush=True)
+        if self._every:
+            print(encodable(text, sys.stdout.encoding), flush=True)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Show an activity that takes time and is no step."""
+        return nullcontext()
 
     def step(self, step: StepMetrics) -> None:
         left = self._pace.remaining(step, self._steps)
-        if step.step % self._every and step.step != self._steps and not step.skipped:
-            return
-        skipped = ["skipped"] if step.skipped else []
-        eta = [f"eta {clock(left)}"] if left is not None else []
-        self.say("  ".join([f"step {step.step}/{self._steps}", *figures(step).values(), *skipped, *eta]))
+        is_due = self._every and not step.step % self._every
+        if is_due or step.step == self._steps or step.skipped:
+            skipped = ["skipped"] if step.skipped else []
+            eta = [f"eta {clock(left)}"] if left is not None else []
+            self.say("  ".join([f"step {step.step}/{self._steps}", *figures(step).values(), *skipped, *eta]))
 
     def evaluation(self, step: int, loss: float) -> None:
         self.say(f"step {step}  validation loss {loss:.4f}")
 
-
-# --- the live line ----------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Leave the screen in order."""
 
 
 @dataclass(slots=True)
@@ -180,11 +157,11 @@ class LiveDisplay(Display):
     """Draws the live line on a terminal."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._console = Console(highlight=False, markup=False, emoji=False)
         self.color = self._console.color_system is not None and not self._console.no_color
         self._state = LineState()
         self._since = time.monotonic()
-        self._pace = Pace()
         self._micro_batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._live: Any = None
 
@@ -221,7 +198,7 @@ class LiveDisplay(Display):
 
     def evaluation(self, step: int, loss: float) -> None:
         self._state.validation = f"{loss:.4f}"
-        self.say(f"step {step}  validation loss {loss:.4f}")
+        super().evaluation(step, loss)
 
     def stop(self) -> None:
         if self._live is not None:
@@ -244,3 +221,10 @@ class LiveDisplay(Display):
         is_long = state.spent > LONG and state.done < state.steps and not state.doing
         state.micro_batch = f"{min(done + 1, of)}/{of}" if is_long and of > 1 else ""
         return line(state, self._console.width)
+
+
+def display(rank: int, every: int) -> Display:
+    """Return the display of a rank for its stdout; `every` is `run.log_every`."""
+    if rank:
+        return Display()
+    return LiveDisplay() if sys.stdout.isatty() else Display(every)

@@ -20,15 +20,17 @@ from zerodrift.legible import legible
 from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, rank_micro_batches
 from zerodrift.policy import AutoValues
-from zerodrift.train.data.batches import BatchLayout, Feed
 from zerodrift.train.data.prepare import prepare
+from zerodrift.train.data.sampling import BatchLayout, Feed
 from zerodrift.train.data.tokenizer import tokenizer
 from zerodrift.train.job import Job
 from zerodrift.train.job_file import read_job, worded_for_a_job
 from zerodrift.train.loop import model as models
+from zerodrift.train.loop.launcher import join, joined_ranks
 from zerodrift.train.loop.resume import checkpoint_to_resume
 from zerodrift.train.loop.run_folder import RunFolder
 from zerodrift.train.loop.session import length_of, needs_length, numbers_of, outline
+from zerodrift.train.loop.start import processes, refused_files
 from zerodrift.train.report.display import display
 from zerodrift.train.report.summary import data_text, head_text
 
@@ -48,20 +50,22 @@ def planned_from(job: Job, config: Config, world: int) -> tuple[ModelSpec, AutoV
     return describe(model), numbers_of(job, config, steps)
 
 
-def dry_run(source: str, overrides: Sequence[str], ranks: int, whole_plan: bool) -> None:
+def dry_run(source: str, overrides: Sequence[str], nproc: int | None, whole_plan: bool) -> None:
     """Print what `train` would print before its first step."""
     job, config = read_job(source, overrides)
+    ranks = joined_ranks() if join() else processes(job, nproc)
     show = display(0, job.run.log_every)
     folder = RunFolder.of(job).path
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
-        made = outline(job, config, show, ranks)
-        plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
-        show.say(head_text(plan, show, whole_plan))
-        show.say(data_text(job, made.prepared, made.steps, plan, show))
-        start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
-        begins = "would begin anew" if start is None else f"would go on from {start}"
-        show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
+        with refused_files(), worded_for_a_job():
+            made = outline(job, config, show, ranks)
+            plan = make_plan(config, made.model, ranks, auto=numbers_of(job, config, made.steps))
+            show.say(head_text(plan, show, whole_plan))
+            show.say(data_text(job, made.prepared, made.steps, plan, show))
+            start = None if job.run.resume == "never" else checkpoint_to_resume(job.run.resume, made.folder)
+            begins = "would begin anew" if start is None else f"would go on from {start}"
+            show.say(legible(f"dry run: {begins}, in {made.folder.path}; nothing was started"))
     finally:
         show.stop()
         for place in new:  # made to check that it can be
