@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.numerics.test_frozen import adapted
 from tests.ranks.harness import on_ranks
 from zerodrift import cost
 from zerodrift.checkpoint.checkpoints import Checkpoints
+from zerodrift.engine.engine import Engine
 from zerodrift.plan import builder as build
 from zerodrift.plan import layout
 
@@ -152,27 +154,24 @@ ON_FEW, ON_SOME, ON_MANY = 2, 512, 16384
 """Ranks: none, the pinned norms and all parameters of blocks are small."""
 PINNED = {"rules": [{"match": "layers.*.norm*", "pin": "fp32"}]}
 
-_move = build.move_small_segments
 
-
-def as_on(ranks: int) -> None:
-    """Make small in this process what would be on so many, of a model that is as much larger."""
-    layout.MIN_SLICED_ELEMENTS = 256 * 256 // 32
+def make_as_on(ranks: int, stage: int) -> Engine:
+    """An engine in which is small what would be on so many ranks, of a model that is as much larger."""
+    move = build.move_small_segments
 
     def moved(units: Any, columns: Any, model: Any, slices: int) -> Any:
-        return _move(units, columns, model, ranks // 32 if ranks > ON_FEW else 1)
+        return move(units, columns, model, ranks // 32 if ranks > ON_FEW else 1)
 
-    build.move_small_segments = moved
-
-
-def written(stage: int) -> dict[str, Any]:
-    return config(stage, "bf16", 2, precision=PINNED)
+    with (
+        mock.patch.object(layout, "MIN_SLICED_ELEMENTS", 256 * 256 // 32),
+        mock.patch.object(build, "move_small_segments", moved),
+    ):
+        return make(config(stage, "bf16", 2, precision=PINNED))
 
 
 def trained(ranks: int, stage: int) -> tuple[Run, int, int]:
     """A run, the rows of the root, and how many collectives a step took."""
-    as_on(ranks)
-    engine = make(written(stage))
+    engine = make_as_on(ranks, stage)
     train(engine, 1, 2)
     with engine.comm.record() as calls:
         run = train(engine, 1, 2)
@@ -192,14 +191,12 @@ def test_bits_are_the_same_where_small_segments_are_gathered_with_the_root(
 
 @on_ranks(2)
 def test_a_checkpoint_of_one_layout_is_loaded_into_the_other(tmp_path: Path) -> None:
-    as_on(ON_FEW)
-    engine = make(written(3))
+    engine = make_as_on(ON_FEW, 3)
     train(engine, 1, 2)
     before = finish(engine)
     Checkpoints(engine, tmp_path, quiet=True).save()
     engine.destroy()
-    as_on(ON_SOME)
-    engine = make(written(3))
+    engine = make_as_on(ON_SOME, 3)
     Checkpoints(engine, tmp_path, quiet=True).load()
     require_alike(before, finish(engine))
 
