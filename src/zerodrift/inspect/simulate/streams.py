@@ -156,9 +156,11 @@ class RankPlayer:
         if event.work == "leave" and not self._pipelined:
             return  # its gradients are accumulated with the whole root's
         for segment in (part.segments[number] for number in unit.segments):
-            if first and (rate := self._cluster.device.new_gb_per_s) is not None:
-                self.streams.compute(_new_bytes(part, segment) / (rate * GIGA))
-            update = segment.columns.update
+            update, rate = segment.columns.update, self._cluster.device.new_gb_per_s
+            is_freed = update is not None and part.policy.sharding.free_accumulator
+            if first and is_freed and rate is not None:  # the accumulator's memory, by the step before
+                new = sums_bytes(part, segment, part.policy.batch.accumulation)
+                self.streams.compute(new / (rate * GIGA))
             is_reduced = update is not None and (last or update.reduce.when == "every")
             if not is_reduced or part.slices(segment) <= 1:
                 self._pass_over(_accumulate_bytes(segment, adds=not first or self._pipelined))
@@ -271,13 +273,6 @@ def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
     size = update.accumulate.dtype.size
     cast = 0 if update.grad is update.accumulate.dtype else update.grad.size + size
     return segment.numel * (cast + (3 if adds else 2) * size)
-
-
-def _new_bytes(plan: Plan, segment: Segment) -> int:
-    """Memory of accumulators that the step before has freed."""
-    if segment.columns.update is None or not plan.policy.sharding.free_accumulator:
-        return 0
-    return sums_bytes(plan, segment, plan.policy.batch.accumulation)
 
 
 def _wire_bytes(plan: Plan, segment: Segment) -> int:
