@@ -66,8 +66,7 @@ def check(
             write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
-        else:
-            # The last line of the command may have no end.
+        else:  # the last line of the command may have no end
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), **streams.narrow_layout()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
@@ -112,10 +111,9 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
 
 def _notes(seen: RunRecord, steps: int) -> list[str]:
     notes = list(seen.failures)
-    for process in seen.processes:
-        if process.steps < steps:
-            how = "crashed" if process.ended == "crash" else "ended"
-            notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
+    for process in (process for process in seen.processes if process.steps < steps):
+        how = "crashed" if process.ended == "crash" else "ended"
+        notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
     if seen.late:
         notes.append("The command was ended when its `--timeout` was over.")
     elif _ended_early(seen, steps):

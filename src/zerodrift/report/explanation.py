@@ -125,9 +125,10 @@ def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
     indices = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
     if not indices:
         wider, names = f"*{pattern.strip('*.')}*", [name for row in plan.rows for name in row.names]
-        todo = _offer(plan, pattern) or "A glob matches the full name: try `*` at both ends."
         if any(fnmatch.fnmatchcase(name, wider) for name in names):
             todo = f"A glob matches the full name: try `{wider}`."
+        else:
+            todo = _offer(plan, pattern) or "A glob matches the full name: try `*` at both ends."
         raise ModelError(where, f"must match a parameter of {plan.source}", got=repr(pattern), do=todo)
     return indices
 
