@@ -74,11 +74,8 @@ class AuditSetup:
         """
         subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
         with running(subject, policy, self.mesh) as engine:
-            return signals.forward_signals(engine, self.batches, _widening(widened))
-
-
-def _widening(places: frozenset[tuple[str, str]]) -> signals.Around | None:
-    return (lambda path: Widener(path, places)) if places else None
+            around = (lambda path: Widener(path, widened)) if widened else None
+            return signals.forward_signals(engine, self.batches, around)
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
@@ -90,7 +87,7 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
         places = _sum_over_ranks(reference, own)
         narrowed = frozenset((place.module, place.line) for place in places)
         if narrowed:
-            true = signals.forward_signals(reference, batches, _widening(narrowed))
+            true = signals.forward_signals(reference, batches, lambda path: Widener(path, narrowed))
         _require_finite(true, reference)
         with running(setup.subject, setup.policy, setup.mesh) as engine:
             by_loss, buffers = Roundings(), dict(reference.module.named_buffers())

@@ -66,12 +66,14 @@ class GradientWatch:
             return original(*args, **kwargs)
         if not state.in_backward:
             self._begins(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
-        with self._script.paused():
-            state.in_backward += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                state.in_backward -= 1
+        was_on = self._script.leave()
+        state.in_backward += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.in_backward -= 1
+            if was_on:
+                state.safely(self._script.enter, None)
 
     @guarded
     def _begins(self, losses: Any) -> None:

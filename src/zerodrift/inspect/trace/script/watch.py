@@ -9,9 +9,7 @@ only from the top.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
@@ -54,16 +52,6 @@ class ScriptWatch:
         self._is_entered = False
         self._mode.__exit__(None, None, None)
         return True
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the mode for a backward."""
-        was_on = self.leave()
-        try:
-            yield
-        finally:
-            if was_on:
-                self.state.safely(self.enter, None)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
         if func.namespace == "aten":
