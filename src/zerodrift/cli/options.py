@@ -24,12 +24,10 @@ Count = int | None
 File = Path | None
 
 # --- of every verb ------------------------------------------------------------------------------------
-
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 Debug = Annotated[bool, _option("--debug", "Show the traceback of an error.")]
 
 # --- plan, explain, support ---------------------------------------------------------------------------
-
 Config = Annotated[str, _argument("CONFIG", "Config file in YAML or JSON, ours or DeepSpeed's; or a job.")]
 _MODEL = _option("--model X", "Folder with a config or safetensors, or module:function.")
 Model = Annotated[Text, _MODEL]
@@ -60,7 +58,6 @@ Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
 Markdown = Annotated[bool, _option("--markdown", "Print the table as a Markdown page.")]
 
 # --- check, run and diff -------------------------------------------------------------------------------
-
 Command = Annotated[list[str], _argument("-- COMMAND...", "The command that trains, as it would be run.")]
 Steps = Annotated[int, _option("--steps N", "Optimizer steps to watch.", min=1)]
 Expect = Annotated[
@@ -99,7 +96,6 @@ TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
 TableB = Annotated[Path, _argument("B", "Another one.")]
 
 # --- audit --------------------------------------------------------------------------------------------
-
 JobOrConfig = Annotated[str, _argument("JOB_OR_CONFIG", "A job file, or a config with --model.")]
 ModelOfConfig = Annotated[
     Text, _option("--model X", "With a config: a transformers folder or config, or package.module:function.")
@@ -125,7 +121,6 @@ Narrow = Annotated[
 HtmlAudit = Annotated[File, _option("--html FILE", "Also write the audit as a single HTML page.")]
 
 # --- drift --------------------------------------------------------------------------------------------
-
 TrainerConfig = Annotated[
     str,
     _argument(
@@ -148,7 +143,6 @@ RecordedFile = Annotated[
 Bar = Annotated[float, _option("--bar D", "The mean |difference| that passes.", min=0.0)]
 
 # --- inspect and convert ------------------------------------------------------------------------------
-
 Checkpoint = Annotated[Path, _argument("CHECKPOINT", "A checkpoint, or a folder of checkpoints.")]
 Verify = Annotated[bool, _option("--verify", "Check every file against its checksum, not only its size.")]
 Source = Annotated[Path, _argument("SOURCE", "A checkpoint, ours or DeepSpeed's, or safetensors files.")]
@@ -169,7 +163,6 @@ Trust = Annotated[bool, _option("--trust", "Unpickle DeepSpeed files, which may 
 Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or the one at --model.")]
 
 # --- train and sample ---------------------------------------------------------------------------------
-
 Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
 SetInJob = Annotated[
     Texts, _option("--set KEY=VALUE", "Override a key of the job, as in run.steps=100. Repeatable.")
@@ -208,7 +201,6 @@ Seed = Annotated[int, _option("--seed S", "Seed for sampling.", min=0, max=2**63
 Chat = Annotated[bool, _option("--chat", "Treat the prompt as the user's turn in a conversation.")]
 
 # --- examples -----------------------------------------------------------------------------------------
-
 CopyExamples = Annotated[bool, _option("--copy", "Copy the examples into FOLDER.")]
 ExamplesFolder = Annotated[
     Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)

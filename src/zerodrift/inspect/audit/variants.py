@@ -31,9 +31,6 @@ class Choice:
     cell: Cell
     names: tuple[str, ...]  # first names of the parameters
 
-    def __str__(self) -> str:
-        return f"{self.pattern} {self.cell}"
-
 
 def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
