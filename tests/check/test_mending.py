@@ -53,7 +53,7 @@ def test_a_block_says_what_mends_a_finding_and_loads(library: str) -> None:
     run = process(**LIBRARIES[library])
     for kind, said in SAID.items():
         found = RunFinding(kind, None, NAMES.get(kind, ()), "what.", "do.")
-        blocks = {block.library: block.text for block in mending([run], [found])}
+        blocks = dict(mending([run], [found]))
         expected = said.get(library, said.get("*", ""))
         assert expected in blocks.get(library, ""), (kind, blocks)
         assert all(len(line) <= 78 for text in blocks.values() for line in text.splitlines())

@@ -665,6 +665,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 # --- what drift says --------------------------------------------------------------------------------------
 
 
+def named_first(found: SideComparison) -> str:
+    """Return the name of the first fault or cell; empty if nothing differs."""
+    return next(iter([fault.name for fault in found.faults] + [each.cell.key for each in found.cells]), "")
+
+
 @dataclass(frozen=True)
 class PlantFound:
     """One plant in one architecture."""
@@ -678,7 +683,7 @@ class PlantFound:
 
     @property
     def is_first(self) -> bool:
-        return self.found.first in self.wanted
+        return named_first(self.found) in self.wanted
 
     @property
     def share(self) -> float:
@@ -735,7 +740,7 @@ def main() -> None:
             explained = f"{one.share:9.4f}" if one.explained else "        -"
             first = "yes" if one.is_first else "NO"
             numbers = f"{found.whole.rms:8.1e} {explained} {alone}"
-            print(f"{one.plant:20} {architecture:12} {first:5} {numbers}  {found.first}", flush=True)
+            print(f"{one.plant:20} {architecture:12} {first:5} {numbers}  {named_first(found)}", flush=True)
     kinds = {one.plant for one in results}
     whole = {one.plant for one in results if one.is_first} - {
         one.plant for one in results if not one.is_first

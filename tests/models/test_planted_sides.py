@@ -16,7 +16,15 @@ import zerodrift
 
 pytest.importorskip("transformers")
 
-from tests.models.planted_sides import ARCHITECTURES, PLANTS, PlantFound, lively, planted, token_ids
+from tests.models.planted_sides import (
+    ARCHITECTURES,
+    PLANTS,
+    PlantFound,
+    lively,
+    named_first,
+    planted,
+    token_ids,
+)
 from zerodrift.inspect.drift.attribution import SamplerSide, compare_sides
 from zerodrift.inspect.drift.trainer import load_trainer as trainer
 
@@ -25,7 +33,7 @@ SHOWN_IN |= {"router_rounded": "plain-moe", "router_in_bf16": "plain-moe", "unti
 
 
 def must_be_found(one: PlantFound) -> None:
-    assert one.is_first, f"{one.found.first}, not {one.wanted}"
+    assert one.is_first, f"{named_first(one.found)}, not {one.wanted}"
     if one.explained:
         assert one.share >= 0.9
     elif one.plant != "missing":
@@ -58,7 +66,7 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
     (changed,) = (key for key, value in after.items() if not value.equal(before[key]))
     found = compare_sides(trainer(config, model), SamplerSide(sent=sent), ids)
     (fate,) = found.faults
-    assert fate.name == found.first == changed and found.cells[0].explains == 1.0
+    assert fate.name == named_first(found) == changed and found.cells[0].explains == 1.0
     assert ("in slice 1" in fate.verdict.told) == (changed != name)  # transformers 4 stacks no experts
 
 

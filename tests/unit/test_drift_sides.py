@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, token_ids
+from tests.models.planted_sides import PlainDecoder, PlantedSide, head_in_fp32, lively, named_first, token_ids
 from zerodrift.api import make_plan
 from zerodrift.dtypes import DType
 from zerodrift.errors import ConfigError, ModelError, NonFiniteError, UnsupportedError, ZerodriftError
@@ -160,6 +160,9 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     table = read_sampler_dtypes(tmp_path / "a.yaml")
     assert table.compute is DType.BF16 and table.roles == (("head", DType.FP32),)
     assert table.activations == (("kv", DType.FP8_E4M3),) and table.tensors == (("*.up.*", DType.FP16),)
+    (tmp_path / "b.yaml").write_text("compute: bf16\ncompute: fp32\n")
+    with pytest.raises(ConfigError, match="must be written once"):
+        read_sampler_dtypes(tmp_path / "b.yaml")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_under_autocast_a_sampler_has_one_dtype() -> None:
     same = compared(plain(config), sampler={"softmax": "fp32"})
     assert same.whole.rms == 0.0 and same.cells == ()
     found = compared(plain(config), sampler={"compute": "bf16", "norms": "fp32"})
-    assert found.first == "compute" and found.whole.rms > 0
+    assert named_first(found) == "compute" and found.whole.rms > 0
     with pytest.raises(UnsupportedError, match=r"`sampler\.head`: must be fp32, or what `compute` says"):
         compared(plain(config), sampler={"head": "bf16"})
 
@@ -352,7 +355,7 @@ def test_sides_that_are_the_same_are_exactly_zero_apart(
     found = compared(side, sent=sent, loaded=sent, sampler={"compute": config["precision"]["mode"]})
     whole = found.whole
     assert (whole.mean_abs, whole.rms, whole.k3, whole.largest, whole.not_finite) == (0.0, 0.0, 0.0, 0.0, 0)
-    assert found.within and found.cells == () and found.faults == () and found.first == ""
+    assert found.within and found.cells == () and found.faults == () and named_first(found) == ""
 
 
 def test_looking_changes_neither_values_nor_the_model() -> None:
@@ -374,7 +377,7 @@ def test_the_step_at_which_a_tensor_changed_is_named(tmp_path: Path) -> None:
     assert (fate.name, fate.verdict.kind, fate.step) == (name, "transposed", "loaded")
     assert digests["trained"] == digests["sent"] != digests["loaded"]
     both = compared(sent=loaded, loaded=loaded)
-    assert both.faults[0].step == "sent" and both.first == name and not both.within
+    assert both.faults[0].step == "sent" and named_first(both) == name and not both.within
 
 
 def test_a_dtype_brings_the_tensors_that_were_sent_for_it(tmp_path: Path) -> None:
@@ -392,7 +395,7 @@ def test_cells_are_replayed_alone_and_left_out_alone(tmp_path: Path) -> None:
         alone = compared(sampler={key: {"kv": "fp8_e5m2", "head": "bf16"}[key]})
         assert of[key].alone == alone.whole
         assert of[other].removes == 1 - alone.whole.square / found.whole.square
-    assert found.first == "kv" and found.unexplained == 0.0
+    assert named_first(found) == "kv" and found.unexplained == 0.0
 
 
 def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> None:
@@ -407,7 +410,7 @@ def test_log_probabilities_alone_are_looked_for_among_dtypes(tmp_path: Path) -> 
     known = compare_sides(
         trainer(side.config, side.model), SamplerSide(folder, None, sampler(side.table), said), IDS
     )
-    assert known.unexplained < 1e-6 and known.tried == () and known.first == "head"
+    assert known.unexplained < 1e-6 and known.tried == () and named_first(known) == "head"
 
 
 def test_tokens_that_were_not_recorded_are_left_out() -> None:
@@ -441,7 +444,7 @@ def test_scaled_tensors_are_multiplied_out(tmp_path: Path) -> None:
     assert found.cells[0].cell.told == "fp8_e4m3 scaled" and found.faults == ()
     codes[name] = codes[name].float().roll(1, 0).to(torch.float8_e4m3fn)
     found = compared(sent=folder_of(lively("plain"), tmp_path / "c", **codes))
-    assert found.first == name and not found.within
+    assert named_first(found) == name and not found.within
 
 
 # --- what cannot be compared --------------------------------------------------------------------------------
@@ -557,7 +560,7 @@ def test_values_of_the_other_side_that_are_not_finite_are_a_fault(tmp_path: Path
     inf = lively("plain").state_dict()["norm.weight"].clone()
     inf[3] = math.inf
     found = sent(**{"norm.weight": inf})(tmp_path)
-    assert found.faults[0].verdict.kind == "not-finite" and found.first == "norm.weight"
+    assert found.faults[0].verdict.kind == "not-finite" and named_first(found) == "norm.weight"
     assert found.whole.not_finite == found.whole.tokens and not found.within
 
 

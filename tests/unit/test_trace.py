@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerodrift.api import make_plan
 from zerodrift.errors import ModelError
-from zerodrift.inspect.check.hidden_casts import computes, hidden
+from zerodrift.inspect.check.dry_run_findings import computes, hidden
 from zerodrift.inspect.trace.dry_run import trace
 from zerodrift.inspect.trace.fake_run import NORMS, ONE_DTYPE
 from zerodrift.model.inputs import Inputs, inputs_for

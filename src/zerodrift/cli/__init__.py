@@ -26,7 +26,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the console script."""
     with streams.guard_stdout():
         app(prog_name="zerodrift")
 

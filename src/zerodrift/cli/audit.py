@@ -5,7 +5,7 @@ Invariant: a run is only read, and every figure that is printed as a fact was me
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -15,7 +15,7 @@ from zerodrift.cli.plan import is_job, require_model, write_page
 from zerodrift.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerodrift.inspect.audit import Batch, Progress, Subject
+    from zerodrift.inspect.audit import Batch, Subject
     from zerodrift.plan import Plan
 
 
@@ -52,11 +52,12 @@ def audit(
         if of not in ("rest", "peak", "wire"):
             raise typer.BadParameter("must be rest, peak or wire", param_hint="--of")
         share = _parse_share(budget)
-        from zerodrift.inspect.audit import audit_subject, load_subject, parse_goal, this_rank
+        from zerodrift.inspect.audit import audit_json, audit_subject, load_subject, parse_goal, this_rank
 
         goal = None if narrow is None else parse_goal(narrow, "--narrow")
         rank = this_rank()
-        with _progress(rank) as report:
+        is_watched = not rank and streams.is_watched()
+        with streams.count_progress() if is_watched else nullcontext() as report:
             if is_job(source):
                 subject = _load_job(source, set_ or [], batches, (model, weights, tokens))
             else:
@@ -68,14 +69,7 @@ def audit(
             from zerodrift.inspect.audit import audit_page
 
             write_page(html, audit_page(found))
-        if json:
-            from zerodrift.inspect.audit import audit_json
-
-            streams.emit(audit_json(found))
-        else:
-            from zerodrift.inspect.audit import audit_text
-
-            streams.emit(audit_text(found, color=streams.color()))
+        streams.emit(audit_json(found) if json else found.text(color=streams.color()))
 
 
 def _parse_share(text: str) -> float:
@@ -90,23 +84,13 @@ def _parse_share(text: str) -> float:
     return value
 
 
-def _progress(rank: int) -> AbstractContextManager[Progress]:
-    """Show progress on a terminal, on rank 0."""
-    if rank or not streams.is_watched():
-        return nullcontext(lambda what, done, of: None)
-    return streams.count_progress()
-
-
 def _load_job(
     source: str, overrides: list[str], count: int, others: tuple[Any, ...]
 ) -> tuple[Plan, Subject, list[Batch]]:
     from zerodrift.train import job_to_audit, read_job
 
     if any(option is not None for option in others):
-        raise ConfigError(
-            "--model, --weights, --data",
-            "must be left out with a job, which names its model and data",
-            got="one of them",
-            do="Override the job's: `--set model.source=...`.",
-        )
+        must = "must be left out with a job, which names its model and data"
+        do = "Override the job's: `--set model.source=...`."
+        raise ConfigError("--model, --weights, --data", must, got="one of them", do=do)
     return job_to_audit(*read_job(source, overrides), count)

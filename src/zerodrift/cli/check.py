@@ -18,8 +18,9 @@ from zerodrift.errors import ZerodriftError
 if TYPE_CHECKING:
     from zerodrift.inspect.check import RunRecord
 
-NOT_AS_EXPECTED = 3
-"""Exit code for a difference."""
+NOT_AS_EXPECTED = 3  # exit code for a difference
+
+_LET_IT_TRAIN = "Let the command train for at least one optimizer step."
 
 
 def check(
@@ -50,7 +51,7 @@ def check(
     From Python, and in notebooks: `with zerodrift.observe(model, optimizer) as seen: ...`, `seen.table()`.
     """
     with streams.errors(debug):
-        from zerodrift.inspect.check import completed, encoded, run, run_findings, unexpected
+        from zerodrift.inspect.check import completed, encoded, run, run_findings, run_text, unexpected
 
         seen = run(command, steps, keep_going, sys.stderr.fileno() if json else None, timeout)
         _require_record(seen, command, steps, timeout)
@@ -65,10 +66,7 @@ def check(
             write_page(html, run_page(processes, findings, _notes(seen, steps), shlex.join(command)))
         if json:
             streams.emit(encoded(processes, findings))
-        else:
-            from zerodrift.inspect.check import run_text
-
-            # The last line of the command may have no end.
+        else:  # the last line of the command may have no end
             streams.emit("\n" + run_text(processes, findings, _notes(seen, steps), **streams.narrow_layout()))
     if any(process.ended in ("crash", "broken") for process in seen.processes) or _ended_early(seen, steps):
         raise typer.Exit(streams.USAGE)
@@ -77,28 +75,20 @@ def check(
 
 
 def _ended_early(seen: RunRecord, steps: int) -> bool:
-    """Return True if the command failed or timed out before all steps."""
     return (seen.code != 0 or seen.late) and any(process.steps < steps for process in seen.processes)
 
 
 def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: float | None) -> None:
-    """Raise an error that says why no training step was recorded."""
+    if any(process.models for process in seen.processes):
+        return
     if seen.processes:
-        if any(process.models for process in seen.processes):
-            return
-        raise ZerodriftError(
-            " ".join(command),
-            "must be a command that trains",
-            got="optimizer steps, and no forward with gradients on",
-            do="What updates parameters without a backward has no gradients to see.",
-        )
+        got = "optimizer steps, and no forward with gradients on"
+        do = "What updates parameters without a backward has no gradients to see."
+        raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
     if seen.late:
-        raise ZerodriftError(
-            " ".join(command),
-            f"must take {steps} optimizer steps in the time that it is given",
-            got=f"fewer in {timeout:g} seconds",
-            do="Give it more with `--timeout`, or watch fewer with `--steps`.",
-        )
+        must = f"must take {steps} optimizer steps in the time that it is given"
+        do = "Give it more with `--timeout`, or watch fewer with `--steps`."
+        raise ZerodriftError(" ".join(command), must, got=f"fewer in {timeout:g} seconds", do=do)
     ended = f"it ended with exit code {seen.code}" if seen.code >= 0 else f"signal {-seen.code} ended it"
     if seen.code < 0:
         got, do = ended, "It was killed before a step was seen."
@@ -111,11 +101,9 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
         got = f"no Python process that imports torch left a record; {ended}"
         do = "Python must read PYTHONPATH: no `python -I`, `-E` or `-S`, no container of its own environment."
     elif any(model.parameters for process in seen.idle for model in process.models):
-        got = f"forwards, and no step of a torch optimizer; {ended}"
-        do = "Let the command train for at least one optimizer step."
+        got, do = f"forwards, and no step of a torch optimizer; {ended}", _LET_IT_TRAIN
     else:
-        got = f"torch was imported, and nothing was trained; {ended}"
-        do = "Let the command train for at least one optimizer step."
+        got, do = f"torch was imported, and nothing was trained; {ended}", _LET_IT_TRAIN
     if seen.code > 0:
         do = f"If it failed by itself, its own message is above. {do}"
     raise ZerodriftError(" ".join(command), "must be a command that trains", got=got, do=do)
@@ -123,25 +111,20 @@ def _require_record(seen: RunRecord, command: list[str], steps: int, timeout: fl
 
 def _notes(seen: RunRecord, steps: int) -> list[str]:
     notes = list(seen.failures)
-    for process in seen.processes:
-        if process.steps < steps:
-            how = "crashed" if process.ended == "crash" else "ended"
-            notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
+    for process in (process for process in seen.processes if process.steps < steps):
+        how = "crashed" if process.ended == "crash" else "ended"
+        notes.append(f"Rank {process.rank} {how} after {process.steps} of {steps} steps.")
     if seen.late:
         notes.append("The command was ended when its `--timeout` was over.")
     elif _ended_early(seen, steps):
         notes.append(f"The command ended with exit code {seen.code}.")
     world = seen.processes[0].world
     if world == 1 and len(seen.processes) > 1:
-        notes.append(
-            f"{len(seen.processes)} processes trained, each for itself: none made a process group. The first "
-            "is shown."
-        )
+        alone = f"{len(seen.processes)} processes trained, each for itself: none made a process group."
+        notes.append(f"{alone} The first is shown.")
     if len(seen.processes) < world:
-        notes.append(
-            f"{len(seen.processes)} of {world} ranks left a record: the others are on another host, or were "
-            "ended before they could write."
-        )
+        some = f"{len(seen.processes)} of {world} ranks left a record"
+        notes.append(f"{some}: the others are on another host, or were ended before they could write.")
     return notes
 
 
@@ -207,12 +190,9 @@ def drift(
         )
 
         sequences = read_ids(tokens)
-        other = SamplerSide(
-            sent,
-            loaded,
-            None if sampler is None else read_sampler_dtypes(sampler),
-            None if recorded is None else read_recorded(recorded, sequences),
-        )
+        dtypes = None if sampler is None else read_sampler_dtypes(sampler)
+        logprobs = None if recorded is None else read_recorded(recorded, sequences)
+        other = SamplerSide(sent, loaded, dtypes, logprobs)
         with streams.progress(f"replaying {model}"):
             side = load_trainer(config, model, weights, numbers(auto or ()), tuple(set_ or ()))
             found = compare_sides(side, other, sequences, bar)

@@ -5,7 +5,7 @@ Invariant: the source is left as it is.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, cast
 
 import typer
 
@@ -36,10 +36,8 @@ def inspect(
 
         with streams.progress(f"reading {checkpoint}"):
             inspection = read(checkpoints_at(checkpoint), verify=verify)
-        if json:
-            streams.emit(inspection_json(inspection))
-        else:
-            streams.emit(inspection_text(inspection, **streams.layout()))
+        text = inspection_json(inspection) if json else inspection_text(inspection, **streams.layout())
+        streams.emit(text)
         if not inspection.complete:
             raise typer.Exit(streams.USAGE)
 
@@ -78,7 +76,9 @@ def convert(
         if to not in (None, "safetensors", "checkpoint"):
             raise ConfigError("--to", "must be safetensors or checkpoint", got=repr(to))
         if merge:
-            _refuse_with_merge({"--to": to == "checkpoint", "--trust": trust, "--optimizer": bool(optimizer)})
+            refused = {"--to": to == "checkpoint", "--trust": trust, "--optimizer": optimizer}
+            if option := next((option for option, given in refused.items() if given), ""):
+                raise ConfigError(option, "must be left out with `--merge`, which writes safetensors")
             from zerodrift.train import MergeOptions
             from zerodrift.train import merge as run_merge
 
@@ -86,20 +86,10 @@ def convert(
                 done = run_merge(source, target, MergeOptions(model, dtype, max_shard_size, overwrite, tag))
             streams.emit(str(done))
             return
+        from zerodrift.train import checkpoints_at, config_of
         from zerodrift.weights import ConvertOptions
         from zerodrift.weights import convert as run
 
-        kind: Literal["safetensors", "checkpoint"] | None = None
-        if to is not None:
-            kind = "checkpoint" if to == "checkpoint" else "safetensors"
-        from zerodrift.train import checkpoints_at, config_of
-
-        chosen = ConvertOptions(kind, dtype, max_shard_size, overwrite, tag, trust, optimizer)
+        chosen = ConvertOptions(cast(Any, to), dtype, max_shard_size, overwrite, tag, trust, optimizer)
         model = model or config_of(source)
         streams.emit(str(run(checkpoints_at(source), target, chosen, model, shown=True)))
-
-
-def _refuse_with_merge(given: dict[str, bool]) -> None:
-    for option, is_given in given.items():
-        if is_given:
-            raise ConfigError(option, "must be left out with `--merge`, which writes safetensors")

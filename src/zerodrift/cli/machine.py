@@ -22,8 +22,7 @@ from zerodrift.legible import legible
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DOCS = EXAMPLES.with_name("docs")
-WRITTEN = (".yaml", ".json", ".md", ".py")
-"""Suffixes of example files."""
+WRITTEN = (".yaml", ".json", ".md", ".py")  # suffixes of example files
 
 
 def examples(
@@ -85,9 +84,8 @@ def explain_name(context: typer.Context, name: options.HelpTopic = "", debug: op
             streams.emit(_rendered(f"## {wanted}\n{topics[wanted]}"))
         else:
             todo = did_you_mean(wanted, topics) or "`zerodrift help` lists all names."
-            raise ZerodriftError(
-                "NAME", "must match an error, a finding or a command", got=repr(name), do=todo
-            )
+            must = "must match an error, a finding or a command"
+            raise ZerodriftError("NAME", must, got=repr(name), do=todo)
 
 
 def _require_installed(path: Path, kind: str) -> None:
@@ -132,11 +130,9 @@ def _rendered(text: str) -> str:
 
     layout = streams.layout()
     plain = re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)  # a link within the pages
-    console = Console(
-        width=layout["width"],
-        force_terminal=layout["color"],
-        color_system="auto" if layout["color"] else None,
-    )
+    width, is_colored = layout["width"], layout["color"]
+    system: Any = "auto" if is_colored else None
+    console = Console(width=width, force_terminal=is_colored, color_system=system)
     with console.capture() as captured:
         console.print(Markdown(plain, hyperlinks=False))
     return captured.get()
@@ -147,7 +143,6 @@ def _files() -> list[Path]:
 
 
 def _list(width: int) -> str:
-    """List the examples with their first sentences."""
     lines: list[str] = []
     for path in _files():
         lines.append(path.relative_to(EXAMPLES).as_posix())

@@ -8,157 +8,119 @@ from typing import Annotated, Any, Literal
 import typer
 
 
-def _option(name: str, metavar: str, help: str, **limits: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=help, **limits)
-
-
-def _flag(name: str, help: str) -> Any:
-    return typer.Option(name, help=help)
+def _option(usage: str, help: str, **limits: Any) -> Any:
+    """Return an option from its flag and, after a blank, the name of its value."""
+    flag, _, metavar = usage.partition(" ")
+    return typer.Option(flag, metavar=metavar or None, help=help, **limits)
 
 
 def _argument(metavar: str, help: str, **more: Any) -> Any:
     return typer.Argument(metavar=metavar, help=help, **more)
 
 
-# --- of every verb ------------------------------------------------------------------------------------
+Text = str | None
+Texts = list[str] | None
+Count = int | None
+File = Path | None
 
-Json = Annotated[bool, _flag("--json", "Print JSON.")]
-Debug = Annotated[bool, _flag("--debug", "Show the traceback of an error.")]
+# --- of every verb ------------------------------------------------------------------------------------
+Json = Annotated[bool, _option("--json", "Print JSON.")]
+Debug = Annotated[bool, _option("--debug", "Show the traceback of an error.")]
 
 # --- plan, explain, support ---------------------------------------------------------------------------
-
 Config = Annotated[str, _argument("CONFIG", "Config file in YAML or JSON, ours or DeepSpeed's; or a job.")]
-_MODEL = _option("--model", "X", "Folder with a config or safetensors, or module:function.")
-Model = Annotated[str | None, _MODEL]
+_MODEL = _option("--model X", "Folder with a config or safetensors, or module:function.")
+Model = Annotated[Text, _MODEL]
 ModelOfTrainer = Annotated[str, _MODEL]
-WorldSize = Annotated[
-    int | None, _option("--world-size", "N", "Ranks to plan for. Default: 1, or a job's.", min=1)
-]
-Set = Annotated[
-    list[str] | None,
-    _option("--set", "KEY=VALUE", "Override a key: zero_optimization.stage=2. Repeatable."),
-]
-Auto = Annotated[
-    list[str] | None,
-    _option("--auto", "KEY=N[,N]", 'The number for a key that is "auto". Repeatable.'),
-]
-MicroBatches = Annotated[
-    int | None, _option("--micro-batches", "M", "Micro-batches per step, for the cost.", min=1)
-]
-Rows = Annotated[str | None, _option("--rows", "PATTERN", "List the parameters that match, one by one.")]
-Html = Annotated[Path | None, _option("--html", "FILE", "Also write the plan as a single HTML page.")]
-Trace = Annotated[bool, _flag("--trace", "Show what every operation of a step computes in.")]
+WorldSize = Annotated[Count, _option("--world-size N", "Ranks to plan for. Default: 1, or a job's.", min=1)]
+Set = Annotated[Texts, _option("--set KEY=VALUE", "Override a key: zero_optimization.stage=2. Repeatable.")]
+Auto = Annotated[Texts, _option("--auto KEY=N[,N]", 'The number for a key that is "auto". Repeatable.')]
+MicroBatches = Annotated[Count, _option("--micro-batches M", "Micro-batches per step, for the cost.", min=1)]
+Rows = Annotated[Text, _option("--rows PATTERN", "List the parameters that match, one by one.")]
+Html = Annotated[File, _option("--html FILE", "Also write the plan as a single HTML page.")]
+Trace = Annotated[bool, _option("--trace", "Show what every operation of a step computes in.")]
 Inputs = Annotated[
-    str | None,
-    _option(
-        "--inputs",
-        "FUNCTION",
-        "A module:function that returns the model's arguments.",
-    ),
+    Text, _option("--inputs FUNCTION", "A module:function that returns the model's arguments.")
 ]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,
-    _option("--device", "DEVICE", "With --trace: cpu or cuda. Default: the job's."),
+    _option("--device DEVICE", "With --trace: cpu or cuda. Default: the job's."),
 ]
 Simulate = Annotated[
-    str | None,
-    _option(
-        "--simulate",
-        "CLUSTER",
-        "Time a step on h100, h200, a100 or a file's machines.",
-    ),
+    Text, _option("--simulate CLUSTER", "Time a step on h100, h200, a100 or a file's machines.")
 ]
-Sweep = Annotated[bool, _flag("--sweep", "With --simulate: rank stages, wires, orders, replicas.")]
+Sweep = Annotated[bool, _option("--sweep", "With --simulate: rank stages, wires, orders, replicas.")]
 TokensOfSample = Annotated[
-    int | None,
-    _option("--tokens", "N", "With --simulate: tokens of a sample.", min=2, max=1 << 24),
+    Count, _option("--tokens N", "With --simulate: tokens of a sample.", min=2, max=1 << 24)
 ]
-Recompute = Annotated[
-    bool,
-    _flag("--recompute", "With --simulate: recompute activations by block."),
-]
+Recompute = Annotated[bool, _option("--recompute", "With --simulate: recompute activations by block.")]
 Parameter = Annotated[str, _argument("PARAM", "The full name of a parameter.")]
-Markdown = Annotated[bool, _flag("--markdown", "Print the table as a Markdown page.")]
+Markdown = Annotated[bool, _option("--markdown", "Print the table as a Markdown page.")]
 
 # --- check, run and diff -------------------------------------------------------------------------------
-
 Command = Annotated[list[str], _argument("-- COMMAND...", "The command that trains, as it would be run.")]
-Steps = Annotated[int, _option("--steps", "N", "Optimizer steps to watch.", min=1)]
+Steps = Annotated[int, _option("--steps N", "Optimizer steps to watch.", min=1)]
 Expect = Annotated[
-    Path | None,
+    File,
     _option(
-        "--expect",
-        "FILE",
+        "--expect FILE",
         "A saved table, a plan, or a config, also DeepSpeed's: exit code 3 where the run differs.",
     ),
 ]
-SaveTable = Annotated[Path | None, _option("--save", "FILE", "Write what was seen, for --expect and diff.")]
-HtmlTable = Annotated[
-    Path | None, _option("--html", "FILE", "Also write what was seen as a single HTML page.")
-]
+SaveTable = Annotated[File, _option("--save FILE", "Write what was seen, for --expect and diff.")]
+HtmlTable = Annotated[File, _option("--html FILE", "Also write what was seen as a single HTML page.")]
 KeepGoing = Annotated[
-    bool, _flag("--keep-going", "Let the command run to its end, and see the files it writes.")
+    bool, _option("--keep-going", "Let the command run to its end, and see the files it writes.")
 ]
 StandInFor = Annotated[
-    str, _option("--as", "NAME", "What zerodrift stands in for: deepspeed, and no other yet.")
+    str, _option("--as NAME", "What zerodrift stands in for: deepspeed, and no other yet.")
 ]
 PinnedPatterns = Annotated[
-    list[str] | None,
+    Texts,
     _option(
-        "--pin",
-        "PATTERN",
+        "--pin PATTERN",
         "Keep parameters in fp32 whose names match this glob, as in '*.router.*'. Repeatable.",
     ),
 ]
 AddedKeys = Annotated[
-    list[str] | None,
-    _option("--set", "KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable."),
+    Texts, _option("--set KEY=VALUE", "Add a key to every config, as in precision.reduce=fp32. Repeatable.")
 ]
-AddedFile = Annotated[Path | None, _option("--config", "FILE", "Add the keys of a file to every config.")]
+AddedFile = Annotated[File, _option("--config FILE", "Add the keys of a file to every config.")]
 Timeout = Annotated[
     float | None,
     _option(
-        "--timeout",
-        "SECONDS",
-        "End the command where its steps take longer; without a limit by default.",
-        min=0,
+        "--timeout SECONDS", "End the command where its steps take longer; without a limit by default.", min=0
     ),
 ]
 TableA = Annotated[Path, _argument("A", "A table that `check --save` wrote.")]
 TableB = Annotated[Path, _argument("B", "Another one.")]
 
 # --- audit --------------------------------------------------------------------------------------------
-
 JobOrConfig = Annotated[str, _argument("JOB_OR_CONFIG", "A job file, or a config with --model.")]
 ModelOfConfig = Annotated[
-    str | None,
-    _option("--model", "X", "With a config: a transformers folder or config, or package.module:function."),
+    Text, _option("--model X", "With a config: a transformers folder or config, or package.module:function.")
 ]
 WeightsOfModel = Annotated[
-    Path | None, _option("--weights", "PATH", "Safetensors of the model. Default: those in --model's folder.")
+    File, _option("--weights PATH", "Safetensors of the model. Default: those in --model's folder.")
 ]
 TokensOfAudit = Annotated[
-    Path | None,
-    _option(
-        "--data", "FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random."
-    ),
+    File,
+    _option("--data FILE", "Token ids: .npy, .pt, .safetensors, .json or .jsonl. Default: drawn at random."),
 ]
-Batches = Annotated[int, _option("--batches", "N", "Micro-batches on each rank.", min=1)]
-Budget = Annotated[str, _option("--budget", "SHARE", "More bytes that pins may cost: 1% or 0.01.")]
-BudgetOf = Annotated[str, _option("--of", "BYTES", "Which bytes: at rest, at peak or on the wire.")]
-Confirm = Annotated[int, _option("--confirm", "K", "Cells of the shortlist that are replayed.", min=0)]
+Batches = Annotated[int, _option("--batches N", "Micro-batches on each rank.", min=1)]
+Budget = Annotated[str, _option("--budget SHARE", "More bytes that pins may cost: 1% or 0.01.")]
+BudgetOf = Annotated[str, _option("--of BYTES", "Which bytes: at rest, at peak or on the wire.")]
+Confirm = Annotated[int, _option("--confirm K", "Cells of the shortlist that are replayed.", min=0)]
 Narrow = Annotated[
-    str | None,
+    Text,
     _option(
-        "--narrow",
-        "GOAL",
+        "--narrow GOAL",
         "Choose narrow formats for bytes or speed, up to 1.5 times the plan's drift, or as in bytes:2x.",
     ),
 ]
-HtmlAudit = Annotated[Path | None, _option("--html", "FILE", "Also write the audit as a single HTML page.")]
+HtmlAudit = Annotated[File, _option("--html FILE", "Also write the audit as a single HTML page.")]
 
 # --- drift --------------------------------------------------------------------------------------------
-
 TrainerConfig = Annotated[
     str,
     _argument(
@@ -166,106 +128,80 @@ TrainerConfig = Annotated[
         "The trainer's config, ours or DeepSpeed's; or a plan, or a table that `check --save` wrote.",
     ),
 ]
-TokenFile = Annotated[Path, _option("--tokens", "FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
+TokenFile = Annotated[Path, _option("--tokens FILE", "Token ids: .npy, .pt, .safetensors, .json, .jsonl.")]
 TrainedWeights = Annotated[
-    Path | None,
-    _option("--weights", "PATH", "A checkpoint or safetensors. Default: those of --model."),
+    File, _option("--weights PATH", "A checkpoint or safetensors. Default: those of --model.")
 ]
-SentFolder = Annotated[
-    Path | None, _option("--sent", "FOLDER", "Safetensors that the trainer wrote for the sampler.")
-]
-LoadedFolder = Annotated[Path | None, _option("--loaded", "FOLDER", "Safetensors of what the sampler holds.")]
+SentFolder = Annotated[File, _option("--sent FOLDER", "Safetensors that the trainer wrote for the sampler.")]
+LoadedFolder = Annotated[File, _option("--loaded FOLDER", "Safetensors of what the sampler holds.")]
 SamplerTable = Annotated[
-    Path | None,
-    _option("--sampler", "FILE", "The sampler's dtypes, with the keys of docs/drift.md."),
+    File, _option("--sampler FILE", "The sampler's dtypes, with the keys of docs/drift.md.")
 ]
 RecordedFile = Annotated[
-    Path | None,
-    _option("--recorded", "FILE", "The sampler's log-probabilities: .json or .jsonl."),
+    File, _option("--recorded FILE", "The sampler's log-probabilities: .json or .jsonl.")
 ]
-Bar = Annotated[float, _option("--bar", "D", "The mean |difference| that passes.", min=0.0)]
+Bar = Annotated[float, _option("--bar D", "The mean |difference| that passes.", min=0.0)]
 
 # --- inspect and convert ------------------------------------------------------------------------------
-
 Checkpoint = Annotated[Path, _argument("CHECKPOINT", "A checkpoint, or a folder of checkpoints.")]
-Verify = Annotated[bool, _flag("--verify", "Check every file against its checksum, not only its size.")]
+Verify = Annotated[bool, _option("--verify", "Check every file against its checksum, not only its size.")]
 Source = Annotated[Path, _argument("SOURCE", "A checkpoint, ours or DeepSpeed's, or safetensors files.")]
 Target = Annotated[Path, _argument("TARGET", "The folder to write.")]
 To = Annotated[
-    str | None,
+    Text,
     _option(
-        "--to",
-        "KIND",
-        "safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint.",
+        "--to KIND", "safetensors or checkpoint. Default: safetensors for our checkpoints, else a checkpoint."
     ),
 ]
-WeightsModel = Annotated[
-    str | None, _option("--model", "X", "Folder or file with the weights' transformers config.")
-]
-Dtype = Annotated[
-    str | None, _option("--dtype", "D", "Dtype in files: fp32, bf16, fp16, or narrow: fp8-row.")
-]
-MaxShardSize = Annotated[str, _option("--max-shard-size", "SIZE", "Maximum size of one file.")]
-Tag = Annotated[str, _option("--tag", "TAG", "The checkpoint to read. Default: the latest.")]
-Moments = Annotated[
-    str,
-    _option("--optimizer", "KIND", "DeepSpeed's optimizer, if it is not AdamW."),
-]
-Overwrite = Annotated[bool, _flag("--overwrite", "Replace TARGET if it exists.")]
-Trust = Annotated[bool, _flag("--trust", "Unpickle DeepSpeed files, which may run code.")]
-Merge = Annotated[
-    bool,
-    _option(
-        "--merge",
-        None,
-        "Merge adapters into their base, or the one at --model.",
-    ),
-]
+WeightsModel = Annotated[Text, _option("--model X", "Folder or file with the weights' transformers config.")]
+Dtype = Annotated[Text, _option("--dtype D", "Dtype in files: fp32, bf16, fp16, or narrow: fp8-row.")]
+MaxShardSize = Annotated[str, _option("--max-shard-size SIZE", "Maximum size of one file.")]
+Tag = Annotated[str, _option("--tag TAG", "The checkpoint to read. Default: the latest.")]
+Moments = Annotated[str, _option("--optimizer KIND", "DeepSpeed's optimizer, if it is not AdamW.")]
+Overwrite = Annotated[bool, _option("--overwrite", "Replace TARGET if it exists.")]
+Trust = Annotated[bool, _option("--trust", "Unpickle DeepSpeed files, which may run code.")]
+Merge = Annotated[bool, _option("--merge", "Merge adapters into their base, or the one at --model.")]
 
 # --- train and sample ---------------------------------------------------------------------------------
-
 Job = Annotated[str, _argument("JOB", "Job file in YAML or JSON; docs/job.md lists its keys.")]
 SetInJob = Annotated[
-    list[str] | None,
-    _option("--set", "KEY=VALUE", "Override a key of the job, as in run.steps=100. Repeatable."),
+    Texts, _option("--set KEY=VALUE", "Override a key of the job, as in run.steps=100. Repeatable.")
 ]
 Nproc = Annotated[
-    int | None,
-    _option("--nproc", "N", "Processes to start on this machine. Default: one per GPU, or one.", min=1),
+    Count, _option("--nproc N", "Processes to start on this machine. Default: one per GPU, or one.", min=1)
 ]
-WholePlan = Annotated[bool, _flag("--plan", "Print every parameter's dtypes before the first step, and why.")]
+WholePlan = Annotated[
+    bool, _option("--plan", "Print every parameter's dtypes before the first step, and why.")
+]
 DryRun = Annotated[
-    bool, _flag("--dry-run", "Check the job, read its data, show its plan, and start nothing.")
+    bool, _option("--dry-run", "Check the job, read its data, show its plan, and start nothing.")
 ]
 FirstStep = Annotated[
-    int | None,
+    Count,
     _option(
-        "--from",
-        "STEP",
+        "--from STEP",
         "Begin with the newest checkpoint up to this step; 0 begins anew. Default: the oldest one.",
         min=0,
     ),
 ]
 LastStep = Annotated[
-    int | None, _option("--to", "STEP", "The last step. Default: the last one with a digest.", min=1)
+    Count, _option("--to STEP", "The last step. Default: the last one with a digest.", min=1)
 ]
 ReplayNproc = Annotated[
-    int | None,
-    _option("--nproc", "N", "Processes to start on this machine. Default: as many as the run had.", min=1),
+    Count, _option("--nproc N", "Processes to start on this machine. Default: as many as the run had.", min=1)
 ]
 Run = Annotated[Path, _argument("RUN", "The folder of a run.")]
-Prompt = Annotated[str, _option("--prompt", "TEXT", "The text to continue.")]
-Tokens = Annotated[int, _option("--tokens", "N", "The most tokens to generate.", min=1)]
+Prompt = Annotated[str, _option("--prompt TEXT", "The text to continue.")]
+Tokens = Annotated[int, _option("--tokens N", "The most tokens to generate.", min=1)]
 Temperature = Annotated[
-    float, _option("--temperature", "T", "Sampling temperature; 0 always takes the likeliest token.", min=0.0)
+    float, _option("--temperature T", "Sampling temperature; 0 always takes the likeliest token.", min=0.0)
 ]
-Top = Annotated[int, _option("--top", "K", "Sample from the K likeliest tokens; 0 means from all.", min=0)]
-Seed = Annotated[int, _option("--seed", "S", "Seed for sampling.", min=0, max=2**63 - 1)]
-Chat = Annotated[bool, _flag("--chat", "Treat the prompt as the user's turn in a conversation.")]
+Top = Annotated[int, _option("--top K", "Sample from the K likeliest tokens; 0 means from all.", min=0)]
+Seed = Annotated[int, _option("--seed S", "Seed for sampling.", min=0, max=2**63 - 1)]
+Chat = Annotated[bool, _option("--chat", "Treat the prompt as the user's turn in a conversation.")]
 
 # --- examples -----------------------------------------------------------------------------------------
-
-CopyExamples = Annotated[bool, _flag("--copy", "Copy the examples into FOLDER.")]
+CopyExamples = Annotated[bool, _option("--copy", "Copy the examples into FOLDER.")]
 ExamplesFolder = Annotated[
     Path, _argument("[FOLDER]", "Where to copy to. Default: examples.", show_default=False)
 ]

@@ -60,19 +60,13 @@ def plan(
     with streams.errors(debug):
         simulated = simulate is not None
         others = trace or rows is not None or html is not None or micro_batches is not None
+        of_simulate = sweep or recompute or tokens is not None
         for is_wrong, must in (
             (trace and rows is not None, "give --trace or --rows, not both"),
             (inputs and not trace and not simulated, "--inputs is for --trace and --simulate"),
             (device and not trace, "--device is for --trace"),
-            (
-                not simulated and (sweep or recompute or tokens is not None),
-                "--sweep, --tokens and --recompute are for --simulate",
-            ),
-            (
-                simulated and others,
-                "give --simulate without --trace, --rows, --html and --micro-batches; "
-                "`--set gradient_accumulation_steps=M` sets micro-batches",
-            ),
+            (not simulated and of_simulate, "--sweep, --tokens and --recompute are for --simulate"),
+            (simulated and others, _NOT_SIMULATED),
             (simulated and inputs and tokens is not None, "give --inputs or --tokens, not both"),
         ):
             if is_wrong:
@@ -87,6 +81,12 @@ def plan(
                 text = _plan_text(planned, micro_batches, rows, json, html) if html or not trace else ""
                 text = traced or text
         streams.emit(text)
+
+
+_NOT_SIMULATED = (
+    "give --simulate without --trace, --rows, --html and --micro-batches; "
+    "`--set gradient_accumulation_steps=M` sets micro-batches"
+)
 
 
 def explain(
@@ -136,14 +136,11 @@ def support(
 
         if markdown and json:
             raise typer.BadParameter("give --markdown or --json, not both")
+        tables = table(), states()
         if json:
-            streams.emit(as_json.support_json(table(), states()))
+            streams.emit(as_json.support_json(*tables))
         else:
-            tables = table(), states()
             streams.emit(support_markdown(*tables) if markdown else support_text(*tables, **streams.layout()))
-
-
-# --- work of the verbs --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +153,8 @@ class PlanSource:
     """Tokens of a sample. None for a config, which does not say it."""
     recompute: bool | None = None
     """True if a job recomputes activations. None for a config."""
-    device: str = "auto"
-    """`run.device` of a job."""
-    digest_every: int = 0
-    """`run.digest_every` of a job."""
+    device: str = "auto"  # `run.device` of a job
+    digest_every: int = 0  # `run.digest_every` of a job
 
 
 def _plan_source(
@@ -187,12 +182,9 @@ def _job_source(
     from zerodrift.train import planned_from, read_job, worded_for_a_job
 
     if model is not None or auto:
-        raise ConfigError(
-            "--model and --auto",
-            "must be left out with a job, which has its own",
-            got="a job file",
-            do="Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`.",
-        )
+        do = "Override the job's: `--set model.source=...`, `--set auto={KEY: NUMBER}`."
+        must = "must be left out with a job, which has its own"
+        raise ConfigError("--model and --auto", must, got="a job file", do=do)
     job, config = read_job(source, overrides)
     ranks = world_size or job.run.nproc or 1
     built, values = planned_from(job, config, ranks)
@@ -201,10 +193,8 @@ def _job_source(
     def of_job(more: Sequence[str]) -> Plan:
         return make_plan(config, built, ranks, auto=values, overrides=tuple(more))
 
-    of, run = job.model, job.run
-    return PlanSource(
-        of_job, of.source, job.data.block, of.activation_checkpointing, run.device, run.digest_every
-    )
+    of, run, block = job.model, job.run, job.data.block
+    return PlanSource(of_job, of.source, block, of.activation_checkpointing, run.device, run.digest_every)
 
 
 def is_job(source: str) -> bool:
@@ -286,9 +276,8 @@ def numbers(texts: Sequence[str]) -> dict[str, float | list[float]]:
         except ValueError:
             separator = ""
         if not separator or not key.strip():
-            problems.add(
-                "--auto", "must be KEY=NUMBER", got=repr(text), do="For example train_batch_size=256."
-            )
+            do = "For example train_batch_size=256."
+            problems.add("--auto", "must be KEY=NUMBER", got=repr(text), do=do)
     problems.raise_as(ConfigError)
     return values
 
@@ -301,13 +290,9 @@ def write_page(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ZerodriftError(
-            "--html", "must be a file that can be written", got=f"{str(path)!r}: {reason}"
-        ) from None
+        must, got = "must be a file that can be written", f"{str(path)!r}: {reason}"
+        raise ZerodriftError("--html", must, got=got) from None
     print(f"zerodrift: wrote {legible(str(path))}", file=sys.stderr)
-
-
-# --- plan --simulate ----------------------------------------------------------------------------------
 
 
 def _simulation_text(
@@ -337,15 +322,13 @@ def _simulation_text(
 
     cluster, path = read_cluster(cluster_name)
     if step.recompute is not None and recompute:
+        must = "must be left out with a job, which says it"
         do = "Override the job's: `--set model.activation_checkpointing=true`."
-        raise ConfigError(
-            "--recompute", "must be left out with a job, which says it", got="a job file", do=do
-        )
+        raise ConfigError("--recompute", must, got="a job file", do=do)
     length = None if inputs is not None else tokens or step.tokens
     if length is None and inputs is None:
-        raise ConfigError(
-            "--tokens", "must say how many tokens a sample has", got="none", do="Or give a job file."
-        )
+        must = "must say how many tokens a sample has"
+        raise ConfigError("--tokens", must, got="none", do="Or give a job file.")
     planned = step.plans(())
     order = _timeline(planned)
     require_known_order(planned, cluster, order)
@@ -362,6 +345,5 @@ def _simulation_text(
         return sweep_text(planned, work, cluster_name, fit, others, **streams.narrow_layout())
     again = recompute if step.recompute is None else step.recompute
     found = simulate(planned, work, cluster, recompute=again, timeline=order)
-    if json:
-        return simulation_json(planned, work, cluster_name, found)
-    return simulation_text(planned, work, cluster_name, found, **streams.narrow_layout())
+    about = planned, work, cluster_name, found
+    return simulation_json(*about) if json else simulation_text(*about, **streams.narrow_layout())

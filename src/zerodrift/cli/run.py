@@ -61,9 +61,7 @@ def run(
 
             additions = Additions.from_flags(config, set_ or [], pin or [])
             added, flags = additions.config, dict(additions.flags)
-        code = _run(command, added, flags)
-    if code:
-        raise typer.Exit(code)
+        raise typer.Exit(_run(command, added, flags))
 
 
 def _require_reachable(command: list[str]) -> None:
@@ -94,7 +92,6 @@ def _run(command: list[str], added: dict[str, object], flags: dict[str, str]) ->
 
 @contextlib.contextmanager
 def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward signals of this process to the command."""
     before = {number: signal.signal(number, lambda it, _: child.send_signal(it)) for number in _FORWARDED}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -113,17 +110,15 @@ def _exit_code(folder: Path, code: int, flags: dict[str, str]) -> int:
     if failures and "imported" not in reached:
         return code or streams.USAGE
     if "started" not in reached:
-        error = ZerodriftError(
-            "zerodrift run", "must reach the Python processes of the command", got="none", do=_PYTHON_ADVICE
-        )
+        must = "must reach the Python processes of the command"
+        error = ZerodriftError("zerodrift run", must, got="none", do=_PYTHON_ADVICE)
         print(f"zerodrift: error: {error}", file=sys.stderr)
         return code or streams.USAGE
     if "imported" not in reached:
         _say(f"no process imported `{alias.NAME}` from zerodrift. If one was to: {_PYTHON_ADVICE}")
     elif "initialized" not in reached and flags:
-        _say(
-            f"no process called `{alias.NAME}.initialize`: nothing was done with {', '.join(flags.values())}"
-        )
+        unused = f"nothing was done with {', '.join(flags.values())}"
+        _say(f"no process called `{alias.NAME}.initialize`: {unused}")
     return code
 
 

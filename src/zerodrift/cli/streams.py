@@ -57,7 +57,6 @@ def color() -> bool:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment variables of this process."""
     return os.environ
 
 
@@ -75,8 +74,7 @@ def narrow_layout() -> dict[str, Any]:
     return {**layout(), "width": min(80, layout()["width"])}
 
 
-NARROWEST, WIDEST = 50, 120
-"""Limits of the width of a report on a terminal."""
+NARROWEST, WIDEST = 50, 120  # limits of the width of a report on a terminal
 
 
 def progress(text: str) -> AbstractContextManager[object]:
@@ -90,7 +88,6 @@ def progress(text: str) -> AbstractContextManager[object]:
 
 
 def is_watched() -> bool:
-    """Return True if stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 

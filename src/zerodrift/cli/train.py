@@ -42,10 +42,8 @@ def train(
 
         if dry:
             dry_run(job, tuple(set_ or ()), nproc, plan)
-            return
-        code = run(job, tuple(set_ or ()), nproc, debug, plan)
-    if code:
-        raise typer.Exit(code)
+        else:
+            raise typer.Exit(run(job, tuple(set_ or ()), nproc, debug, plan))
 
 
 def evaluate(
@@ -66,9 +64,7 @@ def evaluate(
     with streams.errors(debug):
         from zerodrift.train import evaluate as run
 
-        code = run(job, tuple(set_ or ()), nproc, debug)
-    if code:
-        raise typer.Exit(code)
+        raise typer.Exit(run(job, tuple(set_ or ()), nproc, debug))
 
 
 def data(job: options.Job, set_: options.SetInJob = None, debug: options.Debug = False) -> None:
@@ -112,9 +108,7 @@ def replay(
     with streams.errors(debug):
         from zerodrift.train import replay as again
 
-        code = again(run, first, last, nproc, debug)
-    if code:
-        raise typer.Exit(code)
+        raise typer.Exit(again(run, first, last, nproc, debug))
 
 
 def sample(
@@ -142,7 +136,6 @@ def sample(
 
         if not math.isfinite(temperature):
             raise ConfigError("--temperature", "must be a finite number", got=temperature)
-
         with streams.progress(f"reading {run}"):
             sampler = TextGenerator(run)
         texts = sampler.continue_prompt(prompt, SamplingOptions(tokens, temperature, top, seed), chat)

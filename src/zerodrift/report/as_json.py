@@ -46,28 +46,14 @@ def rows_json(explanations: Iterable[Explanation], plan: Plan) -> str:
 
 def trace_json(plan: Plan, trace: Trace, found: Sequence[Hidden]) -> str:
     """Return the findings of a trace and its operations by module."""
-    lines = [
-        {
-            "module": line.pattern,
-            "modules": list(line.paths),
-            "class": line.klass,
-            "calls": line.calls,
-            "forward": [_operation(operation) for operation in line.forward],
-            "backward": [_operation(operation) for operation in line.backward],
-        }
-        for line in traced_modules(trace)
-    ]
-    document = {
-        "digest": plan.digest,
-        "source": plan.source,
-        "device": trace.device,
-        "inputs": trace.inputs,
-        "loss": trace.loss,
-        "refused": encode(trace.refused),
-        "findings": encode(list(found)),
-        "trace": lines,
-    }
-    return _text(document)
+    lines = []
+    for line in traced_modules(trace):
+        modules = {"module": line.pattern, "modules": list(line.paths), "class": line.klass}
+        forward, backward = (list(map(_operation, each)) for each in (line.forward, line.backward))
+        lines.append({**modules, "calls": line.calls, "forward": forward, "backward": backward})
+    ran = {"device": trace.device, "inputs": trace.inputs, "loss": trace.loss}
+    results = {"refused": encode(trace.refused), "findings": encode(list(found)), "trace": lines}
+    return _text({"digest": plan.digest, "source": plan.source, **ran, **results})
 
 
 def _operation(operation: TracedOperation) -> dict[str, Any]:

@@ -33,8 +33,7 @@ class FactList:
     """Terms, each with one or more texts."""
 
     rows: Sequence[Sequence[str]]
-    style: str = "facts"
-    """Class of the style sheet: `facts`, `marks`, `tiles` or `findings`."""
+    style: str = "facts"  # class of the style sheet: `facts`, `marks`, `tiles` or `findings`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,13 @@ class PageCell:
     """Cell that is more than a text."""
 
     text: str = ""
-    style: str = ""
-    """Classes of the style sheet."""
+    style: str = ""  # classes of the style sheet
     hover: str = ""
     count: str = ""
     badge: str = ""
-    below: Sequence[str] = ()
-    """Quiet lines below the text."""
-    bar: float | None = None
-    """Length of a bar, 0 to 1."""
-    heat: float | None = None
-    """Strength of a red background, 0 to 1."""
+    below: Sequence[str] = ()  # quiet lines below the text
+    bar: float | None = None  # length of a bar, 0 to 1
+    heat: float | None = None  # strength of a red background, 0 to 1
     is_head: bool = False
 
 
@@ -62,23 +57,20 @@ class PageRow:
 
     cells: Sequence[str | PageCell]
     style: str = ""
-    set: str = ""
-    """Letter of the column set that the script unfolds below the row."""
+    set: str = ""  # letter of the column set that the script unfolds below the row
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
     heads: Sequence[str]
     rows: Sequence[PageRow | Sequence[str | PageCell]]
-    style: str = "listing"
-    """Class of the style sheet: `listing`, `rows`, `wire`, `why`, `map` or `precision`."""
+    style: str = "listing"  # class of the style sheet: `listing`, `rows`, `wire`, `why`, `map` or `precision`
     figures: Collection[str] = ("shape", "elements", "bytes", "per parameter", "count")
     """Heads of right-aligned columns."""
     caption: str = ""
     badge: str = ""
     id: str = ""
-    filtered: bool = False
-    """True for the table of a plan, which the script filters."""
+    filtered: bool = False  # True for the table of a plan, which the script filters
 
     def page_rows(self) -> list[PageRow]:
         return [row if isinstance(row, PageRow) else PageRow(row) for row in self.rows]
@@ -93,8 +85,7 @@ class Paragraph:
 @dataclass(frozen=True, slots=True)
 class Preformatted:
     text: str
-    bold: str = ""
-    """Text in bold in front."""
+    bold: str = ""  # text in bold in front
     title: str = ""
 
 
@@ -117,10 +108,8 @@ class StackedBar:
 
     title: str
     parts: Sequence[tuple[str, int]]
-    most: int
-    """Bytes of the whole width."""
-    parameters: int
-    """Parameters that a byte is divided by in the legend."""
+    most: int  # bytes of the whole width
+    parameters: int  # parameters that a byte is divided by in the legend
 
     @property
     def total(self) -> int:
@@ -145,25 +134,21 @@ class BlockRow:
     """Blocks side by side where they fit."""
 
     blocks: Sequence[Any]
-    style: str
-    """Class of the style sheet: `pair`, `charts`, `charts one` or `samples`."""
+    style: str  # class of the style sheet: `pair`, `charts`, `charts one` or `samples`
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    title: str
-    """Heading, or `""` for none."""
+    title: str  # heading, or `""` for none
     id: str
-    blocks: Sequence[Any]
-    """A section without blocks is left out."""
+    blocks: Sequence[Any]  # a section without blocks is left out
 
 
 @dataclass(frozen=True, slots=True)
 class PageHead:
     heading: str
     kicker: str = ""
-    state: str = ""
-    """Class of the style sheet: `running`, `done`, `stopped` or `failed`."""
+    state: str = ""  # class of the style sheet: `running`, `done`, `stopped` or `failed`
     state_words: str = ""
     below: str = ""
     facts: Sequence[tuple[str, str]] = ()
@@ -178,11 +163,7 @@ def page(title: str, head: PageHead, sections: Sequence[PageSection], digest: st
 
 
 def table_section(
-    title: str,
-    id: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    words: str = "",
+    title: str, id: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: str = ""
 ) -> PageSection:
     """Return a section with a table, or an empty section without rows."""
     blocks = [*([Paragraph(words)] if words else []), PageTable(heads, rows)]

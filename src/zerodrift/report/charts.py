@@ -16,8 +16,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 420, 204
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 20, 10, 38
-_MOST = 240
-"""Most stretches of a line."""
+_MOST = 240  # most stretches of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +24,10 @@ class Series:
     """One line of a chart."""
 
     label: str
-    color: str
-    """A class of the page's style: `storage`, `gradient`."""
+    color: str  # a colour of the style sheet: `storage`, `gradient`
     points: Sequence[Point]
-    dots: Sequence[str] = ()
-    """Text of each point, for few points that are drawn as dots."""
-    smooth: bool = False
-    """Draw a running mean in front of the points."""
+    dots: Sequence[str] = ()  # text of each point, for few points that are drawn as dots
+    smooth: bool = False  # draw a running mean in front of the points
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +36,10 @@ class Chart:
 
     title: str
     series: Sequence[Series]
-    shown: Callable[[float], str]
-    """Format of a value."""
+    shown: Callable[[float], str]  # format of a value
     log: bool = False
     from_zero: bool = False
-    binary: bool = False
-    """Round values are powers of two."""
+    binary: bool = False  # round values are powers of two
     across: Callable[[float], str] | None = None
     """Format of the horizontal axis. None for steps."""
 
@@ -55,18 +49,15 @@ class Mark:
     """An event at a place of the horizontal axis."""
 
     x: float
-    kind: str
-    """A class of the page's style: `skip`, `resume`."""
+    kind: str  # a class of the page's style: `skip`, `resume`
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnLine:
     color: str
-    paths: list[tuple[str, str]]
-    """(class of the style sheet, path of SVG)."""
-    dots: Sequence[tuple[float, float, float, str]]
-    """(x, y, radius, text on hover)."""
+    paths: list[tuple[str, str]]  # (class of the style sheet, path of SVG)
+    dots: Sequence[tuple[float, float, float, str]]  # (x, y, radius, text on hover)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +65,11 @@ class Drawing:
     """A chart in SVG units, as `show` takes it."""
 
     title: str
-    last: str
-    """Last value of the first line over steps that has one, or `""`."""
+    last: str  # last value of the first line over steps that has one, or `""`
     labels: list[tuple[str, str]]
-    rules: Sequence[tuple[float, str]] = ()
-    """(y, text) of the vertical axis."""
-    steps: Sequence[tuple[float, str, str]] = ()
-    """(x, text, text below) of the horizontal axis."""
-    marks: Sequence[tuple[float, float, float, str, str]] = ()
-    """(x, top, bottom, kind, text)."""
+    rules: Sequence[tuple[float, str]] = ()  # (y, text) of the vertical axis
+    steps: Sequence[tuple[float, str, str]] = ()  # (x, text, text below) of the horizontal axis
+    marks: Sequence[tuple[float, float, float, str, str]] = ()  # (x, top, bottom, kind, text)
     lines: Sequence[DrawnLine] = ()
     width: int = WIDTH
     height: int = HEIGHT
@@ -103,20 +90,19 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
     labels = [(each.label, each.color) for each in spec.series] if len(spec.series) > 1 else []
     last = next((series.points[-1][1] for series in spec.series if series.points), math.nan)
     shown = spec.shown(last) if math.isfinite(last) and spec.across is None else ""
-    kept = [
-        [
-            number
-            for number, (_, y) in enumerate(series.points)
-            if math.isfinite(y) and (y > 0 or not spec.log)
-        ]
+    lowest = 0.0 if spec.log else -math.inf
+    drawn = [
+        (series, [number for number, (_, y) in enumerate(series.points) if lowest < y < math.inf])
         for series in spec.series
     ]
-    flat = [series.points[n] for series, numbers in zip(spec.series, kept, strict=True) for n in numbers]
+    flat = [series.points[number] for series, numbers in drawn for number in numbers]
     if not flat:
         return Drawing(spec.title, shown, labels)
     steps, values = [x for x, _ in flat], [y for _, y in flat]
     first, end = min(steps), max(steps)
-    ticks = _ticks(0.0 if spec.from_zero else min(values), max(values), spec)
+    low, high = 0.0 if spec.from_zero else min(values), max(values)
+    linear = binary_ticks(high) if spec.binary else even_ticks(low, high)
+    ticks = log_ticks(low, high) if spec.log else linear
     across = _Scale(first, end, _LEFT, WIDTH - _RIGHT, log=False)
     up = _Scale(min(ticks[0], *values), max(ticks[-1], *values), HEIGHT - _BOTTOM, _TOP, spec.log)
     places = step_ticks(first, end) if spec.across is None else [first, end]
@@ -136,11 +122,7 @@ def chart(spec: Chart, marks: Sequence[Mark] = (), tokens: float = 0.0) -> Drawi
             for mark in marks
             if first <= mark.x <= end
         ],
-        lines=[
-            _line(series, numbers, across, up)
-            for series, numbers in zip(spec.series, kept, strict=True)
-            if numbers
-        ],
+        lines=[_line(series, numbers, across, up) for series, numbers in drawn if numbers],
     )
 
 
@@ -229,15 +211,6 @@ def _decaying_means(values: Sequence[float], over: int) -> list[float]:
     return means
 
 
-# --- axes ---------------------------------------------------------------------------------------------
-
-
-def _ticks(low: float, high: float, spec: Chart) -> list[float]:
-    if spec.log:
-        return log_ticks(low, high)
-    return binary_ticks(high) if spec.binary else even_ticks(low, high)
-
-
 def even_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round numbers around and between two values."""
     span = high - low or abs(high) or 1.0
@@ -260,10 +233,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     ticks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-    inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
     before = [tick for tick in ticks if tick < low * 0.999]
     after = [tick for tick in ticks if tick > high * 1.001]
-    return [*before[-1:], *inside, *after[:1]]
+    return ticks[max(0, len(before) - 1) : len(ticks) - len(after) + 1]
 
 
 def step_ticks(low: float, high: float) -> list[float]:

@@ -19,8 +19,7 @@ from zerodrift.policy import COLUMNS
 from zerodrift.report import summary
 from zerodrift.report.rows import template
 
-_OFFERED = 3
-"""Most names in a message."""
+_OFFERED = 3  # most names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +27,8 @@ class Cell:
     """One column of one parameter."""
 
     column: str
-    value: str
-    """Text of the cell in the table."""
-    words: str
-    """Value in words, such as `bf16, sharded`."""
+    value: str  # text of the cell in the table
+    words: str  # value in words, such as `bf16, sharded`
     why: str
     """Config key or rule that set the cell. Empty if a frozen parameter has no such column."""
 
@@ -52,27 +49,21 @@ class Explanation:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     numel: int
-    source: str
-    """Dtype of the parameter in the model or checkpoint."""
-    klass: str
-    """Dotted class of the module that owns the parameter, or `""` if unknown."""
+    source: str  # dtype of the parameter in the model or checkpoint
+    klass: str  # dotted class of the module that owns the parameter, or `""` if unknown
     kind: str
     """Special properties, such as `pinned`, `frozen` or `whole`. `""` for none."""
-    boundaries: tuple[Boundary, ...]
-    """Boundaries of the modules around the parameter, at most one per name."""
+    boundaries: tuple[Boundary, ...]  # boundaries of the modules around the parameter, at most one per name
     unit: str
     """Module path of the unit that the parameter is gathered with. `""` is the root."""
     pipeline_stage: int
     segment: int
-    offset: int
-    """First element in the segment."""
-    shard: int
-    """Ranks of the shard axis."""
+    offset: int  # first element in the segment
+    shard: int  # ranks of the shard axis
     slices: tuple[OwnedRange, ...]
     """Ranges of the sharded columns. Ranks that own no element are left out."""
     cells: tuple[Cell, ...]
-    options: tuple[Cell, ...]
-    """Unusual options beside the columns: `placement`, `optimizer`."""
+    options: tuple[Cell, ...]  # unusual options beside the columns: `placement`, `optimizer`
 
     @property
     def divided(self) -> bool:
@@ -91,10 +82,9 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 
 def explain_row(plan: Plan, index: int) -> Explanation:
-    """Explain the row at an index of `Plan.rows`."""
     row = plan.rows[index]
     modules = {path for name in row.names for path in enclosing_modules(name)}
-    options = summary.options(row.columns).items()
+    given, options = row.columns.options(), summary.options(row.columns).items()
     values, words, why = row.columns.cells(), summary.describe_columns(row.columns), row.columns.reasons()
     return Explanation(
         names=row.names,
@@ -111,9 +101,7 @@ def explain_row(plan: Plan, index: int) -> Explanation:
         shard=plan.mesh.shard,
         slices=_slices(plan, row),
         cells=tuple(Cell(column, values[column], words[column], why.get(column, "")) for column in COLUMNS),
-        options=tuple(
-            Cell(name, row.columns.options()[name], text, why.get(name, "")) for name, text in options
-        ),
+        options=tuple(Cell(name, given[name], text, why.get(name, "")) for name, text in options),
     )
 
 
@@ -131,16 +119,12 @@ def _slices(plan: Plan, row: Row) -> tuple[OwnedRange, ...]:
     return tuple(slices)
 
 
-# --- search -------------------------------------------------------------------------------------------
-
-
 def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
     """Return indices of the rows with a name that the glob matches. `where` names the argument in errors."""
     match = re.compile(fnmatch.translate(pattern)).match
     indices = tuple(index for index, row in enumerate(plan.rows) if any(map(match, row.names)))
     if not indices:
-        wider = f"*{pattern.strip('*.')}*"
-        names = (name for row in plan.rows for name in row.names)
+        wider, names = f"*{pattern.strip('*.')}*", [name for row in plan.rows for name in row.names]
         if any(fnmatch.fnmatchcase(name, wider) for name in names):
             todo = f"A glob matches the full name: try `{wider}`."
         else:
@@ -150,7 +134,6 @@ def matching(plan: Plan, pattern: str, where: str) -> tuple[int, ...]:
 
 
 def index_of(plan: Plan, name: str) -> int:
-    """Return the index of the row that has this name."""
     for index, row in enumerate(plan.rows):
         if name in row.names:
             return index
@@ -162,9 +145,8 @@ def _offer(plan: Plan, query: str) -> str:
     """Return a sentence with names or patterns near the query, or `""`."""
     names = [name for row in plan.rows for name in row.names]
     offered = _mended(query, names) or _containing(query, names) or _similar(query, names)
-    if not offered:
-        return ""
-    return "Did you mean " + " or ".join(f"`{name}`" for name in offered[:_OFFERED]) + "?"
+    listed = " or ".join(f"`{name}`" for name in offered[:_OFFERED])
+    return f"Did you mean {listed}?" if listed else ""
 
 
 def _mended(query: str, names: list[str]) -> list[str]:
@@ -183,12 +165,8 @@ def _mended(query: str, names: list[str]) -> list[str]:
 def _containing(query: str, names: list[str]) -> list[str]:
     """Return the first, the middle and the last name that contains the query."""
     word = query.strip("*.")
-    if not word or "*" in word:
-        return []
-    containing = [name for name in names if word in name]
-    if not containing:
-        return []
-    return list(dict.fromkeys([containing[0], containing[len(containing) // 2], containing[-1]]))
+    found = [name for name in names if word in name] if word and "*" not in word else []
+    return list(dict.fromkeys([*found[:1], *found[len(found) // 2 :][:1], *found[-1:]]))
 
 
 def _similar(query: str, names: list[str]) -> list[str]:

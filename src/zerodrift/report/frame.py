@@ -19,11 +19,9 @@ from rich.text import Text
 
 from zerodrift.legible import legible
 
-WIDTH = 100
-"""Columns of a text report outside a terminal."""
+WIDTH = 100  # columns of a text report outside a terminal
 
-_LEAST = 8
-"""Columns below which a grid column is not narrowed."""
+_LEAST = 8  # columns below which a grid column is not narrowed
 
 DIGEST_SHOWN = 12
 """Hex digits of a digest in a title. JSON and the foot of a page have all of them."""

@@ -5,6 +5,8 @@ The script of the page only filters lines and unfolds reasons, so the page is co
 
 from __future__ import annotations
 
+from typing import Any
+
 from zerodrift.plan import Cost, Plan, Timeline
 from zerodrift.policy import COLUMNS
 from zerodrift.report import figures, stages, summary
@@ -31,9 +33,8 @@ def plan_page(plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = 
     """Build the page of a plan. `timeline` belongs to its pipeline, if it has one."""
     facts = [pair for pair in summary.facts(plan) if pair[0] != "model"]
     head = PageHead(plan.source, f"zerodrift plan {plan.digest[:DIGEST_SHOWN]}", facts=facts)
-    return page(
-        f"zerodrift plan: {plan.source}", head, plan_sections(plan, cost, table, timeline), plan.digest
-    )
+    sections = plan_sections(plan, cost, table, timeline)
+    return page(f"zerodrift plan: {plan.source}", head, sections, plan.digest)
 
 
 def plan_sections(
@@ -69,9 +70,8 @@ def _table(table: Table) -> PageTable:
     for line in table.lines:
         letter, kind, cells = shared[line.set]
         count = f" x{line.count}" if line.count > 1 else ""
-        name = PageCell(
-            line.pattern, "name", count=count, badge=kind, below=[f"= {name}" for name in line.also]
-        )
+        also = [f"= {name}" for name in line.also]
+        name = PageCell(line.pattern, "name", count=count, badge=kind, below=also)
         size = figures.shape(line.shape), figures.elements(line.numel)
         style = " ".join(filter(None, ("line", *kind.split(", "))))
         rows.append(PageRow([PageCell(letter, "set"), name, *size, *cells], style, letter))
@@ -91,7 +91,6 @@ def _why(table: Table) -> list[PageTable]:
 
 
 def _memory(plan: Plan, cost: Cost) -> PageSection:
-    """Draw memory at rest and at peak to one scale."""
     most = max(cost.rest.total, cost.peak.total, 1)
     bars = [
         StackedBar("At rest, between steps", summary.rest_parts(cost), most, cost.parameters),
@@ -117,23 +116,22 @@ def _wire(cost: Cost) -> PageSection:
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None) -> PageSection:
-    if plan.policy.pipeline is None:
-        return PageSection("Pipeline", "pipeline", ())
-    facts = PageTable(("what", "is"), stages.facts(plan, timeline))
-    blocks = [facts, PageTable(stages.HEADS, stages.ranks(plan, timeline), figures=())]
-    if timeline is None:
-        return PageSection("Pipeline", "pipeline", blocks)
-    order = PageTable(("place", "order"), stages.order(timeline))
-    return PageSection("Pipeline", "pipeline", [*blocks, order, Paragraph(stages.legend(timeline))])
+    blocks: list[Any] = []
+    if plan.policy.pipeline is not None:
+        blocks.append(PageTable(("what", "is"), stages.facts(plan, timeline)))
+        blocks.append(PageTable(stages.HEADS, stages.ranks(plan, timeline), figures=()))
+    if timeline is not None:
+        blocks.append(PageTable(("place", "order"), stages.order(timeline)))
+        blocks.append(Paragraph(stages.legend(timeline)))
+    return PageSection("Pipeline", "pipeline", blocks)
 
 
 def _boundaries(plan: Plan, table: Table) -> PageSection:
     if not table.boundaries:
         return PageSection("Boundaries", "boundaries", ())
-    words = [
-        f"{text[0].upper()}{text[1:]}."
+    above, below = (
+        [Paragraph(f"{text[0].upper()}{text[1:]}.")] if text else []
         for text in (summary.input_casts(plan), summary.embedding_casts(table))
-        if text
-    ]
+    )
     rows = PageTable(summary.BOUNDARY_HEADS, summary.boundary_rows(table))
-    return PageSection("Boundaries", "boundaries", [Paragraph(words[0]), rows, *map(Paragraph, words[1:])])
+    return PageSection("Boundaries", "boundaries", [*above, rows, *below])

@@ -24,8 +24,7 @@ Numbers = tuple[int, ...]
 Template = tuple[str | None, ...]
 """Components of a name, with None for a number. A component may itself be a star."""
 
-Box = tuple[frozenset[int], ...]
-"""One set of numbers per place, for all their combinations."""
+Box = tuple[frozenset[int], ...]  # one set of numbers per place, for all their combinations
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,8 @@ class ColumnSet:
     letter: str
     """`A`, `B`, ... in the order of the plan."""
     columns: Columns
-    tensors: int
-    """Number of rows in the set."""
-    numel: int
-    """Elements of all rows in the set."""
+    tensors: int  # number of rows in the set
+    numel: int  # elements of all rows in the set
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +43,11 @@ class Line:
     """One line of the table, for rows whose names match a pattern."""
 
     pattern: str
-    also: tuple[str, ...]
-    """Patterns of the other names of tied parameters."""
-    shape: tuple[int, ...]
-    """Shape of each row."""
-    numel: int
-    """Elements of all rows together."""
-    rows: tuple[int, ...]
-    """Indices into `Plan.rows`, ascending."""
-    set: int
-    """Index into `Table.sets`."""
+    also: tuple[str, ...]  # patterns of the other names of tied parameters
+    shape: tuple[int, ...]  # shape of each row
+    numel: int  # elements of all rows together
+    rows: tuple[int, ...]  # indices into `Plan.rows`, ascending
+    set: int  # index into `Table.sets`
 
     @property
     def count(self) -> int:
@@ -81,8 +73,7 @@ class Table:
     sets: tuple[ColumnSet, ...]
     """Column sets of the whole plan, so that a letter means the same in every view."""
     lines: tuple[Line, ...]
-    boundaries: tuple[BoundaryLine, ...]
-    """Boundaries around the parameters of the lines."""
+    boundaries: tuple[BoundaryLine, ...]  # boundaries around the parameters of the lines
 
     def shown(self) -> tuple[ColumnSet, ...]:
         """Return the column sets that a line refers to."""
@@ -97,11 +88,12 @@ def group_rows(plan: Plan) -> Table:
     """Group all rows of a plan into one line per pattern."""
     numbers = _set_numbers(plan.rows)
     lines, universe = _group(plan.rows, numbers)
-    return Table(_sets(plan.rows, numbers), lines, _boundary_lines(plan.boundaries, universe))
+    alike = _fold([(each.path, replace(each, path="")) for each in plan.boundaries], universe)
+    boundaries = [BoundaryLine(path, tuple(plan.boundaries[i] for i in found)) for path, found in alike]
+    return Table(_sets(plan.rows, numbers), lines, tuple(boundaries))
 
 
 def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
-    """List some rows of a plan, one line each."""
     numbers = _set_numbers(plan.rows)
     rows = [(index, plan.rows[index]) for index in chosen]
     lines = tuple(
@@ -109,10 +101,8 @@ def list_rows(plan: Plan, chosen: Sequence[int]) -> Table:
         for index, row in rows
     )
     near = {path for _, row in rows for name in row.names for path in enclosing_modules(name)}
-    near_lines = tuple(
-        BoundaryLine(boundary.path, (boundary,)) for boundary in plan.boundaries if boundary.path in near
-    )
-    return Table(_sets(plan.rows, numbers), lines, near_lines)
+    around = tuple(BoundaryLine(each.path, (each,)) for each in plan.boundaries if each.path in near)
+    return Table(_sets(plan.rows, numbers), lines, around)
 
 
 def template(name: str) -> str:
@@ -120,26 +110,15 @@ def template(name: str) -> str:
     return ".".join("*" if part is None else part for part in _split(name)[0])
 
 
-# --- column sets --------------------------------------------------------------------------------------
-
-
 def _set_numbers(rows: Sequence[Row]) -> list[int]:
     """Return the set number of each row. Rows share `Columns` objects, so each object is hashed once."""
-    by_object: dict[int, int] = {}
     by_value: dict[tuple[object, ...], int] = {}
-    numbers = []
-    for row in rows:
-        key = id(row.columns)
-        if key not in by_object:
-            by_object[key] = by_value.setdefault(_agreement(row.columns), len(by_value))
-        numbers.append(by_object[key])
-    return numbers
-
-
-def _agreement(columns: Columns) -> tuple[object, ...]:
-    """Return a key that is equal for rows of one set. `output` counts only for pinned parameters."""
-    output = columns.output if columns.pinned else None
-    return (columns.layout, columns.export, columns.pinned, output, columns.why)
+    by_object: dict[int, int] = {}
+    for columns in {id(row.columns): row.columns for row in rows}.values():
+        output = columns.output if columns.pinned else None  # counts for pinned parameters alone
+        key = (columns.layout, columns.export, columns.pinned, output, columns.why)
+        by_object[id(columns)] = by_value.setdefault(key, len(by_value))
+    return [by_object[id(row.columns)] for row in rows]
 
 
 def _sets(rows: Sequence[Row], numbers: Sequence[int]) -> tuple[ColumnSet, ...]:
@@ -164,9 +143,6 @@ def letter(number: int) -> str:
         number, digit = divmod(number - 1, 26)
         text = chr(ord("A") + digit) + text
     return text
-
-
-# --- patterns -----------------------------------------------------------------------------------------
 
 
 def _split(name: str) -> tuple[Template, Numbers]:
@@ -198,16 +174,6 @@ def _group(
         also, numel = _also([rows[index] for index in members], universe), first.whole_numel * len(members)
         lines.append(Line(pattern, also, first.whole_shape, numel, members, set_numbers[members[0]]))
     return tuple(lines), universe
-
-
-def _boundary_lines(
-    boundaries: Iterable[Boundary], universe: dict[Template, set[int]]
-) -> tuple[BoundaryLine, ...]:
-    """Return one line per pattern of paths, in the order of their first boundaries."""
-    listed = list(boundaries)
-    names = [(boundary.path, replace(boundary, path="")) for boundary in listed]
-    patterns = _fold(names, universe)
-    return tuple(BoundaryLine(pattern, tuple(listed[i] for i in indices)) for pattern, indices in patterns)
 
 
 def fold_names(names: Sequence[tuple[str, Hashable]]) -> list[tuple[str, tuple[int, ...]]]:
@@ -282,9 +248,8 @@ def _also(rows: Sequence[Row], universe: dict[Template, set[int]]) -> tuple[str,
         for name in row.names[1:]:
             text, numbers = _split(name)
             numbers_of[text].append(numbers)
-    return tuple(
-        _pattern(text, box, universe) for text, numbers in numbers_of.items() for box in _boxes(numbers)
-    )
+    boxes = [(text, box) for text, numbers in numbers_of.items() for box in _boxes(numbers)]
+    return tuple(_pattern(text, box, universe) for text, box in boxes)
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -295,12 +260,8 @@ def ranges(numbers: Iterable[int]) -> str:
     while start < len(ordered):
         stop, step = _run(ordered, start)
         low, high = ordered[start], ordered[stop - 1]
-        if stop - start == 1:
-            texts.append(str(low))
-        elif step == 1:
-            texts.append(f"{low}-{high}")
-        else:
-            texts.append(f"{low}-{high}:{step}")
+        run = f"{low}-{high}" if step == 1 else f"{low}-{high}:{step}"
+        texts.append(str(low) if low == high else run)
         start = stop
     return ",".join(texts)
 

@@ -21,8 +21,7 @@ from zerodrift.plan import (
 from zerodrift.report import figures
 from zerodrift.report.rows import ranges
 
-SHOWN = 60
-"""Most actions of a rank that are written out."""
+SHOWN = 60  # most actions of a rank that are written out
 
 LEGEND = (
     "1F0: piece 1, forward of micro-batch 0; B a whole backward, I the gradient of the piece's input, W "
@@ -32,7 +31,6 @@ PAIRED = "; with + in between, one computes while tokens of the other travel to 
 
 
 def legend(timeline: Timeline) -> str:
-    """Explain how to read the order."""
     return LEGEND + (PAIRED if timeline.paired else "")
 
 
@@ -46,11 +44,9 @@ def facts(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
     ranks, schedule = plan.mesh.pipeline, pipeline.schedule
     bubble = f"not computed for {count * total:,} forwards"
     if timeline is not None:
-        bubble = (
-            f"{figures.percent(timeline.bubble)} of the ranks' time, if a forward, the gradient of an "
-            f"input and those of weights take one unit of time each and messages none: "
-            f"{timeline.length} units in all"
-        )
+        units = "a forward, the gradient of an input and those of weights take one unit of time each"
+        bubble = f"{figures.percent(timeline.bubble)} of the ranks' time, if {units} and messages none: "
+        bubble += f"{timeline.length} units in all"
     return (
         ("schedule", f"{schedule}, {count} micro-batches through {total} pieces on {ranks} ranks"),
         ("travels", _travels(plan)),
@@ -67,11 +63,8 @@ def _imbalance(plan: Plan) -> str:
     mean = sum(costs) / len(costs)
     if not mean:
         return "no piece has a matrix, so their cost is unknown"
-    dearest = costs.index(max(costs))
-    return (
-        f"piece {dearest} takes {max(costs) / mean:.2f} times the mean of all pieces, by elements of "
-        f"matrices that a token uses; the bubble assumes equal pieces"
-    )
+    share = f"piece {costs.index(max(costs))} takes {max(costs) / mean:.2f} times the mean of all pieces"
+    return f"{share}, by elements of matrices that a token uses; the bubble assumes equal pieces"
 
 
 def _travels(plan: Plan) -> str:
@@ -79,15 +72,10 @@ def _travels(plan: Plan) -> str:
     count, values, dtype = crossings(plan), activation_width(plan), activation_dtype(plan)
     over = f"{count} {'boundary' if count == 1 else 'boundaries'} between ranks"
     if values is None:
-        return (
-            f"over {over}, there and back per micro-batch: what the layers of the model pass on, which is "
-            f"not known before it runs"
-        )
-    size = figures.size(values * dtype.size)
-    return (
-        f"{size} per token over each of {over}, and as much back per micro-batch: {values:,} values "
-        f"in {dtype}; not in the bill"
-    )
+        known = "what the layers of the model pass on, which is not known before it runs"
+        return f"over {over}, there and back per micro-batch: {known}"
+    size, sent = figures.size(values * dtype.size), f"{values:,} values in {dtype}; not in the bill"
+    return f"{size} per token over each of {over}, and as much back per micro-batch: {sent}"
 
 
 def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, str, str, str], ...]:
@@ -96,21 +84,14 @@ def ranks(plan: Plan, timeline: Timeline | None) -> tuple[tuple[str, str, str, s
     for rank in range(plan.mesh.pipeline):
         mine, bill = part(plan, rank), stage_cost(plan, rank, plan.policy.batch.accumulation)
         held = "-" if timeline is None else str(timeline.most_alive[rank])
-        lines.append(
-            (
-                f"rank {rank}",
-                "; ".join(_piece(plan, piece) for piece in pieces_of(plan, rank)),
-                figures.elements(sum(row.whole_numel for row in mine.rows)),
-                figures.size(bill.rest.total),
-                figures.size(bill.peak.total),
-                held,
-            )
-        )
+        pieces = "; ".join(_piece(plan, piece) for piece in pieces_of(plan, rank))
+        elements = figures.elements(sum(row.whole_numel for row in mine.rows))
+        rest, peak = figures.size(bill.rest.total), figures.size(bill.peak.total)
+        lines.append((f"rank {rank}", pieces, elements, rest, peak, held))
     return tuple(lines)
 
 
-HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")
-"""Headers of the rows of `ranks`."""
+HEADS = ("place", "pieces", "elements", "at rest", "peak", "alive")  # headers of the rows of `ranks`
 
 
 def _piece(plan: Plan, piece: int) -> str:
@@ -128,10 +109,8 @@ def _piece(plan: Plan, piece: int) -> str:
     return f"{piece}: {', '.join(words)}"
 
 
-def order(timeline: Timeline | None) -> tuple[tuple[str, str], ...]:
+def order(timeline: Timeline) -> tuple[tuple[str, str], ...]:
     """Return (rank, its actions in order) pairs."""
-    if timeline is None:
-        return ()
     lines = []
     for number, actions in enumerate(timeline.ranks):
         more = len(actions) - SHOWN

@@ -16,8 +16,7 @@ from zerodrift.policy import BY_RANK, COLUMNS, ORDER, SAME_BITS, Columns
 from zerodrift.report import figures
 from zerodrift.report.rows import ColumnSet, Table
 
-WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}
-"""`reduce.when` in words."""
+WHEN = {"last": "after the last micro-batch", "every": "after every micro-batch"}  # `reduce.when` in words
 
 ORDERS = {"tree": "by the tree over micro-batches", "native": "in the carrier's order"}
 """`reduce.order` in words, except for the order of ranks."""
@@ -40,9 +39,6 @@ _OPTION_MARKS = (
 
 OUTPUT = {"keep": "its own dtype", "input": "its input's dtype"}
 """`output` in words: the dtype that a module with a boundary returns."""
-
-
-# --- the head of a report -----------------------------------------------------------------------------
 
 
 def facts(plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -75,10 +71,8 @@ def _order(plan: Plan) -> str:
         return next(found, BY_RANK)  # plans from before there was a decision
     count, ranks = plan.policy.batch.accumulation, plan.mesh.data
     kind = "data rank" if plan.mesh.pipeline > 1 else "rank"
-    shown = [
-        f"{kind} {rank} takes {_few(rank_micro_batches(plan, rank))}"
-        for rank in sorted({0, 1 % ranks, ranks - 1})
-    ]
+    taken = {rank: _few(rank_micro_batches(plan, rank)) for rank in sorted({0, 1 % ranks, ranks - 1})}
+    shown = [f"{kind} {rank} takes {numbers}" for rank, numbers in taken.items()]
     total = several(count * ranks, "micro-batch", "micro-batches")
     sums = max((accumulators_of(plan, segment, count) for segment in plan.segments), default=1)
     dealt = f"{', '.join(shown)}; {several(sums, 'accumulator')}"
@@ -103,9 +97,6 @@ def _parameters(plan: Plan) -> str:
     return text
 
 
-# --- lines and sets -----------------------------------------------------------------------------------
-
-
 def kind(columns: Columns) -> str:
     """Return the special properties of columns: `pinned`, `frozen`, `whole`, `Muon`, ... or `""`."""
     words = [word for word, holds in (("pinned", columns.pinned), ("frozen", not columns.trained)) if holds]
@@ -114,7 +105,6 @@ def kind(columns: Columns) -> str:
 
 
 def percent_of_elements(item: ColumnSet, table: Table) -> str:
-    """Return a column set's share of the elements of the plan."""
     total = sum(columns.numel for columns in table.sets)
     return figures.percent(item.numel / total) if total else "0%"
 
@@ -147,30 +137,24 @@ def marks(table: Table, plan: Plan) -> tuple[tuple[str, str], ...]:
     """Return (mark, meaning) pairs for the marks that occur in the table."""
     sets = table.shown()
     cells = [text for item in sets for text in item.columns.cells().values()]
-    updates = [item.columns.update for item in sets]
-    marks = []
-    if any(text.endswith("/") for text in cells):
-        ranks = several(plan.mesh.shard, "rank")
-        if plan.mesh.expert > 1:
-            ranks += f", experts over {plan.mesh.expert_shard}"
-        marks.append(("/", f"sharded over {ranks}; without it, whole on each"))
-    if any(">" in text for text in cells):
-        marks.append((">", "left of it the dtype on the wire, right of it the dtype of the sum"))
-    if any(item.columns.pinned for item in sets):
-        marks.append(("pinned", "never rounded, in any column"))
-    if any(update is None for update in updates):
-        marks.append(("frozen", "not trained: columns marked - do not exist"))
-    if any(update is not None for update in updates):
-        marks.append(("reduce", _when(sets)))
+    trained = [item.columns.trained for item in sets]
     words = {value for item in sets for value in item.columns.options().values()}
-    marks += [(word, meaning) for word, meaning in _OPTION_MARKS if word in words]
-    if any(line.count > 1 for line in table.lines):
-        marks.append(("xN", "the pattern stands for N parameters of that shape; elements are their sum"))
-    if any(":" in line.pattern for line in table.lines):
-        marks.append((":", "0-10:2 is every second number from 0 to 10"))
-    if any(line.also for line in table.lines):
-        marks.append(("=", "tied: other names of the same parameter"))
-    return tuple(marks)
+    ranks = several(plan.mesh.shard, "rank")
+    ranks += f", experts over {plan.mesh.expert_shard}" if plan.mesh.expert > 1 else ""
+    wire = "left of it the dtype on the wire, right of it the dtype of the sum"
+    pattern = "the pattern stands for N parameters of that shape; elements are their sum"
+    found = (
+        ("/", any(text.endswith("/") for text in cells), f"sharded over {ranks}; without it, whole on each"),
+        (">", any(">" in text for text in cells), wire),
+        ("pinned", any(item.columns.pinned for item in sets), "never rounded, in any column"),
+        ("frozen", not all(trained), "not trained: columns marked - do not exist"),
+        ("reduce", any(trained), _when(sets)),
+        *((word, word in words, meaning) for word, meaning in _OPTION_MARKS),
+        ("xN", any(line.count > 1 for line in table.lines), pattern),
+        (":", any(":" in line.pattern for line in table.lines), "0-10:2 is every second number from 0 to 10"),
+        ("=", any(line.also for line in table.lines), "tied: other names of the same parameter"),
+    )
+    return tuple((mark, meaning) for mark, is_there, meaning in found if is_there)
 
 
 def _when(sets: Iterable[ColumnSet]) -> str:
@@ -220,10 +204,7 @@ def _runs(letters: Sequence[str], order: Sequence[str]) -> str:
     return " ".join(texts)
 
 
-# --- boundaries ---------------------------------------------------------------------------------------
-
-BOUNDARY_HEADS = ("module", "computes in", "returns", "because")
-"""Headers of the table of boundaries."""
+BOUNDARY_HEADS = ("module", "computes in", "returns", "because")  # headers of the table of boundaries
 
 
 def boundary_rows(table: Table) -> tuple[tuple[str, str, str, str], ...]:
@@ -250,10 +231,8 @@ def input_casts(plan: Plan) -> str:
 def embedding_casts(table: Table) -> str:
     """Describe what modules without floating inputs return, or `""` if that is their own dtype."""
     dtypes = dict.fromkeys(line.first.lookup for line in table.boundaries if line.first.lookup is not None)
-    return "".join(
-        f"a module that gets no floating input, an embedding, returns {dtype} unless a rule says `keep`"
-        for dtype in dtypes
-    )
+    what = "a module that gets no floating input, an embedding, returns"
+    return "".join(f"{what} {dtype} unless a rule says `keep`" for dtype in dtypes)
 
 
 def boundary_reason(boundary: Boundary) -> str:
@@ -266,15 +245,10 @@ def buffers(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Return (count and cast, reason) pairs for the buffers of a plan."""
     counts: dict[tuple[str, str], int] = {}
     for buffer in plan.buffers:
-        if buffer.storage is buffer.source:
-            what = f"kept as {buffer.source}"
-        else:
-            what = f"cast {buffer.source} -> {buffer.storage}"
+        kept, cast = f"kept as {buffer.source}", f"cast {buffer.source} -> {buffer.storage}"
+        what = kept if buffer.storage is buffer.source else cast
         counts[what, buffer.why] = counts.get((what, buffer.why), 0) + 1
     return tuple((f"{several(count, 'buffer')} {what}", why) for (what, why), count in counts.items())
-
-
-# --- the bill -----------------------------------------------------------------------------------------
 
 
 def rest_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
@@ -290,7 +264,6 @@ def peak_parts(cost: Cost) -> tuple[tuple[str, int], ...]:
 
 
 def padding(plan: Plan, cost: Cost) -> str:
-    """Describe the padding of segments in a clause."""
     text = f"{figures.percent(cost.padding_ratio)} of {figures.elements(cost.parameters)} parameters"
     if cost.whole_padding:
         text += f" ({figures.percent(cost.whole_padding / cost.parameters)} to keep them whole)"
@@ -299,8 +272,6 @@ def padding(plan: Plan, cost: Cost) -> str:
 
 def basis(plan: Plan, cost: Cost) -> str:
     """Name the rank and the step that the cost describes."""
-    stages = plan.mesh.pipeline
-    where = (
-        f"one rank of pipeline stage {cost.pipeline_stage}, the most loaded," if stages > 1 else "one rank"
-    )
+    stage = f" of pipeline stage {cost.pipeline_stage}, the most loaded,"
+    where = f"one rank{stage if plan.mesh.pipeline > 1 else ''}"
     return f"{where} at {several(cost.micro_batches, 'micro-batch', 'micro-batches')} per step"

@@ -36,11 +36,9 @@ from zerodrift.report.rows import letter
 _STYLES = {"yes": "green", "narrow": "yellow", "no": "red"}
 _NARROW = "`precision.allow_narrow: true`"
 _DEFAULT = f"the config does not say what to accumulate in: {DEFAULT_ACCUMULATE} in every mode"
-_MODE, _ACCUMULATE, _CELL = 15, 13, 9
-"""Widths of columns in characters."""
+_MODE, _ACCUMULATE, _CELL = 15, 13, 9  # widths of columns in characters
 
-Place = tuple[bool, int]
-"""Pair of (has a pipeline, stage)."""
+Place = tuple[bool, int]  # pair of (has a pipeline, stage)
 
 
 class _Matrix:
@@ -64,9 +62,6 @@ class _Matrix:
         return cell.status, self.letters.get(cell.reason, "")
 
 
-# --- text ---------------------------------------------------------------------------------------------
-
-
 def support_text(
     cells: Sequence[SupportCell], states: Sequence[StateCell], *, color: bool, width: int = WIDTH
 ) -> str:
@@ -83,25 +78,22 @@ def support_text(
         parts.append(section(f"backend {backend}"))
         for number, places in enumerate(_side_by_side(matrix.places, (width - _MODE - _ACCUMULATE) // _CELL)):
             parts += [*([Text()] if number else []), *_block(matrix, backend, places)]
-    parts += [
-        section("reasons"),
-        grid([(mark, text) for text, mark in matrix.letters.items()], (2,), ("bold",), width),
-        section("state", "the optimizer's moments"),
-        grid(list(_states(states)), (15,), ("bold",), width),
-        section("storage", "parameters at rest in a narrow format"),
-        grid(list(_storages()), (15,), ("bold",), width),
-        section("gather, reduce", "narrow formats are refused with"),
-        grid([(refusal.what, refusal.reason) for refusal in TRAVEL], (32,), ("bold",), width),
-        Text(f"{SLICED[0].upper()}{SLICED[1:]}."),
-        section("reduce.order: auto", "the default: the tree, but the order of ranks with"),
-        grid([(each.what, each.reason) for each in DEFAULT_RANK], (32,), ("bold",), width),
-        section("reduce.order: tree", "is refused with"),
-        grid([(refusal.what, refusal.reason) for refusal in REFUSED], (32,), ("bold",), width),
-        section("reduce.order: native", GIVEN_UP),
-        grid([(CARRIED.what, f"refused: {CARRIED.reason}")], (32,), ("bold",), width),
-        section("compute: fp8", "is refused with"),
-        grid([(refusal.what, refusal.reason) for refusal in UNFIT], (32,), ("bold",), width),
+    travel, usual, tree, fp8 = (
+        [(each.what, each.reason) for each in found] for found in (TRAVEL, DEFAULT_RANK, REFUSED, UNFIT)
+    )
+    below: list[tuple[str, str, int, list[tuple[str, str]]]] = [
+        ("reasons", "", 2, [(mark, text) for text, mark in matrix.letters.items()]),
+        ("state", "the optimizer's moments", 15, list(_states(states))),
+        ("storage", "parameters at rest in a narrow format", 15, list(_storages())),
+        ("gather, reduce", "narrow formats are refused with", 32, travel),
+        ("reduce.order: auto", "the default: the tree, but the order of ranks with", 32, usual),
+        ("reduce.order: tree", "is refused with", 32, tree),
+        ("reduce.order: native", GIVEN_UP, 32, [(CARRIED.what, f"refused: {CARRIED.reason}")]),
+        ("compute: fp8", "is refused with", 32, fp8),
     ]
+    for name, detail, most, rows in below:
+        parts += [section(name, detail), grid(rows, (most,), ("bold",), width)]
+        parts += [Text(f"{SLICED[0].upper()}{SLICED[1:]}.")] if rows is travel else []
     return render(parts, color, width)
 
 
@@ -165,8 +157,6 @@ def _storages() -> Iterator[tuple[str, str]]:
 
 _STORAGE = attrgetter("trained", "status", "reason")
 
-# --- Markdown -----------------------------------------------------------------------------------------
-
 
 def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) -> str:
     """Return the page `docs/support.md`."""
@@ -190,26 +180,19 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += [f"- **{mark}**: {text}." for text, mark in matrix.letters.items()]
     lines += ["", "## State", "", "The optimizer's moments, in every mode and at every stage.", ""]
     lines += [f"- **{state}**: {text}." for state, text in _states(states)]
-    lines += [
-        "",
-        "## Storage",
-        "",
-        "Parameters at rest in a narrow format, in every mode and at every stage.",
-        "",
-    ]
+    lines += ["", "## Storage", ""]
+    lines += ["Parameters at rest in a narrow format, in every mode and at every stage.", ""]
     lines += [f"- **{what}**: {text}." for what, text in _storages()]
+    lines += ["", "## Order", ""]
     lines += [
-        "",
-        "## Order",
-        "",
-        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
+        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,"
+    ]
+    lines += [
         "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
         "",
-        *(f"- **{each.what}**: {each.reason}." for each in DEFAULT_RANK),
-        "",
-        "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).",
-        "",
     ]
+    lines += [f"- **{each.what}**: {each.reason}." for each in DEFAULT_RANK]
+    lines += ["", "What `precision.reduce: {order: tree}` is refused with ([order](order.md)).", ""]
     lines += [f"- **{refusal.what}**: {refusal.reason}. {refusal.do}." for refusal in REFUSED]
     lines += ["", f"With `order: native` {GIVEN_UP}. It is refused with", ""]
     lines += [f"- **{CARRIED.what}**: {CARRIED.reason}. {CARRIED.do}."]

@@ -29,8 +29,7 @@ _INDENT = 3
 _BILL = 47
 """Width of a cost table. Two stand side by side if they fit."""
 _MOST_SLICES = 6
-_MOST_SETS = 5
-"""Column sets in `brief_text`, which counts the others in one line."""
+_MOST_SETS = 5  # column sets in `brief_text`, which counts the others in one line
 
 _STYLES = (("fp32", "green"), ("split", "green"), ("bf16", "cyan"), ("fp16", "magenta"), ("fp8", "red"))
 """Colours of dtypes."""
@@ -40,24 +39,9 @@ def plan_text(
     plan: Plan, cost: Cost, table: Table, timeline: Timeline | None = None, *, color: bool, width: int = WIDTH
 ) -> str:
     """Render a whole plan. `timeline` belongs to its pipeline, if it has one."""
-    parts = [
-        title("plan", plan.digest, width),
-        pairs(summary.facts(plan), width=width),
-        Text(),
-        _table(table, width),
-        section("marks"),
-        _legend(plan, table, width),
-        section("why"),
-        grid(summary.reasons(table.shown()), (9, 34), ("bold", ""), width),
-        *_boundaries(plan, table, width),
-        section("decisions"),
-        grid(
-            [(each.key, each.value, each.why) for each in plan.policy.decisions],
-            (24, 38),
-            ("", "bold"),
-            width,
-        ),
-    ]
+    decisions = [(each.key, each.value, each.why) for each in plan.policy.decisions]
+    parts = [title("plan", plan.digest, width), *_rows(plan, table, summary.facts(plan), width)]
+    parts += [section("decisions"), grid(decisions, (24, 38), ("", "bold"), width)]
     if plan.buffers:
         parts += [section("buffers"), grid(summary.buffers(plan), (40,), ("",), width)]
     if plan.policy.ignored:
@@ -70,47 +54,39 @@ def plan_text(
     return render(parts, color, width)
 
 
-def _boundaries(plan: Plan, table: Table, width: int) -> list[RenderableType]:
-    """Render the boundaries at which dtypes change, if there are any."""
-    if not table.boundaries:
-        return []
-    lines = [summary.BOUNDARY_HEADS, *summary.boundary_rows(table)]
-    below = summary.embedding_casts(table)
-    return [
-        section("boundaries", summary.input_casts(plan)),
-        grid(lines, most=(40, 11, 19), styles=("", "", "bold"), width=width),
-        *([Text(below, style="dim")] if below else []),
+def _rows(plan: Plan, table: Table, facts: Iterable[tuple[str, str]], width: int) -> list[RenderableType]:
+    """Render facts, the table with its marks and reasons, and the boundaries at which dtypes change."""
+    percent = ("%", "the set's part of all elements of the model")
+    parts = [
+        pairs(facts, width=width),
+        Text(),
+        _table(table, width),
+        section("marks"),
+        pairs([percent, *summary.marks(table, plan)], bold=True, width=width),
+        section("why"),
+        grid(summary.reasons(table.shown()), (9, 34), ("bold", ""), width),
     ]
+    if table.boundaries:
+        lines, below = [summary.BOUNDARY_HEADS, *summary.boundary_rows(table)], summary.embedding_casts(table)
+        parts.append(section("boundaries", summary.input_casts(plan)))
+        parts.append(grid(lines, (40, 11, 19), ("", "", "bold"), width))
+        parts += [Text(below, style="dim")] if below else []
+    return parts
 
 
 def _pipeline(plan: Plan, timeline: Timeline | None, width: int) -> list[RenderableType]:
-    """Render the pieces of each rank and their order."""
     held = [(place, *rest, pieces) for place, pieces, *rest in (stages.HEADS, *stages.ranks(plan, timeline))]
     facts = pairs(stages.facts(plan, timeline), width=width)
     parts = [facts, grid(held, (8, 8, 10, 10, 5), ("",) * 5, width)]
     if timeline is not None:
-        parts += [
-            grid(stages.order(timeline), (8,), ("",), width),
-            Text(stages.legend(timeline), style="dim"),
-        ]
+        order, legend = stages.order(timeline), stages.legend(timeline)
+        parts += [grid(order, (8,), ("",), width), Text(legend, style="dim")]
     return parts
 
 
 def rows_text(plan: Plan, table: Table, *, color: bool, width: int = WIDTH) -> str:
-    """Render some rows of a plan with the reasons of their cells."""
-    shown = f"{len(table.lines)} of {len(plan.rows)} parameters"
-    parts = [
-        title("rows", plan.digest, width),
-        pairs([("model", plan.source), ("shown", shown)], width=width),
-        Text(),
-        _table(table, width),
-        section("marks"),
-        _legend(plan, table, width),
-        section("why"),
-        grid(summary.reasons(table.shown()), (9, 34), ("bold", ""), width),
-        *_boundaries(plan, table, width),
-    ]
-    return render(parts, color, width)
+    facts = [("model", plan.source), ("shown", f"{len(table.lines)} of {len(plan.rows)} parameters")]
+    return render([title("rows", plan.digest, width), *_rows(plan, table, facts, width)], color, width)
 
 
 def explanation_text(explanation: Explanation, digest: str, *, color: bool, width: int = WIDTH) -> str:
@@ -139,9 +115,6 @@ def _boundary(boundary: Boundary, klass: str) -> str:
         returned = str(boundary.lookup)
     why = summary.boundary_reason(boundary)
     return f"{boundary.path} computes in {boundary.dtype}, returns {returned}: {why}"
-
-
-# --- the table ----------------------------------------------------------------------------------------
 
 
 def _table(table: Table, width: int) -> RenderableType:
@@ -181,9 +154,7 @@ def _table(table: Table, width: int) -> RenderableType:
         else:
             label.append("".join(f"  {word}" for word in (kind, share) if word))
             # A column stays with its value: NBSP does not break.
-            named = [
-                Text(f"{name}\N{NO-BREAK SPACE}").append_text(_cell(text)) for name, text in cells.items()
-            ]
+            named = (Text(f"{name}\N{NO-BREAK SPACE}") + _cell(text) for name, text in cells.items())
             parts += [label, Padding(Text("  ").join(named), (0, 0, 0, _INDENT))]
         parts.extend(_lines(table.members(item), item.columns.pinned, width))
     return Group(*parts)
@@ -202,14 +173,12 @@ def _lines(lines: Sequence[Line], pinned: bool, total: int) -> Iterable[Text]:
     shapes = [figures.shape(line.shape) for line in lines]
     width = min(max(map(len, shapes)), 36, total * 36 // WIDTH)
     for line, shape in zip(lines, shapes, strict=True):
-        yield from _set_line(line, shape, (width, total), "* " if pinned else "")
+        yield from _set_line(line, elide(shape, width).rjust(width), total, "* " if pinned else "")
 
 
-def _set_line(line: Line, shape: str, widths: tuple[int, int], mark: str) -> Iterable[Text]:
-    """Render one line. `widths` are the width of the shapes and of the line."""
-    width, total = widths
+def _set_line(line: Line, shape: str, total: int, mark: str) -> Iterable[Text]:
     count = f" x{line.count}" if line.count > 1 else ""
-    room = total - _INDENT - width - 10
+    room = total - _INDENT - len(shape) - 10
     name = elide(line.pattern, room - len(count))
     text = Text().append(mark.rjust(_INDENT), style="bold yellow")
     text.append(name).append(count, style="bold")
@@ -218,20 +187,12 @@ def _set_line(line: Line, shape: str, widths: tuple[int, int], mark: str) -> Ite
     if fits:
         text.append("".join(also), style="dim")
     text.append(" " * (_INDENT + room - text.cell_len))
-    text.append(elide(shape, width).rjust(width + 2))
+    text.append(f"  {shape}")
     text.append(figures.elements(line.numel).rjust(8))
     yield text
     if not fits:
         for other in also:
             yield Text(" " * (_INDENT + 1) + elide(other, room), style="dim")
-
-
-# --- below the table ----------------------------------------------------------------------------------
-
-
-def _legend(plan: Plan, table: Table, width: int) -> RenderableType:
-    percent = ("%", "the set's part of all elements of the model")
-    return pairs([percent, *summary.marks(table, plan)], bold=True, width=width)
 
 
 def _cost(plan: Plan, cost: Cost, width: int) -> Iterable[RenderableType]:
@@ -261,7 +222,6 @@ def _bill(heading: str, parts: Iterable[tuple[str, int]], total: int, cost: Cost
 
 
 def _wire(cost: Cost, width: int) -> Iterable[RenderableType]:
-    """Render the traffic of a step, one line per op, purpose, dtype and axis."""
     if not cost.traffic:
         yield Text("nothing is sent")
         return
@@ -296,9 +256,6 @@ def _slices(explanation: Explanation) -> list[tuple[str, str]]:
     if len(lines) > _MOST_SLICES:
         lines[3:-2] = [f"... {len(lines) - 5} more ranks ..."]
     return [("slices" if number == 0 else "", line) for number, line in enumerate(lines)]
-
-
-# --- a plan in a few lines ----------------------------------------------------------------------------
 
 
 def brief_text(plan: Plan, cost: Cost, table: Table, verb: str, *, color: bool, width: int = WIDTH) -> str:

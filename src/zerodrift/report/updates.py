@@ -16,8 +16,7 @@ from rich.text import Text
 from zerodrift.report import figures
 from zerodrift.report.frame import WIDTH, pairs, render, text_table
 
-SHOWN = 20
-"""Most lines of a table, the worst first."""
+SHOWN = 20  # most lines of a table, the worst first
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +25,12 @@ class UpdateLine:
 
     name: str
     numel: int
-    moved: int
-    """Elements that the update was to change."""
-    unseen: int
-    """Elements that were to change and whose weight in the model kept its bits."""
-    lost: int
-    """Unseen elements whose master kept its bits too, or that have no master."""
-    underflow: int
-    """Elements with a gradient whose last moment is stored as zero."""
-    change_norm: float
-    """Norm of the change before rounding."""
-    weight_norm: float
-    """Norm of the master before the update."""
+    moved: int  # elements that the update was to change
+    unseen: int  # elements that were to change and whose weight in the model kept its bits
+    lost: int  # unseen elements whose master kept its bits too, or that have no master
+    underflow: int  # elements with a gradient whose last moment is stored as zero
+    change_norm: float  # norm of the change before rounding
+    weight_norm: float  # norm of the master before the update
 
     @property
     def lost_share(self) -> float:
@@ -66,10 +59,8 @@ class UpdateLine:
 class UpdateReport:
     """Update of all trained parameters in one step."""
 
-    step: int
-    """Number of the step, from 1."""
-    lines: tuple[UpdateLine, ...]
-    """Lines in the order of the plan."""
+    step: int  # number of the step, from 1
+    lines: tuple[UpdateLine, ...]  # lines in the order of the plan
 
     def line(self, name: str) -> UpdateLine:
         """Return the line of one parameter by its first name."""
@@ -104,7 +95,6 @@ class UpdateReport:
 
 
 def combine_lines(name: str, lines: Sequence[UpdateLine]) -> UpdateLine:
-    """Combine lines into one."""
     counted = ("numel", "moved", "unseen", "lost", "underflow")
     counts = (sum(getattr(line, key) for line in lines) for key in counted)
     norms = (math.hypot(*(getattr(line, key) for line in lines)) for key in ("change_norm", "weight_norm"))

@@ -9,6 +9,7 @@ is one of real steps.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,7 @@ from zerodrift.inspect.audit.estimates import AuditSetup, gradient_distances
 from zerodrift.inspect.audit.results import ByteKind, Bytes, NarrowerColumn, Point, Recommendation
 from zerodrift.inspect.audit.run import REFUSED, plan_for, running
 from zerodrift.inspect.audit.signals import Signals, backward_signals, drift
-from zerodrift.inspect.audit.variants import (
-    autocast_policy,
-    literal_glob,
-    narrow_cells,
-    pinned_policy,
-)
+from zerodrift.inspect.audit.variants import autocast_policy, literal_glob, narrow_cells, pinned_policy
 from zerodrift.plan import Plan, Row, cost
 from zerodrift.policy import Mode, Output, Policy, glob
 
@@ -78,14 +74,16 @@ def pattern_of(plan: Plan, names: Sequence[str]) -> str:
     return names[0]
 
 
+def matches_of(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return globs for rules about these parameters: the pattern, if it matches all of them."""
+    return [pattern] if all(map(glob(pattern), names)) else list(map(literal_glob, names))
+
+
 def rules_for(point: Point) -> tuple[Mapping[str, str], ...]:
-    """Rules to paste under `precision.rules`."""
     rules: list[Mapping[str, str]] = []
     for pattern, names, output in point.pins:
-        whole = all(map(glob(pattern), names))
         returned = {} if output is None else {"output": str(output)}
-        for match in [pattern] if whole else map(literal_glob, names):
-            rules.append({"match": match, "pin": "fp32", **returned})
+        rules += [{"match": match, "pin": "fp32", **returned} for match in matches_of(pattern, names)]
     return tuple(rules)
 
 
@@ -139,10 +137,8 @@ class PinSearch:
         if own in AUTOCAST and (bare := self.point(AUTOCAST[own], [], most)) is not None:
             points += [bare, *self._pin(AUTOCAST[own], found, goal, most)]
         enough = [point for point in points if point.drift.square <= goal]
-        if enough:
-            chosen = min(enough, key=lambda point: (point.bytes.compute, len(point.pins)))
-        else:
-            chosen = min(points, key=lambda point: point.drift.square)
+        chosen = min(points, key=lambda point: point.drift.square)
+        chosen = min(enough, key=lambda point: (point.bytes.compute, len(point.pins)), default=chosen)
         index, rules = points.index(chosen), rules_for(chosen)
         return Recommendation(self.budget, self.of, (*points, widest), widest, index, rules)
 
@@ -180,15 +176,9 @@ class PinSearch:
 
 def _steps(count: int) -> list[tuple[int, int]]:
     """Bounds of the candidates that are added together."""
-    steps: list[tuple[int, int]] = []
-    low, size = 0, 1
-    while low < count:
-        high = count if len(steps) == STEPS - 1 else min(count, low + size)
-        steps.append((low, high))
-        low = high
-        if len(steps) >= STEPS // 2:
-            size *= 2
-    return steps
+    sizes = [2 ** max(0, number - STEPS // 2 + 1) for number in range(STEPS - 1)]
+    ends = [min(count, end) for end in itertools.accumulate(sizes)]
+    return [(low, high) for low, high in itertools.pairwise([0, *ends, count]) if low < high]
 
 
 def take_steps(engine: Engine, setup: AuditSetup, count: int) -> None:

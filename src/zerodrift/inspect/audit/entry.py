@@ -36,7 +36,7 @@ from zerodrift.inspect.audit.tokens import Batch
 from zerodrift.inspect.audit.variants import Choice
 from zerodrift.optimizers import of_type
 from zerodrift.plan import Plan
-from zerodrift.policy import Output, Policy, State, is_by_rule
+from zerodrift.policy import ComponentSpec, Output, Policy, State, is_by_rule
 
 REPLAYED = 8  # cells of the shortlist that are replayed by default
 
@@ -113,9 +113,8 @@ def audit_subject(
         narrower = narrower_columns(setup, ran, whole) if confirm and budget is not None else []
         formats = None
         if goal is not None:
-            formats = FormatSearch(
-                setup, ran, whole, results.reference, results.total, goal, progress
-            ).recommend()
+            formats_search = FormatSearch(setup, ran, whole, results.reference, results.total, goal, progress)
+            formats = formats_search.recommend()
         findings = find_defects(ran, subject, results, gradients, updates, replayed)
     return Audit(
         source=plan.source,
@@ -184,9 +183,8 @@ def _cells_to_replay(plan: Plan, results: PassResults, confirm: int) -> list[Cho
             worth = [choice for choice in worth if choice.cell == "compute"]
         asked = has_products or is_by_rule(why)
         if worth and asked and (has_products or not set(worth) & set(chosen)):
-            chosen.append(
-                replace(worth[0], pattern=names[0], names=tuple(names)) if len(names) > 1 else worth[0]
-            )
+            together = replace(worth[0], pattern=names[0], names=tuple(names))
+            chosen.append(together if len(names) > 1 else worth[0])
     return chosen
 
 
@@ -229,7 +227,7 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
             row = engine.plan.row(line.name)
             update = None if row is None else row.columns.update
             state = State.FP32 if update is None else update.state
-            stuck, decays = 0.0, _decays(watched) if state is State.BF16 else {}
+            stuck, decays = 0.0, _decays(policy.optimizer) if state is State.BF16 else {}
             for moment, value in engine.parameter(line.name).state.items() if decays else ():
                 if moment in decays and value.numel():  # decay leaves some as they are, rounded to nearest
                     after = (value * decays[moment]).to(State.BF16.dtype.torch).float()
@@ -238,12 +236,10 @@ def update_costs(setup: AuditSetup, policy: Policy) -> list[UpdateCost]:
         return costs
 
 
-def _decays(policy: Policy) -> dict[str, float]:
+def _decays(optimizer: ComponentSpec) -> dict[str, float]:
     """Moment -> its factor in a step."""
-    if policy.optimizer is None:
-        return {}
-    algorithm = of_type(policy.optimizer.type)
-    given = {**algorithm.defaults, **json.loads(policy.optimizer.params)}
+    algorithm = of_type(optimizer.type)
+    given = {**algorithm.defaults, **json.loads(optimizer.params)}
     if algorithm.moments == ("momentum_buffer",):
         return {"momentum_buffer": float(given.get("momentum", 0.0))}
     first, second = (float(beta) for beta in given.get("betas", (0.9, 0.999)))

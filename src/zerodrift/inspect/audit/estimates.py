@@ -11,6 +11,7 @@ is probed goes on with the bits that it has without.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +27,9 @@ from zerodrift.inspect.audit import signals
 from zerodrift.inspect.audit.results import Estimate, GradientLine, Place
 from zerodrift.inspect.audit.rounding import Key, Rounding, RoundingRecorder, Roundings, Widener
 from zerodrift.inspect.audit.run import Subject, running
-from zerodrift.inspect.audit.signals import CloseCalls, Drift, Signals
+from zerodrift.inspect.audit.signals import Drift, Signals
 from zerodrift.inspect.audit.tokens import Batch
-from zerodrift.inspect.audit.variants import (
-    Choice,
-    has_narrow_formats,
-    narrow_cells,
-    reference_policy,
-)
+from zerodrift.inspect.audit.variants import Choice, has_narrow_formats, narrow_cells, reference_policy
 from zerodrift.kernels import narrow
 from zerodrift.mesh import MeshShape
 from zerodrift.plan import Plan, Row
@@ -44,8 +40,6 @@ Values = Callable[[str], Tensor]  # parameter -> its values before they are roun
 
 @dataclass(slots=True)
 class PassResults:
-    """Results of the three passes."""
-
     reference: Signals  # without what the model's own code narrows
     own: Drift  # drift that the model's own code causes
     planned: Signals
@@ -80,11 +74,8 @@ class AuditSetup:
         """
         subject = self.subject if has_narrow_formats(policy) else self.subject.frozen()
         with running(subject, policy, self.mesh) as engine:
-            return signals.forward_signals(engine, self.batches, _widening(widened))
-
-
-def _widening(places: frozenset[tuple[str, str]]) -> signals.Around | None:
-    return (lambda path: Widener(path, places)) if places else None
+            around = (lambda path: Widener(path, widened)) if widened else None
+            return signals.forward_signals(engine, self.batches, around)
 
 
 def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
@@ -96,7 +87,7 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
         places = _sum_over_ranks(reference, own)
         narrowed = frozenset((place.module, place.line) for place in places)
         if narrowed:
-            true = signals.forward_signals(reference, batches, _widening(narrowed))
+            true = signals.forward_signals(reference, batches, lambda path: Widener(path, narrowed))
         _require_finite(true, reference)
         with running(setup.subject, setup.policy, setup.mesh) as engine:
             by_loss, buffers = Roundings(), dict(reference.module.named_buffers())
@@ -118,20 +109,18 @@ def run_three_passes(setup: AuditSetup) -> tuple[PassResults, Plan]:
             moved = {place.key: scale.loss(place) for place in _sum_over_ranks(engine, by_loss)}
             engine.zero_grad()
             alone = signals.forward_signals(engine, batches, gradients=True)
-            found, calls = Roundings(), signals.close_calls(planned, true)
-            again = _signed_pass(engine, batches, found, constants, calls)
+            found = Roundings()
+            begin = functools.partial(signals.signed_costs, calls=signals.close_calls(planned, true))
+            again = signals.forward_signals(engine, batches, _recording(engine, found, constants), begin)
             if not (_is_same(planned, alone) and _is_same(again, alone)):
                 must = "must leave the bits of a run as they are"
                 got = "other log-probabilities where the same forward was watched"
                 do = "Does the model draw from generators of its own, or keep state in a forward?"
                 raise ZerodriftError("the audit", must, got=got, do=do)
             _estimate(results, engine, true_values, found, scale, stored, moved)
-            for row in engine.plan.rows:
-                if (
-                    row.source is DType.FP32
-                    and (held := narrower_dtype_of(true_values(row.name))) is not None
-                ):
-                    results.coarse[row.name] = held
+            whole = (row.name for row in engine.plan.rows if row.source is DType.FP32)
+            held = {name: narrower_dtype_of(true_values(name)) for name in whole}
+            results.coarse = {name: dtype for name, dtype in held.items() if dtype is not None}
             everyone = reference.comm.all_gather_object((own.used, own.ran), "data")
             results.used = frozenset().union(*(used for used, _ in everyone))
             results.ran = frozenset().union(*(ran for _, ran in everyone))
@@ -173,20 +162,6 @@ def _recording(
         if (row := engine.plan.row(name)) is not None
     }
     return lambda path: RoundingRecorder(engine.module, names, path, found, constants or {})
-
-
-def _signed_pass(
-    engine: Engine,
-    batches: Sequence[Batch],
-    found: Roundings,
-    constants: Mapping[int, Tensor],
-    calls: CloseCalls | None = None,
-) -> Signals:
-
-    def begin(loss: Tensor, recorder: signals.Recorder, number: int) -> Tensor:
-        return signals.signed_costs(loss, recorder, number, calls)
-
-    return signals.forward_signals(engine, batches, _recording(engine, found, constants), begin)
 
 
 def _is_same(one: Signals, other: Signals) -> bool:
@@ -266,10 +241,6 @@ class TargetScale:
         """Convert the square of a micro-batch's gradient, whose backward began at a mean over its targets."""
         return square * (self.targets / (self.batches * self.ranks)) ** 2 / self.targets
 
-    def mean_square(self, square: float) -> float:
-        """Convert the square of a parameter's gradient, a mean over micro-batches and ranks."""
-        return self.square(square * (self.batches * self.ranks) ** 2)
-
     def loss(self, place: Rounding) -> float:
         """How far a place of the plan moves the mean loss."""
         return place.signed / (self.loss_scale * self.batches * self.ranks)
@@ -319,7 +290,8 @@ def _estimate(
     results.places.sort(key=lambda place: -place.rms)
     stored: dict[str, float] = {}
     for row, effect in _effects(engine, true_values):
-        stored[row.name] = scale.mean_square(float(effect.square().sum()))
+        # The gradient of a parameter is a mean over micro-batches and ranks.
+        stored[row.name] = float(effect.square().sum()) * scale.targets
         if "storage" in narrow_cells(row.columns):
             choice = Choice(row.name, "storage", (row.name,))
             results.estimates.append(Estimate(choice, stored[row.name], stored_moves.get(row.name, 0.0)))
@@ -332,9 +304,7 @@ def _estimate(
         square = loss = 0.0
         for name in names:
             operations, lost = computed.get(name, (0.0, 0.0))
-            square += (
-                stored.get(name, 0.0) + 2 * operations
-            )  # inputs are rounded like outputs, and the values
+            square += stored.get(name, 0.0) + 2 * operations  # inputs are rounded like outputs
             loss += stored_moves.get(name, 0.0) + lost
         results.estimates.append(Estimate(Choice(names[0], "compute", names), square, loss))
     results.estimates.sort(key=lambda estimate: -estimate.square)
@@ -352,14 +322,13 @@ class PrecisionProbe:
 
 def require_probe(plan: Plan) -> None:
     """Refuse a run that cannot be probed, before it begins."""
-    policy, got = plan.policy, ""
-    if policy.pipeline is not None:
-        got = "a pipeline"
-    elif policy.backend != "native":
-        got = f"backend {policy.backend}"
-    elif policy.requires_tree:
-        got = "`reduce.order: tree`"
-    if got:
+    policy = plan.policy
+    reasons = {
+        "a pipeline": policy.pipeline is not None,
+        f"backend {policy.backend}": policy.backend != "native",
+        "`reduce.order: tree`": policy.requires_tree,
+    }
+    if got := next((reason for reason, holds in reasons.items() if holds), ""):
         must = "must be left out: it looks at whole micro-batches on the native backend"
         raise UnsupportedError("audit.at", must, got=got, do="Audit a checkpoint: `zerodrift audit`.")
 
@@ -370,7 +339,7 @@ def probe(engine: Engine, batches: Sequence[Batch], most: int = 12) -> Precision
     before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     with generators_kept(engine.mesh.device):
         try:
-            seen = _signed_pass(engine, batches, found, {})
+            seen = signals.forward_signals(engine, batches, _recording(engine, found), signals.signed_costs)
             none = signals.drift(seen, seen)
             results = PassResults(seen, none, seen, none, frozenset())
             scale = TargetScale(len(batches), engine.plan.mesh.data, len(seen.values), engine.scaler.scale)

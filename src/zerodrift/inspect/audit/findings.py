@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from zerodrift.dtypes import BLOCK, DType
+from zerodrift.dtypes import BLOCK
 from zerodrift.inspect.audit.advice import pattern_of
 from zerodrift.inspect.audit.estimates import PassResults
 from zerodrift.inspect.audit.results import AuditFinding, CellReplay, FindingKind, GradientLine, UpdateCost
 from zerodrift.inspect.audit.rounding import NARROW, Rounding
 from zerodrift.inspect.audit.run import Subject
 from zerodrift.plan import Plan, Row
-from zerodrift.policy import is_by_rule
+from zerodrift.policy import Reduction, is_by_rule
 from zerodrift.report import percent
 
 VANISHED = 0.25
@@ -77,10 +77,8 @@ def _out_of_range(results: PassResults) -> Findings:
     do = "Compute it in fp32 or bf16: pin what it computes with, or leave out the cast before it."
     for place in (*(place for place, _ in results.own_places), *results.planned_places):
         if place.saturated:
-            what = (
-                f"{place.saturated} of {place.numel} numbers of `{place.operation}` are beyond the range of "
-            )
-            what += f"{place.dtype}, and finite in fp32"
+            what = f"{place.saturated} of {place.numel} numbers of `{place.operation}` are beyond the range "
+            what += f"of {place.dtype}, and finite in fp32"
             yield _at("overflow", place, what, do, 1e6 + place.saturated / max(1, place.numel))
     for place in results.planned_places:
         if place.vanished and not place.saturated and place.relative > VANISHED:
@@ -101,10 +99,8 @@ def _narrow_code(results: PassResults) -> Findings:
     for place, rms in sorted(first.values(), key=lambda pair: -pair[1]):
         what = f"the model itself computes `{place.operation}` in {place.dtype}, whatever the plan says: "
         what += f"{place.relative:.2g} of what comes out is lost, "
-        is_finite = math.isfinite(rms)
-        what += (
-            f"an estimated {rms:.2g} of a log-probability" if is_finite else "and its gradient is not finite"
-        )
+        share = f"an estimated {rms:.2g} of a log-probability"
+        what += share if math.isfinite(rms) else "and its gradient is not finite"
         do = "Leave out the cast, or cast to the dtype of what comes in."
         yield _at("narrow code", place, what, do, 1e3 + min(rms, 1e3))
 
@@ -160,9 +156,8 @@ def narrowed_groups(plan: Plan) -> dict[tuple[str, str], list[str]]:
     for row in plan.rows:
         columns, why = row.columns, row.columns.reasons()
         dtypes = {"storage": columns.storage.dtype, "gather": columns.gather, "compute": columns.compute}
-        narrow = {
-            cell: str(dtype) for cell, dtype in dtypes.items() if dtype.is_floating and not dtype.holds(mode)
-        }
+        rounds = {cell: dtype.is_floating and not dtype.holds(mode) for cell, dtype in dtypes.items()}
+        narrow = {cell: str(dtype) for cell, dtype in dtypes.items() if rounds[cell]}
         if columns.products is not None:
             narrow["products"] = columns.products.describe(columns.trained)
         if narrow:
@@ -188,11 +183,8 @@ def _routing(plan: Plan, results: PassResults, replayed: Sequence[CellReplay]) -
 def _pin(plan: Plan, name: str) -> str:
     """Write the rule that pins a parameter, with all others of its module, which computes in one dtype."""
     path = name.rpartition(".")[0]
-    beside = [
-        row.name
-        for row in plan.rows
-        if row.name.rpartition(".")[0] == path and row.columns.compute.is_floating
-    ]
+    floating = (row.name for row in plan.rows if row.columns.compute.is_floating)
+    beside = [other for other in floating if other.rpartition(".")[0] == path]
     pattern = pattern_of(plan, beside) if len(beside) > 1 else name
     return f'Pin it: `{{match: "{pattern}", pin: fp32}}`.'
 
@@ -213,16 +205,8 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     Rounding every rank's gradient once takes a known share at most; more than that only where gradients
     cancel.
     """
-    reduced = {}
-    for line in gradients:
-        row = plan.row(line.name)
-        once = 0.0
-        if row is not None and row.columns.update is not None:
-            reduce = row.columns.update.reduce
-            wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.nbytes(BLOCK))
-            once = _rounding_once(wire)
-        if line.reduce > once:
-            reduced[line.name] = line.reduce
+    once = {row.name: _rounding_once(row.columns.update.reduce) for row in plan.rows if row.columns.update}
+    reduced = {line.name: line.reduce for line in gradients if line.reduce > once.get(line.name, 0.0)}
     accumulated = {line.name: line.accumulate for line in gradients if line.accumulate > GRADIENT}
     what, do = "`accumulate` takes {} of the gradient's norm", "Set `precision.accumulate: fp32`."
     yield from _together("accumulate", accumulated, what, do, 70.0)
@@ -242,8 +226,9 @@ def _columns(plan: Plan, gradients: Sequence[GradientLine], updates: Sequence[Up
     yield from _together("stuck state", stuck, what, do, 60.0)
 
 
-def _rounding_once(wire: DType) -> float:
-    """Return the largest share of a norm that rounding to a dtype or a narrow format takes."""
+def _rounding_once(reduce: Reduction) -> float:
+    """Return the largest share of a norm that rounding to the narrower dtype of a reduction takes."""
+    wire = min((reduce.wire, reduce.sum), key=lambda dtype: dtype.nbytes(BLOCK))
     form = wire.format
     if form is None:
         return torch.finfo(wire.torch).eps / 2
@@ -256,11 +241,8 @@ def _scaled(plan: Plan, subject: Subject, gradients: Sequence[GradientLine]) -> 
     """Find gradients of another length than the reference's: rounding alone turns a gradient a little, and
     neither halves nor doubles it."""
     whole = math.sqrt(sum(line.norm**2 for line in gradients))
-    wrong = {
-        line.name: line
-        for line in gradients
-        if line.norm > FAINT * whole and not 0.5 < line.cosine * line.size / line.norm < 2
-    }
+    strong = (line for line in gradients if line.norm > FAINT * whole)
+    wrong = {line.name: line for line in strong if not 0.5 < line.cosine * line.size / line.norm < 2}
     if wrong:
         last = [name for name, _ in subject.make().named_parameters() if name in wrong][-1]
         line, others, scale = wrong[last], len(wrong) - 1, plan.policy.loss_scale

@@ -16,23 +16,16 @@ from dataclasses import dataclass, replace
 
 from zerodrift.config import load
 from zerodrift.errors import ConfigError, ZerodriftError, first_line
-from zerodrift.inspect.audit.advice import Progress, bytes_of, pattern_of
+from zerodrift.inspect.audit.advice import Progress, bytes_of, matches_of, pattern_of
 from zerodrift.inspect.audit.estimates import AuditSetup
-from zerodrift.inspect.audit.results import (
-    Bytes,
-    FormatAdvice,
-    FormatColumn,
-    FormatGoal,
-    FormatPoint,
-    FormatTrial,
-)
+from zerodrift.inspect.audit.results import FormatAdvice, FormatColumn, FormatGoal, FormatPoint, FormatTrial
 from zerodrift.inspect.audit.run import REFUSED
 from zerodrift.inspect.audit.signals import Drift, Signals, drift
-from zerodrift.inspect.audit.variants import literal_glob, with_rules
+from zerodrift.inspect.audit.variants import with_rules
 from zerodrift.mesh import MeshShape
 from zerodrift.model import ModelSpec, describe
 from zerodrift.plan import Plan, Row, build
-from zerodrift.policy import Columns, Policy, ResolvedRule, glob, is_by_rule, resolve
+from zerodrift.policy import Columns, Policy, ResolvedRule, is_by_rule, resolve
 
 FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
     "gather": ("int8", "fp8", "mxfp8"),
@@ -41,8 +34,7 @@ FORMATS: Mapping[FormatColumn, tuple[str, ...]] = {
 }
 """Column -> words of the formats that are tried in it."""
 
-TIMES = 1.5
-"""Multiple of the plan's own drift that is the limit by default."""
+TIMES = 1.5  # multiple of the plan's own drift that is the limit by default
 
 
 def parse_goal(text: str, where: str = "narrow") -> FormatGoal:
@@ -111,25 +103,24 @@ class FormatSearch:
         if trial.left_out:
             return trial
         try:
-            bytes_ = bytes_of(self._planned(trial.rules, spec))
-            reason = self._useless(trial.column, start.bytes, bytes_)
-            if reason:
+            plan = self._planned(trial.rules, spec)
+            if reason := self._useless(trial.column, start, plan):
                 return replace(trial, left_out=reason)
-            return replace(trial, alone=FormatPoint(self._drift(trial.rules), bytes_))
+            return replace(trial, alone=FormatPoint(self._drift(trial.rules), bytes_of(plan)))
         except REFUSED as error:
             return replace(trial, left_out=f"refused by the plan ({_reason(error)})")
 
-    def _useless(self, column: FormatColumn, before: Bytes, after: Bytes) -> str:
+    def _useless(self, column: FormatColumn, start: FormatPoint, plan: Plan) -> str:
         """Return why a format saves no bytes; `""` if it does, or is for speed."""
         if self.goal.of == "speed":
             return ""
+        before, after = start.bytes, bytes_of(plan)
         if column == "gather" and after.wire >= before.wire:
             alone = self.setup.mesh.world == 1
             where = "nothing travels on one rank, as it does under torchrun"
             return f"because {where if alone else 'it saves no bytes on the wire'}"
-        return (
-            "" if after.sum < before.sum else "because it takes more bytes at rest than it saves on the wire"
-        )
+        saves = after.sum < before.sum
+        return "" if saves else "because it takes more bytes at rest than it saves on the wire"
 
     def _add(self, trials: list[FormatTrial], spec: ModelSpec, start: FormatPoint, limit: float) -> list[int]:
         """Add formats while the drift stays within the limit; return those that stay, in their order.
@@ -199,11 +190,7 @@ def _rules(plan: Plan, rows: Sequence[Row], column: str, word: str) -> tuple[Map
     alike: dict[str, list[str]] = {}
     for row in rows:
         alike.setdefault(re.sub(r"\d+", "*", row.name), []).append(row.name)
-    matches: list[str] = []
-    for names in alike.values():
-        pattern = pattern_of(plan, names)
-        whole = all(map(glob(pattern), names))
-        matches += [pattern] if whole else map(literal_glob, names)
+    matches = (match for names in alike.values() for match in matches_of(pattern_of(plan, names), names))
     return tuple({"match": match, column: word} for match in matches)
 
 

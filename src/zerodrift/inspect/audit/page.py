@@ -8,20 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from zerodrift.inspect.audit import text
 from zerodrift.inspect.audit.results import FormatAdvice, Point, Recommendation
-from zerodrift.inspect.audit.text import (
-    BYTES,
-    Audit,
-    bytes_changed,
-    cell_tables,
-    config_text,
-    facts,
-    format_facts,
-    format_table,
-    formats_left_out,
-    points_to_show,
-    rules_text,
-)
+from zerodrift.inspect.audit.text import Audit
 from zerodrift.report import (
     BlockRow,
     Chart,
@@ -47,23 +36,23 @@ COLUMNS = ("storage", "compute", "accumulate", "reduce", "gradient", "lost")
 
 def audit_page(audit: Audit) -> str:
     found = [(each.kind, each.where, f"{each.what}.", each.do) for each in audit.findings]
+    findings = FactList(found, "findings") if found else Paragraph("None.", "")
     sections = [
-        PageSection(
-            "Findings", "findings", [FactList(found, "findings") if found else Paragraph("None.", "")]
-        ),
+        PageSection("Findings", "findings", [findings]),
         PageSection("Where drift begins", "map", _map(audit)),
     ]
     if audit.recommendation is not None:
         sections.append(PageSection("Pins", "pins", _pins(audit.drift.square or 1.0, audit.recommendation)))
     if audit.formats is not None:
         sections.append(PageSection("Narrow formats", "formats", _formats(audit.formats)))
-    for number, (name, detail, (head, *rows)) in enumerate(cell_tables(audit)):
+    for number, (name, detail, (head, *rows)) in enumerate(text.cell_tables(audit)):
         cells: list[Cells] = [
             (PageCell(first, "name"), PageCell(second, "cell"), *rest) for first, second, *rest in rows
         ]
         title, table = f"{name}: {detail}".capitalize(), PageTable(head, cells, "rows", figures=head[2:])
         sections.append(PageSection(title, f"{name}-{number}", [table]))
-    return page(f"zerodrift audit: {audit.source}", PageHead("zerodrift audit", facts=facts(audit)), sections)
+    top = PageHead("zerodrift audit", facts=text.facts(audit))
+    return page(f"zerodrift audit: {audit.source}", top, sections)
 
 
 def _map(audit: Audit) -> list[Any]:
@@ -108,34 +97,34 @@ def _heat(value: float) -> PageCell:
 
 def _pins(whole: float, advice: Recommendation) -> list[Any]:
     rows: list[Cells] = []
-    for point in points_to_show(advice):
+    for point in text.points_to_show(advice):
         mark = ">" if point is advice.chosen else ""
         pins = PageCell(" ".join(pattern for pattern, _, _ in point.pins) or "none", "name")
         flips = f"{point.drift.flips:,}" if point.drift.choices else ""
-        changes = bytes_changed(point.bytes, advice.points[0].bytes)
+        changes = text.bytes_changed(point.bytes, advice.points[0].bytes)
         left = percent(point.drift.square / whole)
         rows.append((mark, PageCell(point.mode, "cell"), pins, left, flips, *changes))
     head = ("", "mode", "pins", "left", "flips", "rest", "peak", "wire", "compute")
     words = (
         f"The marked line removes {percent(min(1.0, max(0.0, advice.removed)))} of the squared drift that "
-        f"fp32 everywhere removes, for at most {advice.budget:.1%} more bytes {BYTES[advice.of]}. Every line "
-        "was run."
+        f"fp32 everywhere removes, for at most {advice.budget:.1%} more bytes {text.BYTES[advice.of]}. Every "
+        "line was run."
     )
     table = PageTable(head, rows, "rows", figures=head[3:])
-    return [_curve(whole, advice), Paragraph(words, ""), Preformatted(config_text(advice)), table]
+    return [_curve(whole, advice), Paragraph(words, ""), Preformatted(text.config_text(advice)), table]
 
 
 def _formats(advice: FormatAdvice) -> list[Any]:
-    head, *rows = format_table(advice)
+    head, *rows = text.format_table(advice)
     cells: list[Cells] = [
         (mark, PageCell(pattern, "name"), PageCell(column, "cell"), PageCell(word, "cell"), *figures)
         for mark, pattern, column, word, *figures in rows
     ]
     told: list[Any] = [Paragraph(f"Formats for {advice.goal.of}; every line was run.", "")]
     told += [PageTable(head, cells, "rows", figures=head[4:])] if cells else []
-    told += [Paragraph(line, "") for line in format_facts(advice)]
-    told += [Preformatted(rules_text(advice.rules))] if advice.rules else []
-    told += [Paragraph(f"Not run, {reason}: {names}.") for reason, names in formats_left_out(advice)]
+    told += [Paragraph(line, "") for line in text.format_facts(advice)]
+    told += [Preformatted(text.rules_text(advice.rules))] if advice.rules else []
+    told += [Paragraph(f"Not run, {reason}: {names}.") for reason, names in text.formats_left_out(advice)]
     return told
 
 

@@ -188,12 +188,10 @@ class FormatTrial:
     format: str
     numel: int
     rules: tuple[Mapping[str, str], ...]
-    alone: FormatPoint | None = None
-    """Everything else as planned; None if it was not run."""
+    alone: FormatPoint | None = None  # everything else as planned; None if it was not run
     together: FormatPoint | None = None
     """Added to the formats that were chosen before it; None if it was not run so."""
-    left_out: str = ""
-    """Why it was not run; `""` if it was."""
+    left_out: str = ""  # why it was not run; `""` if it was
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +40,8 @@ NOT_ARITHMETIC = frozenset((
 ))  # fmt: skip
 """Calls that compute nothing."""
 
-NARROW = (
-    *(torch.bfloat16, torch.float16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-)
-"""Dtypes that hold less than fp32."""
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NARROW = (torch.bfloat16, torch.float16, *_FLOAT8)  # dtypes that hold less than fp32
 
 NARROWING_CALLS = frozenset(("half", "bfloat16"))  # casts with their dtype in their name
 
@@ -150,17 +147,15 @@ class RoundingRecorder(TorchFunctionMode):
                 place.measure(buffer, exact.to(buffer.device))
                 self._remember(buffer, exact.float().to(buffer.device), place)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
         line = "" if name in NOT_ARITHMETIC or name in NOT_REPEATABLE else place_of_code()[0]
         if not line:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        bare = (type(t) is nn.Parameter and t.is_floating_point() and not t.numel() for t in given)
-        is_absent = any(bare)  # a parameter that is not here
+        # A parameter that is not here has no elements.
+        is_absent = any(type(t) is nn.Parameter and t.is_floating_point() and not t.numel() for t in given)
         inputs = self._copied((args, kwargs)) if _writes(name) and not is_absent else (args, kwargs)
         result = func(*args, **kwargs)
         self._found.ran.add(self._path.current)
@@ -175,14 +170,16 @@ class RoundingRecorder(TorchFunctionMode):
     def _copied(self, inputs: Any) -> Any:
         """Copy the inputs of an operation that writes into one."""
 
-        def copied(tensor: Tensor) -> Tensor:
-            copy = tensor.detach().clone()
-            if (shadow := self._shadows.get(id(tensor))) is not None:
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            copy = leaf.detach().clone()
+            if (shadow := self._shadows.get(id(leaf))) is not None:
                 self._remember(copy, shadow[1], shadow[2])
             return copy
 
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return _map_tensors(inputs, copied)
+            return tree_map(copied, inputs)
 
     def _measure(
         self, func: Any, line: str, inputs: Any, given: list[Tensor], out: Tensor, number: int
@@ -221,15 +218,16 @@ class RoundingRecorder(TorchFunctionMode):
         """Compute output `number` of the same operation in fp32; None if it has no such form."""
         name = _name(func)
 
-        def wide(tensor: Tensor) -> Tensor:
-            shadow = self._shadows.get(id(tensor)) if shadows else None
-            plain = _wide(tensor.detach() if shadow is None else shadow[1])
+        def wide(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return _wide(leaf)
+            shadow = self._shadows.get(id(leaf)) if shadows else None
+            plain = _wide(leaf.detach() if shadow is None else shadow[1])
             return plain.clone() if _writes(name) else plain
 
         device = next((tensor.device.type for tensor in _tensors(inputs)), "cpu")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch.autocast(device, enabled=False):
-            mapped = _map_tensors(inputs, wide)
-            args, kwargs = tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else _wide(leaf), mapped)
+            args, kwargs = tree_map(wide, inputs)
             try:
                 result = args[0].float() if name in NARROWING_CALLS else func(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
@@ -252,9 +250,7 @@ class Widener(TorchFunctionMode):
         super().__init__()
         self._path, self._places = path, places
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(func)
         if name in NOT_ARITHMETIC or (self._path.current, place_of_code()[0]) not in self._places:
             return func(*args, **kwargs)
@@ -270,10 +266,6 @@ def _wide(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.float() if leaf.dtype in NARROW else leaf
     return torch.float32 if isinstance(leaf, torch.dtype) and leaf in NARROW else leaf
-
-
-def _map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -136,8 +136,7 @@ def plan_for(subject: Subject, policy: Policy, mesh: MeshShape) -> Plan:
 def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        loss = first if isinstance(first, torch.Tensor) else None
+        loss = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         must, got = "must return a loss: one number, or what has `.loss`", type(output).__name__
         do = "A model of `transformers` returns one where the batch has `labels`."

@@ -26,9 +26,8 @@ from zerodrift.inspect.trace import ModulePaths, paths_in
 LOSSES = frozenset(("cross_entropy", "nll_loss"))
 
 Around = Callable[[ModulePaths], AbstractContextManager[Any]]  # makes a context around each forward
-Begin = Callable[
-    [torch.Tensor, "Recorder", int], torch.Tensor
-]  # of a loss, what was recorded, a batch's number
+Begin = Callable[[torch.Tensor, "Recorder", int], torch.Tensor]
+"""Takes a loss, what was recorded, and a batch's number."""
 
 
 @dataclass(slots=True)
@@ -54,12 +53,8 @@ class Signals:
 def measure_gaps(gaps: torch.Tensor) -> dict[str, float]:
     """Measure differences of log-probabilities. `k3` is the mean of `exp(d) - 1 - d`, an estimate of the
     divergence that is never negative."""
-    return {
-        "rms": float(gaps.square().mean().sqrt()),
-        "mean": float(gaps.mean()),
-        "largest": float(gaps.abs().max()),
-        "k3": float((gaps.expm1() - gaps).mean()),
-    }
+    rms, k3 = float(gaps.square().mean().sqrt()), float((gaps.expm1() - gaps).mean())
+    return {"rms": rms, "mean": float(gaps.mean()), "largest": float(gaps.abs().max()), "k3": k3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,6 @@ class Drift:
 
 
 def drift(run: Signals, other: Signals) -> Drift:
-    """Measure the drift of `run` from `other`."""
     mine, theirs = run.values, other.values
     if mine.shape != theirs.shape:
         must = "must have as many targets as the reference"
@@ -120,9 +114,7 @@ class Recorder(TorchFunctionMode):
     def costs(self) -> torch.Tensor:
         return torch.cat(self.negative) if self.negative else torch.zeros(0, dtype=torch.float64)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -239,7 +231,7 @@ def close_calls(run: Signals, other: Signals) -> CloseCalls | None:
 
 
 def signed_costs(
-    loss: torch.Tensor, recorder: Recorder, number: int, calls: CloseCalls | None
+    loss: torch.Tensor, recorder: Recorder, number: int, calls: CloseCalls | None = None
 ) -> torch.Tensor:
     """Add up the costs of targets with random signs: squares of the gradients are, on average, sums of
     squares over targets. Close calls of routers are added alike."""

@@ -78,7 +78,6 @@ def read_ids(path: Path) -> Ids:
 
 
 def parse_ids(rows: Any, where: str = "tokens") -> Ids:
-    """Parse a tensor, a list of ids, or a list of lists."""
     rows = rows.tolist() if hasattr(rows, "tolist") else rows
     if isinstance(rows, dict) or (isinstance(rows, list) and rows and all(map(_is_id, rows))):
         rows = [rows]
@@ -204,7 +203,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return _is_id(value) or isinstance(value, float)
 
 
 def _kind(value: Any) -> str:

@@ -31,9 +31,6 @@ class Choice:
     cell: Cell
     names: tuple[str, ...]  # first names of the parameters
 
-    def __str__(self) -> str:
-        return f"{self.pattern} {self.cell}"
-
 
 def narrow_cells(columns: Columns) -> tuple[Cell, ...]:
     """Cells of a parameter that are narrower than fp32, in the order of COLUMNS."""
@@ -97,9 +94,7 @@ def _is_narrow_format(value: str) -> bool:
 def autocast_policy(policy: Policy, mode: Mode) -> Policy:
     """The same policy under autocast; narrow formats stay as they are."""
     forward = ("storage", "gather", "compute", "master")
-    demands = tuple(
-        demand for demand in policy.demands if demand[0] not in forward or _is_narrow_format(demand[1])
-    )
+    demands = tuple(each for each in policy.demands if each[0] not in forward or _is_narrow_format(each[1]))
     return replace(policy, mode=mode, demands=demands, safe=SAFE_MODULES)
 
 
@@ -107,10 +102,8 @@ def with_rules(policy: Policy, rules: Iterable[ResolvedRule]) -> Policy:
     return replace(policy, rules=(*policy.rules, *rules))
 
 
-_WIDENED: dict[Cell, tuple[str, ...]] = {
-    "storage": ("storage", "gather", "compute"),
-    "reduce": ("reduce.wire", "reduce.sum"),
-}
+_STORAGE, _REDUCE = ("storage", "gather", "compute"), ("reduce.wire", "reduce.sum")
+_WIDENED: dict[Cell, tuple[str, ...]] = {"storage": _STORAGE, "reduce": _REDUCE}
 """Keys that are widened together for a cell; those of others have the cell's name."""
 
 
@@ -135,11 +128,8 @@ def isolated_policy(plan: Plan, choices: Iterable[Choice], output: Output | None
     """The fp32 reference with these cells as narrow as in the plan; `output` is what their modules return."""
     rules = []
     for choice in choices:
-        for name in choice.names:
-            row = plan.row(name)
-            if row is None:
-                raise AssertionError(f"{name} is not in the plan")
-            rules.append(make_rule(name, _planned_cell(row, choice.cell), output=output))
+        rows = [row for name in choice.names if (row := plan.row(name)) is not None]
+        rules += [make_rule(row.name, _planned_cell(row, choice.cell), output=output) for row in rows]
         if choice.cell == "compute":
             narrow = next(iter(rules[-1].sets))[1]
             rules += [make_rule(name, {"compute": narrow}, output=output) for name in _siblings(plan, choice)]
@@ -150,13 +140,8 @@ def _siblings(plan: Plan, choice: Choice) -> list[str]:
     """Other parameters of the same modules: a module computes in one dtype."""
     chosen = [row for name in choice.names if (row := plan.row(name)) is not None]
     modules = {name.rpartition(".")[0] for row in chosen for name in row.names}
-    return [
-        row.name
-        for row in plan.rows
-        if any(name.rpartition(".")[0] in modules for name in row.names)
-        and row.name not in choice.names
-        and row.columns.compute.is_floating
-    ]
+    floating = [row for row in plan.rows if row.columns.compute.is_floating and row.name not in choice.names]
+    return [row.name for row in floating if modules & {name.rpartition(".")[0] for name in row.names}]
 
 
 def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
@@ -167,7 +152,11 @@ def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
         narrow = columns.storage.dtype if _is_narrow(columns.storage.dtype) else columns.gather
         return {"storage": str(narrow), "compute": _WIDE}
     if cell == "compute":
-        return {cell: str(columns.compute), **_planned_products(columns)}
+        cells = {"compute": str(columns.compute)}
+        if (products := columns.products) is not None:
+            cells |= {f"compute.{part}": str(getattr(products, part)) for part in PRODUCTS}
+            cells["compute.pad"] = str(products.pad).lower()
+        return cells
     if cell == "export":
         return {cell: str(columns.export)}
     if update is None:
@@ -175,13 +164,6 @@ def _planned_cell(row: Row, cell: Cell) -> dict[str, str]:
     if cell == "reduce":
         return {"reduce.wire": str(update.reduce.wire), "reduce.sum": str(update.reduce.sum)}
     return {cell: str(update.accumulate.dtype if cell == "accumulate" else getattr(update, cell))}
-
-
-def _planned_products(columns: Columns) -> dict[str, str]:
-    if columns.products is None:
-        return {}
-    cells = {f"compute.{part}": str(getattr(columns.products, part)) for part in PRODUCTS}
-    return {**cells, "compute.pad": str(columns.products.pad).lower()}
 
 
 def make_rule(

@@ -7,10 +7,9 @@ from zerodrift.faces import face
 if TYPE_CHECKING:
     from zerodrift.inspect.check import compare, table
     from zerodrift.inspect.check.compare import unexpected
+    from zerodrift.inspect.check.dry_run_findings import hidden, nondeterministic
     from zerodrift.inspect.check.findings import run_findings
-    from zerodrift.inspect.check.hidden_casts import hidden
     from zerodrift.inspect.check.launch import RunRecord, run
-    from zerodrift.inspect.check.nondeterminism import nondeterministic
     from zerodrift.inspect.check.observation import Observation, observe
     from zerodrift.inspect.check.report import run_page, run_text
     from zerodrift.inspect.check.table import completed, differences, encoded, read

@@ -10,12 +10,12 @@ Invariant: pure. A finding names the parameter, the column, both dtypes, and the
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -153,10 +153,9 @@ def line(plan: Plan, observed: EngineRecord) -> str:
     """Return the seen dtypes in one line, per column the dtype of the most elements first."""
     words = [f"backend={plan.policy.backend}"]
     for column in COLUMNS:
-        weights: dict[str, int] = {}
+        weights: Counter[str] = Counter()
         for row in plan.rows:
-            for dtype in observed.seen(row.name, column):
-                weights[dtype] = weights.get(dtype, 0) + row.whole_numel
+            weights.update(dict.fromkeys(observed.seen(row.name, column), row.whole_numel))
         dtypes = sorted(weights, key=lambda dtype: (-weights[dtype], dtype))
         words.append(f"{column}={','.join(dtypes) or '-'}")
         if column == "compute":
@@ -180,36 +179,26 @@ def widened(plan: Plan, observed: EngineRecord) -> tuple[str, ...]:
 
 def require_declared(plan: Plan, observed: EngineRecord) -> None:
     """Raise one error for all cells that are neither as declared nor wider."""
-    wrong = findings(plan, observed)
-    if wrong:
+    if wrong := findings(plan, observed):
         raise PrecisionError.of([finding.problem for finding in wrong], "the run and its plan differ")
 
 
 def unexpected(path: Path, processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return every cell that is not as a file says: a saved table, a plan, or a config in either dialect."""
-    try:
-        data: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        data = None  # the reader of configs says what is wrong with it
-    if tables.is_table(data):
+    declaration = tables.read_declaration(path)
+    if isinstance(declaration, list):
         do = "If the change is meant, save the table anew."
         return [
             RunFinding("not-as-expected", item.column, item.names, f"It was {item.a} and is {item.b}.", do)
-            for item in tables.differences(tables.read(path), processes)
+            for item in tables.differences(declaration, processes)
         ]
     trained = [model for model in processes[0].models if model.trained]
     if len(trained) != 1:
         must = "must be a table that `check --save` wrote, where several models are trained"
         got = f"{len(trained)} models: {', '.join(model.name for model in trained)}"
         raise ConfigError(path.name, must, got=got)
-    binds_all = isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys()
-    if binds_all:
-        try:
-            plan = Plan.from_json(data)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=repr(error)) from None
-    else:
-        plan = _planned(path, trained[0], processes[0].world)
+    binds_all = declaration is not None
+    plan = declaration or _planned(path, trained[0], processes[0].world)
     alike: dict[tuple[Column, str, str, str], list[str]] = {}
     for name, *cell in _differing(plan, trained[0], processes[0].micro_batches, binds_all):
         alike.setdefault(tuple(cell), []).append(name)  # type: ignore[arg-type]

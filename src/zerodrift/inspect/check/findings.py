@@ -13,34 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
 from zerodrift.inspect.check.run_finding import BITS, RunFinding, advice, finding, library
-from zerodrift.inspect.check.script_findings import (
-    kept_findings,
-    loss_findings,
-    wire_error,
-    wire_findings,
-)  # fmt: skip
+from zerodrift.inspect.check.script_findings import kept_findings, loss_findings, wire_error, wire_findings
 from zerodrift.inspect.check.table import same_model
 from zerodrift.inspect.trace import COLUMNS, Column, ModelRecord, ParameterRecord, ProcessRecord
 
 
 def run_findings(processes: Sequence[ProcessRecord]) -> list[RunFinding]:
     """Return all findings about a run: by what to do about them, the most expensive first."""
-    found: list[RunFinding] = []
-    if processes:
-        found += [*loss_findings(processes), *kept_findings(processes)]
-    for model in processes[0].models if processes else ():
+    first, found = processes[0], [*loss_findings(processes), *kept_findings(processes)]
+    for model in first.models:
         if model.trained:
             for rule in _RULES:
                 found += rule(processes, model)
-        elif not any(other.trained for other in processes[0].models):
+        elif not any(other.trained for other in first.models):
             found += _never_updated(processes, model)
-    what = (
-        "Gradients are clipped while the loss scale is in them: their norm is thousands of times too large, "
-    )
-    what += "so every step is clipped to the bone."
+    what = "Gradients are clipped while the loss scale is in them: their norm is thousands of times too "
+    what += "large, so every step is clipped to the bone."
     do = "Call `scaler.unscale_(optimizer)` before clipping."
-    events = processes[0].events if processes else ()
-    lines = [event["line"] for event in events if event["kind"] == "clipped_scaled"]
+    lines = [event["line"] for event in first.events if event["kind"] == "clipped_scaled"]
     found += [RunFinding("norm-of-scaled-gradients", "grad", (), what, do, line) for line in lines]
     worst: dict[str, float] = {}
     for one in found:
@@ -114,10 +104,8 @@ def _narrow(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         cost = wire_error(dtype, micro_batches)
         yield from finding("rounded-before-accumulation", "accumulate", rounded, what, do, "", cost)
         routers = _names(p for p in parameters if p.has("compute", dtype) and _is_router(p, model))
-        what = (
-            f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to other "
-        )
-        what += "experts."
+        what = f"Routers compute in {dtype}: logits that differ by less than it resolves send tokens to "
+        what += "other experts."
         do = "Compute the router's logits in fp32: cast its weight and its input up, with autocast off."
         yield from finding("router-in-16-bits", "compute", routers, what, do, "", 1 / 2**bits)
         buffers = [name for name, held in model.buffers.items() if held == dtype]
@@ -146,9 +134,8 @@ def _is_router(parameter: ParameterRecord, model: ModelRecord) -> bool:
     if not _ROUTER.search(parameter.name):
         return False
     around = _ROUTER.split(parameter.name)[0]
-    return "router" in parameter.name or any(
-        other.name.startswith(around) and _EXPERTS.search(other.name) for other in model.parameters
-    )
+    beside = (other.name for other in model.parameters if other.name.startswith(around))
+    return "router" in parameter.name or any(map(_EXPERTS.search, beside))
 
 
 def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[RunFinding]:
@@ -156,10 +143,8 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
     trained = [p for p in model.parameters if p.trained and p.facts.get("gradients", 0)]
     left_out = _names(p for p in trained if p.facts.get("optimized") is False)
     what = "Gradients arrive, and no optimizer that took a step has the parameter."
-    do = (
-        "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast or "
-    )
-    yield from finding("never-updated", "master", left_out, what, do + "moved.")
+    do = "Build the optimizer from the parameters of the model that is trained, after it was wrapped, cast "
+    yield from finding("never-updated", "master", left_out, what, do + "or moved.")
     events = (e for e in processes[0].events if e["kind"] == "rounded-between-steps" and not e["state"])
     rounded = {name for event in events for name in event["names"]}
     still = _names(
@@ -173,10 +158,8 @@ def _never_updated(processes: Sequence[ProcessRecord], model: ModelRecord) -> It
         and not (_is_norm(p) and set(p.dtypes("storage")[:1]) & BITS.keys())
     )
     what = f"Not one bit changed in {steps} steps, though gradients arrived that are not zero."
-    do = (
-        "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, and "
-    )
-    do += "at whether the optimizer holds the tensors that the model computes with."
+    do = "Look at the learning rate of its group, at whether updates are smaller than its dtype resolves, "
+    do += "and at whether the optimizer holds the tensors that the model computes with."
     yield from finding("never-updated", "storage", still if steps > 1 else (), what, do)
     apart = _names(p for p in trained if p.facts.get("follows") is False)
     what = "The optimizer updates copies, and the parameter has not their values after the step."
@@ -198,12 +181,10 @@ def _untied(processes: Sequence[ProcessRecord], model: ModelRecord) -> Iterator[
         # Others may be copies by intent, as experts are that began as one.
         if 0 < sum(parameter.kind.endswith("Embedding") for parameter in alike) < len(alike):
             apart = "began with the same values in memory of their own, and train apart."
-            tie = (
-                "them again once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)."
-            )
-            what, do = f"The model's config ties them; they {apart}", f"Tie {tie}"
+            tie = "them again once the model is wrapped, cast or loaded (transformers: `model.tie_weights()`)"
+            what, do = f"The model's config ties them; they {apart}", f"Tie {tie}."
             if not model.ties:
-                what, do = f"They {apart}", f"Are they meant to be one parameter? Then tie {tie}"
+                what, do = f"They {apart}", f"Are they meant to be one parameter? Then tie {tie}."
                 do += " A copy by intent is as it should be."
             yield from finding("untied", "storage", _names(alike), what, do)
 
@@ -226,24 +207,18 @@ def _not_averaged(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
     for parameter in model.parameters if len(processes) > 1 else ():
         given.setdefault(_kind_of_gradient(parameter.name, model, processes), []).append(parameter.name)
     ranks, micro_batches = len(processes), processes[0].micro_batches
-    what = (
-        "What the optimizer was given is the gradient of its own rank, not the average: each rank trains on "
-    )
-    what += "its part of the batch."
+    what = "What the optimizer was given is the gradient of its own rank, not the average: each rank trains "
+    what += "on its part of the batch."
     yield from finding("not-averaged", "reduce", given.get("own", ()), what, advice(_AVERAGES, model))
-    what = (
-        f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: steps "
-    )
-    what += f"are {ranks} times as long, or clipped as often."
+    what = f"What the optimizer was given is the sum of the gradients of {ranks} ranks, not their mean: "
+    what += f"steps are {ranks} times as long, or clipped as often."
     do = "Divide by the number of ranks, unless the loss was divided by it."
     yield from finding("not-averaged", "reduce", given.get("sum", ()), what, do)
     lost = given.get("neither", ())
     if library(model) == "deepspeed" and micro_batches > 1 and 2 * len(lost) > len(model.parameters):
         what = f"What the optimizer was given is no sum of the gradients of {micro_batches} micro-batches: "
-        do = (
-            "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` after "
-        )
-        do += "each, or mark the last with `engine.set_gradient_accumulation_boundary`."
+        do = "Set `gradient_accumulation_steps` to the micro-batches of a step and call `engine.step()` "
+        do += "after each, or mark the last with `engine.set_gradient_accumulation_boundary`."
         yield from finding("not-accumulated", "accumulate", lost, what + "some were dropped.", do)
 
 

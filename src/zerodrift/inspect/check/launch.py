@@ -70,9 +70,8 @@ def run(
         stepped = sorted((record for record in records if record.steps), key=lambda record: record.rank)
         together = [record for record in stepped if record.world > 1] or stepped
         idle = [record for record in records if not record.steps]
-        silent = len(
-            {path.stem for path in seen.glob("*.began")} - {path.stem for path in seen.glob("*.json")}
-        )
+        began, written = ({path.stem for path in seen.glob(end)} for end in ("*.began", "*.json"))
+        silent = len(began - written)
         return RunRecord(code or 0, together, idle, failures(folder), silent, late=code is None)
 
 
@@ -131,8 +130,6 @@ def _records(seen: Path) -> list[ProcessRecord]:
 
 
 def watch_with_torch(folder: str, steps: int, keep_going: bool) -> None:
-    """Begin to watch as soon as the process has imported torch."""
-
     def begin(torch: ModuleType) -> None:
         try:
             _begin(Path(folder) / "seen", steps, keep_going)

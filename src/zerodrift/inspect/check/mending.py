@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from zerodrift.inspect.check.run_finding import Kind, RunFinding, library
 from zerodrift.inspect.trace import ModelRecord, ProcessRecord
@@ -23,27 +22,17 @@ _ENGINE = frozenset((*_WEIGHTS, *_SUMS, *_PINNED, "states-rounded", "weights-rou
 _COMMENT = 46  # column at which the name of a finding stands behind a line
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigBlock:
-    """Lines of code or JSON for one library."""
-
-    library: str
-    text: str
-
-
-def mending(processes: Sequence[ProcessRecord], findings: Iterable[RunFinding]) -> list[ConfigBlock]:
-    """Return what to write instead, for the library that ran and for zerodrift; nothing without a cause."""
-    listed = list(findings)
-    models = [model for model in processes[0].models if model.trained] if processes else []
+def mending(processes: Sequence[ProcessRecord], findings: Sequence[RunFinding]) -> list[tuple[str, str]]:
+    """Return (library, code or JSON) for the library that ran and for zerodrift; nothing without a cause."""
+    models = [model for model in processes[0].models if model.trained]
     if not models:
         return []
-    kinds = dict.fromkeys(finding.kind for finding in listed)
-    own = ConfigBlock("zerodrift", _zerodrift(models, listed))
-    if any("zerodrift.Engine" in model.wrappers for model in models):
-        return [own] if kinds.keys() & _ENGINE else []
-    name, text = _theirs(processes[0], models[0], kinds)
-    blocks = [ConfigBlock(name, text)] if text else []
-    return [*blocks, own] if kinds.keys() & _ENGINE else blocks
+    kinds = {finding.kind for finding in findings}
+    blocks = [("zerodrift", _zerodrift(models, findings))] if kinds & _ENGINE else []
+    if not any("zerodrift.Engine" in model.wrappers for model in models):
+        name, text = _theirs(processes[0], models[0], kinds)
+        blocks = [*([(name, text)] if text else []), *blocks]
+    return blocks
 
 
 _TRAINERS = {
@@ -54,22 +43,25 @@ _TRAINERS = {
 """Module -> its name, how it is told a precision, and its word for fp16."""
 
 
-def _theirs(process: ProcessRecord, model: ModelRecord, kinds: Iterable[Kind]) -> tuple[str, str]:
+_SHARDED = {
+    "fully_shard": ("fully_shard", "MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
+    "fsdp": ("FullyShardedDataParallel", "MixedPrecision", "model = FSDP(model, mixed_precision=policy)"),
+}  # kind of library -> its name, the class of its policy, and the call that takes one
+
+
+def _theirs(process: ProcessRecord, model: ModelRecord, found: set[Kind]) -> tuple[str, str]:
     """Return the name of the library that ran, and what to write with it."""
-    kind, found, half = library(model), set(kinds), _half(process.models)
+    kind, half = library(model), _half(process.models)
     if kind == "deepspeed":
         return "DeepSpeed", _deepspeed(found, half)
     lines: list[str] = []
     if found & {*_WEIGHTS, "weights-rounded"}:
         lines.append(_line("model = model.float()", found, (*_WEIGHTS, "weights-rounded")))
-    sharded = {"fully_shard": ("MixedPrecisionPolicy", "fully_shard(model, mp_policy=policy)"),
-               "fsdp": ("MixedPrecision", "model = FSDP(model, mixed_precision=policy)")}  # fmt: skip
     trainer = next((name for name in _TRAINERS if name in process.libraries), "")
-    title = {"fully_shard": "fully_shard", "fsdp": "FullyShardedDataParallel"}.get(kind, "torch")
+    title, policy, call = _SHARDED.get(kind, ("torch", "", ""))
     if not found & {*_WEIGHTS, *_SUMS}:
         title = title if kind or not trainer else _TRAINERS[trainer][0]
-    elif kind in sharded:
-        policy, call = sharded[kind]
+    elif kind in _SHARDED:
         lines += [_line(f"policy = {policy}(", found, _SUMS), f"    param_dtype=torch.{half},"]
         lines += ["    reduce_dtype=torch.float32,", ")", call]
     elif trainer:
@@ -131,6 +123,6 @@ _RULE = re.compile(r"\{\s+(\"match\"[^}]*?)\s+\}")
 
 def _half(models: Sequence[ModelRecord]) -> str:
     """Return the dtype of 16 bits that the models compute in; bf16 where there is none."""
-    used = [p.dtypes("compute") for model in models for p in model.parameters]
-    is_fp16 = any("float16" in dtypes for dtypes in used) and not any("bfloat16" in d for d in used)
-    return "float16" if is_fp16 else "bfloat16"
+    used = (p.dtypes("compute") for model in models for p in model.parameters)
+    seen = {dtype for dtypes in used for dtype in dtypes}
+    return "float16" if "float16" in seen and "bfloat16" not in seen else "bfloat16"

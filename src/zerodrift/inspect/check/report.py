@@ -5,6 +5,7 @@ The text is 80 columns wide, so that it can be pasted into an issue, and narrowe
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
@@ -42,11 +43,12 @@ WIDTH = 80
 _GROUP_NAMES = 6  # printed of a group
 _FINDING_NAMES = 3  # printed of a finding
 
+_WHAT_TO_DO = operator.attrgetter("do")  # adjacent findings that one thing to do mends are shown together
+
 _STYLES = {"fp32": "green", "fp64": "green", "same": "", "bf16": "cyan", "fp16": "magenta"}
 
 
 def facts(processes: Sequence[ProcessRecord]) -> list[tuple[str, str]]:
-    """Return the steps, ranks and libraries of a check, each with its label."""
     first = processes[0]
     ranks = f"{len(processes)} of {first.world}" if len(processes) < first.world else str(first.world)
     micro = f", {first.micro_batches} micro-batches in the last" if first.micro_batches > 1 else ""
@@ -90,14 +92,11 @@ def run_text(
         parts += _model(model, width)
     parts += _findings(findings, _trained(first), width)
     blocks = mending(processes, findings)
-    if blocks:
-        parts.append(section("config", "that mends them"))
-    for block in blocks:
-        parts.append(Text(block.library, style="dim"))
-        code = block.text if width >= WIDTH else re.sub(" +# ", "  # ", block.text)
-        parts += [Padding(Text(code), (0, 0, 0, 2)), Text()]
-    listed = [("!", note) for note in (*notes, *first.notes)]
-    if listed:
+    parts += [section("config", "that mends them")] if blocks else []
+    for library, code in blocks:
+        code = code if width >= WIDTH else re.sub(" +# ", "  # ", code)
+        parts += [Text(library, style="dim"), Padding(Text(code), (0, 0, 0, 2)), Text()]
+    if listed := [("!", note) for note in (*notes, *first.notes)]:
         parts += [section("notes"), grid(listed, (1,), ("bold yellow",), width)]
     return render(parts, color, width)
 
@@ -110,6 +109,7 @@ def _model(model: ModelRecord, width: int) -> list[RenderableType]:
     if not model.parameters:
         return parts
     made = groups(model)
+    seen_in = [section("seen in", "the first of each"), _sightings(made, width)]
     widths = [max(len(name), *(len(cells[n]) for cells, _ in made)) for n, name in enumerate(COLUMNS)]
     if sum(widths) + len(widths) > width:  # then dtypes of one cell stand below each other
         words = [[word for cells, _ in made for word in cells[n].split(" ")] for n in range(len(COLUMNS))]
@@ -117,7 +117,7 @@ def _model(model: ModelRecord, width: int) -> list[RenderableType]:
     if sum(widths) + len(widths) > width:  # a terminal that is narrower than the nine columns
         for cells, parameters in made:
             parts += [*_cells_in_lines(cells, width), _group_names(parameters, width)]
-        return [*parts, section("seen in", "the first of each"), _sightings(made, width)]
+        return [*parts, *seen_in]
     parts.append(_line([(name, "dim") for name in COLUMNS], widths))
     for cells, parameters in made:
         texts = zip(cells, widths, strict=True)
@@ -126,7 +126,7 @@ def _model(model: ModelRecord, width: int) -> list[RenderableType]:
             styled = [(text, _STYLES.get(text.split(" ")[0], "dim") if text else "") for text in row]
             parts.append(_line(styled, widths))
         parts.append(_group_names(parameters, width))
-    return [*parts, section("seen in", "the first of each"), _sightings(made, width)]
+    return [*parts, *seen_in]
 
 
 def _cells_in_lines(cells: Sequence[str], width: int) -> list[Text]:
@@ -170,10 +170,9 @@ def _sightings(made: Sequence[ParameterGroup], width: int) -> RenderableType:
 
 def _findings(findings: Sequence[RunFinding], trained: Sequence[str], width: int) -> list[RenderableType]:
     """Return what to do, each with the findings that it mends; the first is what costs most."""
-    causes = _by_cause(findings)
+    causes = [list(alike) for _, alike in groupby(findings, key=_WHAT_TO_DO)]
     of = f", with {len(causes)} causes; the costliest first" if len(causes) > 1 else ""
-    many = f"{len(findings)}{of}"
-    parts: list[RenderableType] = [section("findings", many if findings else "none")]
+    parts: list[RenderableType] = [section("findings", f"{len(findings)}{of}" if findings else "none")]
     for number, alike in enumerate(causes, 1):
         parts.append(grid([(str(number), alike[0].do)], (2,), ("bold yellow",), width))
         for finding in alike:
@@ -187,11 +186,6 @@ def _findings(findings: Sequence[RunFinding], trained: Sequence[str], width: int
     return parts
 
 
-def _by_cause(findings: Sequence[RunFinding]) -> list[list[RunFinding]]:
-    """Group findings that one thing to do mends, in their order."""
-    return [list(alike) for _, alike in groupby(findings, key=lambda finding: finding.do)]
-
-
 def run_page(
     processes: Sequence[ProcessRecord], findings: Sequence[RunFinding], notes: Iterable[str], command: str
 ) -> str:
@@ -201,7 +195,7 @@ def run_page(
     rows = [
         (*(("", "") if place else (str(number), f.do)), f.kind, f.column or "", _finding_names(f, trained),
          f"{f.line} {f.what}".strip())
-        for number, alike in enumerate(_by_cause(findings), 1)
+        for number, (_, alike) in enumerate(groupby(findings, key=_WHAT_TO_DO), 1)
         for place, f in enumerate(alike)
     ]  # fmt: skip
     heads = ("", "what to do", "finding", "column", "parameters", "what it costs")
@@ -211,7 +205,7 @@ def run_page(
         PageSection("Findings", "findings", [found]),
     ]
     blocks = mending(processes, findings)
-    texts = [part for block in blocks for part in (Paragraph(block.library, ""), Preformatted(block.text))]
+    texts = [part for library, code in blocks for part in (Paragraph(library, ""), Preformatted(code))]
     sections += [PageSection("Config that mends them", "config", texts)] if blocks else []
     for number, model in enumerate(first.models):
         title = " in ".join([model.name, *reversed(model.wrappers)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from zerodrift.inspect.trace import Column, ModelRecord
 
@@ -16,8 +16,7 @@ Kind = Literal[
     "wire-in-16-bits", "wire-compressed", "key-without-effect", "not-as-expected",
 ]  # fmt: skip
 
-BITS = {"bfloat16": 8, "float16": 11}
-"""Dtypes of 16 bits, and the bits of their significand."""
+BITS = {"bfloat16": 8, "float16": 11}  # dtypes of 16 bits, and the bits of their significand
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,6 @@ class RunFinding:
     line: str = ""
     cost: float = 1.0
     """Share of an update, or of a value, that is lost in this run: measured on a sample, or estimated."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def library(model: ModelRecord) -> str:

@@ -18,7 +18,6 @@ _FAR = 0.25  # error of a logit from which the rounding of a head that autocast 
 
 
 def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
-    """Find losses that are computed in 16 bits, and logits that are rounded before a wider loss."""
     events = processes[0].events
     narrow = [event for event in events if event["kind"] == "loss-loss"]
     do = "Cast the logits up before the loss: `logits.float()`."
@@ -26,7 +25,7 @@ def loss_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
         alike = [event for event in narrow if event["dtype"] == dtype]
         if not alike:
             continue
-        worst = max(alike, key=lambda event: _greatest(event))
+        worst = max(alike, key=_greatest)
         names = ", ".join(dict.fromkeys(f"`{event['operation']}`" for event in alike))
         error = min(_greatest(worst) / 2**bits, 1.0)
         what = f"The loss is computed in {dtype}, by {names}: it keeps {bits} bits"
@@ -54,13 +53,9 @@ def _rounded_logits(processes: Sequence[ProcessRecord], events: Sequence[Any]) -
         is_alone = bool(names) and _is_narrower(processes[0].models, names, event["dtype"])
         if not is_alone and error < _FAR:
             continue
-        why = (
-            "and the rest of the model is wider" if is_alone else f"and logits are as large as {greatest:.3g}"
-        )
-        what = (
-            f"The head computes in {event['dtype']}, {why}: each logit is up to {error:.2g} off before the "
-        )
-        what += "loss casts it up, which adds no digit."
+        why = "the rest of the model is wider" if is_alone else f"logits are as large as {greatest:.3g}"
+        what = f"The head computes in {event['dtype']}, and {why}: each logit is up to {error:.2g} off "
+        what += "before the loss casts it up, which adds no digit."
         do = "Compute the head in fp32: keep its weight in fp32, cast its input up, leave autocast off there."
         yield RunFinding("logits-rounded", "compute", names, what, do, event["line"], min(error, 1.0))
 
@@ -96,10 +91,8 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
         names = tuple(dict.fromkeys(name for event in alike for name in event["names"]))
         moves, still = (sum(event[key] for event in alike) for key in ("moves", "still"))
         whose = "these weights" if any("." in name or name for name in names) else "values"
-        what = (
-            f"An average of {whose} is kept in {dtype}, which rounds each update: one that is smaller than "
-        )
-        what += f"1/{2 ** BITS[dtype]} of the average is lost"
+        what = f"An average of {whose} is kept in {dtype}, which rounds each update: one that is smaller "
+        what += f"than 1/{2 ** BITS[dtype]} of the average is lost"
         if moves:
             what += f"; {still / moves:.0%} of the sampled elements that had to move did not"
         do = "Keep the average in fp32 (`.float()` of a copy), and cast it where it is used."
@@ -110,19 +103,15 @@ def kept_findings(processes: Sequence[ProcessRecord]) -> Iterator[RunFinding]:
 def _rounded(event: dict[str, Any]) -> RunFinding:
     dtype, key, names = event["dtype"], event["state"], tuple(event["names"])
     if not key:
-        what = (
-            f"The script rounds weights to {dtype} after each step: what an optimizer adds in fp32 is lost "
-        )
-        what += "where it is smaller than that resolves."
+        what = f"The script rounds weights to {dtype} after each step: what an optimizer adds in fp32 is "
+        what += "lost where it is smaller than that resolves."
         do = "Leave that rounding out, and cast a copy where 16 bits are needed."
         return RunFinding("weights-rounded", "master", names, what, do, "", 0.5)
     what = f"The script rounds `{key}` to {dtype} between steps"
     cost = 2.0 ** -BITS.get(dtype, 4)
     if "sq" in key:
-        what += (
-            ": a second moment shrinks by 1/1000 of itself a step, which is rounded away, so it can grow and "
-        )
-        what += "never shrink"
+        what += ": a second moment shrinks by 1/1000 of itself a step, which is rounded away, so it can grow "
+        what += "and never shrink"
         cost = 0.4
     do = "Keep states in fp32 where they rest, too: on the CPU, or in the dtype that the optimizer uses."
     return RunFinding("states-rounded", "state", names, f"{what}.", do, "", cost)
@@ -156,17 +145,13 @@ def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
             if dtype in BITS or dtype.startswith(("float8", "int8", "uint8")):
                 wires.setdefault(dtype, []).append(parameter.name)
     hook = next((event for event in processes[0].events if event["kind"] == "communication-hook"), None)
-    name = hook["name"] if hook else ""
+    name, line = (hook["name"], hook["line"]) if hook else ("", "")
     if "powerSGD" in name and "DistributedDataParallel" in model.wrappers:
-        what = (
-            "PowerSGD sends a few columns for each matrix: what they do not hold of a gradient comes a step "
-        )
-        what += "or more later, or never."
+        what = "PowerSGD sends a few columns for each matrix: what they do not hold of a gradient comes a "
+        what += "step or more later, or never."
         do = "Send whole gradients where ranks are few: leave the hook out."
-        names = [parameter.name for parameter in model.parameters if parameter.trained]
-        yield RunFinding(
-            "wire-compressed", "reduce", tuple(names), what, do, hook["line"] if hook else "", 0.1
-        )
+        sent = tuple(parameter.name for parameter in model.parameters if parameter.trained)
+        yield RunFinding("wire-compressed", "reduce", sent, what, do, line, 0.1)
     for dtype, names in wires.items():
         first = model.parameter(names[0])
         is_summed = first is not None and first.has("accumulate", dtype)
@@ -178,5 +163,4 @@ def wire_findings(processes: Sequence[ProcessRecord], model: ModelRecord) -> Ite
         what += f"{wire_error(dtype, 64 * summed // ranks):.1%}."
         kind = library(model)
         kind = "ddp" if not kind and "DistributedDataParallel" in model.wrappers else kind
-        line = hook["line"] if hook else ""
         yield from finding("wire-in-16-bits", "reduce", names, what, _WIRES[kind], line, error)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerodrift.errors import ConfigError
+from zerodrift.errors import ConfigError, said
 from zerodrift.inspect.trace import COLUMNS, VERSION, Column, ModelRecord, ParameterRecord, ProcessRecord
+from zerodrift.plan import Plan
 from zerodrift.report import rows
 
 FORMAT = "zerodrift check"
@@ -84,28 +85,34 @@ def folded(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def encoded(processes: Sequence[ProcessRecord], findings: Sequence[Any]) -> str:
-    """Return the text of a table's file, with its findings."""
-    table = {
-        "format": FORMAT,
-        "version": VERSION,
-        "findings": [finding.to_json() for finding in findings],
-        "ranks": [process.to_json() for process in processes],
-    }
+    ranks = [process.to_json() for process in processes]
+    table = {"format": FORMAT, "version": VERSION, "findings": list(map(asdict, findings)), "ranks": ranks}
     return json.dumps(table, indent=1) + "\n"
 
 
-def is_table(data: Any) -> bool:
-    return isinstance(data, dict) and data.get("format") == FORMAT
+def read_declaration(path: Path) -> list[ProcessRecord] | Plan | None:
+    """Read a saved table or a plan; None for any other file, which the reader of configs judges."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if isinstance(data, dict) and data.get("format") == FORMAT:
+        return read(path)
+    if not isinstance(data, dict) or not {"rows", "segments", "digest"} <= data.keys():
+        return None
+    try:
+        return Plan.from_json(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(path.name, "must be a plan that `plan --json` wrote", got=said(error)) from None
 
 
 def read(path: Path) -> list[ProcessRecord]:
-    """Read the ranks of a saved table."""
     must = "must be a table that `check --save` wrote"
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(path.name, must, got=error) from None
-    if not is_table(data):
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(path.name, must, got="JSON of something else")
     version = data.get("version")
     if version != VERSION:

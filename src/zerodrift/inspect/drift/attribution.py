@@ -11,7 +11,7 @@ dtypes, not from the list of differences. A token without a finite log-probabili
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,8 +121,7 @@ class ComparedTokens:
     def __init__(self, order: list[list[int]], sequences: Ids, of_server: Recorded | None) -> None:
         self.order, self.sequences = order, sequences
         self._numbers = [number for part in order for number in part]
-        self._recorded: Tensor | None = None
-        """Recorded values of all tokens, NaN where there is none."""
+        self._recorded: Tensor | None = None  # recorded values of all tokens, NaN where there is none
         if of_server is not None:
             values = (float("nan") if each is None else each for n in self._numbers for each in of_server[n])
             self._recorded = torch.tensor(list(values), dtype=torch.float64)
@@ -228,18 +227,10 @@ class SideComparison:
     def within(self) -> bool:
         return not self.whole.not_finite and self.whole.mean_abs <= self.bar and not self.faults
 
-    @property
-    def first(self) -> str:
-        """Name of the first fault or cell; empty if nothing differs."""
-        if self.faults:
-            return self.faults[0].name
-        return self.cells[0].cell.key if self.cells else ""
-
 
 def compare_sides(
     trainer: TrainerSide, other: SamplerSide, sequences: Ids, bar: float = BAR
 ) -> SideComparison:
-    """Compare both sides on these tokens."""
     if other == SamplerSide():
         do = "Give the folder it loads, its table of dtypes, or the log-probabilities it recorded."
         got = "neither tensors, nor dtypes, nor log-probabilities"
@@ -297,11 +288,10 @@ def compare_sides(
     faults = [status for status in statuses if not status.verdict.is_as_trained]
     faults.sort(key=lambda status: rank.get(status.name, -1))
     unexplained = left(tokens.select(sampler)) if other.recorded is not None else 0.0
-    tried: list[DtypeGuess] = []
-    if unexplained > EXPLAINED and other.sampler is None:
-        for key, dtype, logprobs in _guesses(replays, values, tokens):
-            if (explains := 1 - left(logprobs)) > EXPLAINED:
-                tried.append(DtypeGuess(key, dtype, explains))
+    asks = unexplained > EXPLAINED and other.sampler is None
+    runs = _guesses(replays, values, tokens) if asks else ()
+    tried = [DtypeGuess(key, dtype, 1 - left(logprobs)) for key, dtype, logprobs in runs]
+    tried = [guess for guess in tried if guess.explains > EXPLAINED]
     flips = ((name, count) for name, (count, _) in router_flips(sampler, own).items() if count)
     return SideComparison(
         whole=whole,
@@ -323,7 +313,6 @@ def compare_sides(
 def _table_cells(
     trainer: TrainerSide, table: SamplerDtypes, compute: dict[str, DType]
 ) -> list[DifferentCell]:
-    """Cells of parameters and buffers in other dtypes."""
     cells = differences.different_dtypes(table, trainer.plan, trainer.roles, compute)
     if table.buffers is not None:
         floating = {n: b for n, b in trainer.module.named_buffers() if b.is_floating_point()}
@@ -345,11 +334,9 @@ def _activation_cells(replays: SideReplays, cells: Sequence[DifferentCell]) -> l
             must, got = "must be something that the model does where it can be seen", "its forward"
             do = "Leave the key out; docs/drift.md says where each is looked for."
             raise ConfigError(f"sampler.{key}", must, got=f"nothing of that kind in {got}", do=do)
-        known = [from_torch(each) for each in seen]
+        known = {from_torch(each) for each in seen}
         same = all(each is not None and dtype.holds(each) for each in known)
-        if key in ("softmax", "logprobs"):
-            same = seen == {dtype.torch}
-        if not same:
+        if not (seen == {dtype.torch} if key in ("softmax", "logprobs") else same):
             here = " and ".join(sorted(str(each) for each in known if each is not None))
             found.append(DifferentCell("activation", key, f"{here}, there {dtype}"))
     return found
@@ -365,9 +352,9 @@ GUESSES: tuple[tuple[str, tuple[DType, ...]], ...] = (
 
 def _guesses(
     given: SideReplays, values: Sequence[DifferentCell], tokens: ComparedTokens
-) -> Sequence[tuple[str, DType, Tensor]]:
+) -> Iterator[tuple[str, DType, Tensor]]:
     """Replay each guess on top of what was given; leave out what the model has nothing of."""
-    trainer, found = given.trainer, []
+    trainer = given.trainer
     for key, dtype in ((key, dtype) for key, dtypes in GUESSES for dtype in dtypes):
         table = parse_sampler_dtypes({key: str(dtype)})
         try:
@@ -378,8 +365,7 @@ def _guesses(
         except REFUSED:
             continue
         if cells:
-            found.append((key, dtype, tokens.select(replays.run_sampler([*values, *cells]))))
-    return found
+            yield key, dtype, tokens.select(replays.run_sampler([*values, *cells]))
 
 
 def _flipped_share(sampler: Signals, own: Signals, tokens: ComparedTokens, gaps: Tensor) -> float:

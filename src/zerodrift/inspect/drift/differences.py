@@ -22,7 +22,7 @@ from zerodrift.inspect.drift.sampler_dtypes import Role, SamplerDtypes
 from zerodrift.inspect.drift.sampler_weights import SamplerTensor
 from zerodrift.inspect.drift.tensor_status import TensorVerdict
 from zerodrift.inspect.drift.trainer import TrainerSide
-from zerodrift.plan import Plan, Row
+from zerodrift.plan import Plan
 from zerodrift.policy import Mode, glob
 
 
@@ -108,19 +108,16 @@ def different_dtypes(
                 must = "must be fp32, or what `compute` says, beside a trainer under autocast"
                 do = "Say with `compute` what the sampler computes in: it has no autocast."
                 raise UnsupportedError(f"sampler.{roles[name]}", must, got=dtype, do=do)
-
-    def follows_mode(row: Row) -> bool:
-        return not row.columns.pinned and (before.autocast or row.columns.compute is before.dtype)
-
     changed: list[str] = []
     groups: dict[tuple[str, str], list[str]] = {}
     for row in plan.rows:
         if row.name not in compute:
             continue
-        dtype, mine = compute[row.name], row.columns.compute
-        if before is not after and follows_mode(row) and dtype is after.dtype:
+        dtype, mine, is_free = compute[row.name], row.columns.compute, not row.columns.pinned
+        follows_mode = is_free and (before.autocast or mine is before.dtype)
+        if before is not after and follows_mode and dtype is after.dtype:
             changed.append(row.name)
-        elif dtype is not mine or (before.autocast and not row.columns.pinned):
+        elif dtype is not mine or (before.autocast and is_free):
             groups.setdefault((roles[row.name], f"{mine}, there {dtype}"), []).append(row.name)
     cells = [DifferentCell("dtype", key, told, tuple(names)) for (key, told), names in groups.items()]
     if before is not after:

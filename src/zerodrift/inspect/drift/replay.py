@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,16 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerodrift.dtypes import DType
-from zerodrift.inspect.audit import (
-    LOSSES,
-    Batch,
-    Signals,
-    Subject,
-    forward_signals,
-    make_rule,
-    running,
-    with_rules,
-)
+from zerodrift.inspect.audit import LOSSES, Batch, Signals, Subject, forward_signals, make_rule, running
 from zerodrift.inspect.drift.differences import DifferentCell, sampler_mode
 from zerodrift.inspect.drift.sampler_dtypes import SamplerDtypes
 from zerodrift.inspect.drift.sampler_weights import SamplerTensor
@@ -68,10 +60,9 @@ class SideReplays:
                     with_dtype = cell.kind in ("dtype", "compute") and name not in self.valued
                     if cell.kind in ("tensor", "weights") or (with_dtype and name in self.tensors):
                         values[name] = self.tensors[name].values
-            asked = dict(self.table.activations)
-            self.done[key] = self._run(
-                values, cells, {cell.key: asked[cell.key] for cell in cells if cell.kind == "activation"}
-            )
+            chosen = {cell.key for cell in cells if cell.kind == "activation"}
+            asked = {key: dtype for key, dtype in self.table.activations if key in chosen}
+            self.done[key] = self._run(values, cells, asked)
         return self.done[key][0]
 
     def run_sampler(self, cells: Cells) -> Signals:
@@ -129,7 +120,7 @@ class SideReplays:
                 pin = sets["compute"] == "fp32" and mode.autocast
                 cause = "the other side"
                 rules += [make_rule(n, dict(PIN) if pin else sets, pin=pin, why=cause) for n in row.names]
-        return with_rules(policy, rules)
+        return replace(policy, rules=(*policy.rules, *rules))
 
 
 def _forward_columns(row: Row) -> dict[str, str]:
@@ -192,22 +183,18 @@ class ActivationRounder:
         for path, module in model.named_modules():
             rotary = "rotary" if _ROTARY.search(type(module).__name__) else ""
             if key := "logits" if head and path == head else rotary:
-                handles.append(module.register_forward_hook(self._hook(key)))
+                handles.append(module.register_forward_hook(functools.partial(self._returned, key)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, key: str) -> Callable[..., Any]:
-        def rounded(item: Any) -> Any:
-            floating = isinstance(item, Tensor) and item.is_floating_point()
-            return self.rounded(key, item) if floating else item
-
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return tuple(map(rounded, output)) if isinstance(output, tuple) else rounded(output)
-
-        return hook
+    def _returned(self, key: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(self._returned(key, module, args, item) for item in output)
+        floating = isinstance(output, Tensor) and output.is_floating_point()
+        return self.rounded(key, output) if floating else output
 
 
 class _Calls(TorchFunctionMode):
@@ -215,24 +202,21 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._path, self._rounder = path, rounder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, rounder = kwargs or {}, getattr(func, "__name__", ""), self._rounder
         if name == "scaled_dot_product_attention":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             given |= {key: rounder.rounded("kv", given[key]) for key in ("key", "value")}
             dtype = rounder.see("softmax", torch.float32)  # inside the kernel, whatever goes in
-            return func(**given) if dtype in (None, torch.float32) else _attention(dtype, given)
+            return func(**given) if dtype is None or dtype is torch.float32 else _attention(dtype, given)
         if name in LOSSES:
             logits = args[0] if args else kwargs["input"]
             dtype = rounder.see("logprobs", logits.dtype)
             if dtype is None or name != "cross_entropy":
                 return func(*args, **kwargs)
-            if args:
-                return func(logits.to(dtype), *args[1:], **kwargs)
-            return func(**{**kwargs, "input": logits.to(dtype)})
+            rest = {key: value for key, value in kwargs.items() if key != "input"}
+            return func(logits.to(dtype), *args[1:], **rest)
         if (name in _SOFTMAX or name in _PRODUCTS) and _ATTENTION.fullmatch(self._path.current):
             if name in _SOFTMAX:
                 inside = kwargs.get("dtype") or args[0].dtype
@@ -251,10 +235,8 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() >= 3 and not isinstance(value, nn.Parameter)
 
 
-def _attention(dtype: torch.dtype | None, given: dict[str, Any]) -> Tensor:
-    """Attention step by step, with the softmax in a dtype."""
-    query, key, value, scale = (given.get(name) for name in ("query", "key", "value", "scale"))
-    assert query is not None and key is not None and value is not None and dtype is not None
+def _attention(dtype: torch.dtype, given: dict[str, Any]) -> Tensor:
+    query, key, value, scale = given["query"], given["key"], given["value"], given.get("scale")
     if given.get("enable_gqa"):
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)

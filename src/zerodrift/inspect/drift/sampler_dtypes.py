@@ -11,16 +11,16 @@ Parameters without a key are as the trainer has them; `compute` is for all param
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from zerodrift.config import tree_of
 from zerodrift.dtypes import DType, parse
-from zerodrift.errors import ConfigError, Problems, did_you_mean, first_line
-from zerodrift.files import opened
+from zerodrift.errors import ConfigError, Problems, did_you_mean, listed
 from zerodrift.model import ModelSpec, OwningModule
 
 Role = Literal["embedding", "head", "router", "norms", "attention", "experts", "mlp", "rest"]
@@ -67,7 +67,6 @@ _LIST = f"Keys are {', '.join(KEYS)}."
 
 
 def role_of(name: str, owner: OwningModule) -> Role:
-    """The role of a parameter under one of its names."""
     parts = name.lower().split(".")[:-1] or [name.lower()]
     kind = owner.klass.rpartition(".")[2]
     if "Embedding" in kind:
@@ -101,18 +100,9 @@ class SamplerDtypes:
 
 
 def read_sampler_dtypes(path: Path) -> SamplerDtypes:
-    """Read the table in a YAML or JSON file."""
-    import yaml
-
-    try:
-        with opened(path) as file:
-            text = file.read().decode("utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(path, "must be a file that can be read", got=error.strerror or error) from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(path, "must be YAML or JSON", got=first_line(error)) from None
-    return parse_sampler_dtypes(data, str(path))
+    heading, tree, problems = tree_of(path, "sampler")
+    problems.raise_as(ConfigError, heading)
+    return parse_sampler_dtypes(tree, heading)
 
 
 def parse_sampler_dtypes(data: Any, where: str = "sampler") -> SamplerDtypes:
@@ -124,15 +114,11 @@ def parse_sampler_dtypes(data: Any, where: str = "sampler") -> SamplerDtypes:
     tensors: list[tuple[str, DType]] = []
 
     def dtype_of(key: str, value: Any, admitted: tuple[DType, ...]) -> DType | None:
-        try:
-            dtype = parse(value) if isinstance(value, str) else None
-        except ConfigError:
-            dtype = None
-        if dtype is None or dtype not in admitted:
-            words = ", ".join(map(str, admitted[:-1])) + f" or {admitted[-1]}"
-            problems.add(key, f"must be {words}", got=repr(value))
-            return None
-        return dtype
+        with contextlib.suppress(ConfigError):
+            if isinstance(value, str) and (dtype := parse(value)) in admitted:
+                return dtype
+        problems.add(key, f"must be {listed(admitted, 'or')}", got=repr(value))
+        return None
 
     for key, value in data.items():
         if key not in KEYS:

@@ -63,9 +63,8 @@ def follow_tensors(
 ) -> tuple[list[TensorStatus], dict[str, SamplerTensor], tuple[tuple[str, int], ...], list[str]]:
     """Return the status of every tensor, the sampler's tensors, counts of verdicts, and notes."""
     want = expected_tensors(trainer.spec.parameters, trainer.spec.buffers, trainer.module)
-    folders = [("sent", sent), ("loaded", loaded)]
-    paths = [(step, path.expanduser()) for step, path in folders if path]
-    read = [(step, read_sampler_weights(path, trainer.module, want)) for step, path in paths]
+    folders = [(step, path.expanduser()) for step, path in (("sent", sent), ("loaded", loaded)) if path]
+    read = [(step, read_sampler_weights(path, trainer.module, want)) for step, path in folders]
     if not read:
         return [], {}, (), []
     trained = trainer.tensors()
@@ -116,7 +115,6 @@ def _judge_in_model(
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of a tensor's bits."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 

@@ -50,12 +50,11 @@ def comparison_text(
     parts.append(pairs(_statistics(found.whole), width=width))
     if found.cells:
         parts += [section("what explains it", "replays of the trainer's model"), _cells(found.cells, width)]
-        if len(found.cells) > _CELLS:
-            parts.append(Text(f"and {len(found.cells) - _CELLS:,} more", style="dim"))
-        parts.append(Text(_LEGEND, style="dim"))
+        below = [f"and {len(found.cells) - _CELLS:,} more"] if len(found.cells) > _CELLS else []
+        below.append(_LEGEND)
         if found.unexplained:
-            left = f"{percent(found.unexplained)} of the squared drift is in none of these cells."
-            parts.append(Text(left, style="dim"))
+            below.append(f"{percent(found.unexplained)} of the squared drift is in none of these cells.")
+        parts += [Text(line, style="dim") for line in below]
     if found.tried:
         detail = "no dtypes of the other side were given; replays with one at a time"
         guesses = [
@@ -108,10 +107,8 @@ def figure(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    if math.isinf(value):
-        return "inf"
-    if value == 0:
-        return "0"
+    if math.isinf(value) or value == 0:
+        return f"{abs(value):g}"
     return f"{100 * value:.1f}%" if abs(value) >= 0.0005 else ("<0.1%" if value > 0 else ">-0.1%")
 
 
@@ -136,7 +133,6 @@ def _fault(status: TensorStatus, width: int) -> list[tuple[str, str]]:
 
 
 def _cells(cells: Sequence[ExplainedCell], width: int) -> RenderableType:
-    """Two columns of words that fold, three of figures."""
     rows = [("", "", "alone", "removes", "flips")]
     for each in cells[:_CELLS]:
         told = each.cell.told.partition(",")[0] if each.is_fault else each.cell.told

@@ -9,7 +9,6 @@ Invariant: values are exactly those of the files, and all parameters are frozen.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from zerodrift.config import load
 from zerodrift.dtypes import DType, from_torch
-from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed, said
+from zerodrift.errors import ConfigError, ModelError, NonFiniteError, listed
 from zerodrift.inspect.audit import literal_glob, without_update
 from zerodrift.inspect.check import table as tables
 from zerodrift.inspect.drift.sampler_dtypes import Role, role_of, roles_of
@@ -58,10 +57,9 @@ class TrainerSide:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers under every name; floating ones in fp32."""
-        named = (
-            *self.module.named_parameters(remove_duplicate=False),
-            *self.module.named_buffers(remove_duplicate=False),
-        )
+        module = self.module
+        parameters, buffers = module.named_parameters, module.named_buffers
+        named = (*parameters(remove_duplicate=False), *buffers(remove_duplicate=False))
         return {n: t.detach().float() if t.is_floating_point() else t.detach() for n, t in named}
 
 
@@ -141,18 +139,11 @@ def _load_policy(
 ) -> Policy:
     source: Any = config
     if not isinstance(config, Mapping):
-        try:
-            data = json.loads(Path(config).read_text())
-        except (OSError, ValueError, RecursionError):
-            data = None  # the reader of configs says what is wrong
-        if isinstance(data, dict) and {"rows", "segments", "digest"} <= data.keys():
-            try:
-                return Plan.from_json(data).policy
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                must = "must be a plan that `plan --json` wrote"
-                raise ConfigError(str(config), must, got=said(error)) from None
-        if tables.is_table(data):
-            models = [model for model in tables.read(Path(config))[0].models if model.trained]
+        declaration = tables.read_declaration(Path(config))
+        if isinstance(declaration, Plan):
+            return declaration.policy
+        if declaration is not None:
+            models = [model for model in declaration[0].models if model.trained]
             if len(models) != 1:
                 names = listed(model.name for model in models) or "none"
                 raise ConfigError(str(config), "must be a table of a run that trains one model", got=names)
@@ -184,6 +175,5 @@ def config_from_table(model: ModelRecord) -> dict[str, Any]:
 
 
 def _first(parameter: ParameterRecord, column: Column) -> DType | None:
-    """The dtype that was seen first."""
     dtype = getattr(torch, (parameter.dtypes(column) or ("",))[0], None)
     return from_torch(dtype) if isinstance(dtype, torch.dtype) else None

@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
 
@@ -107,9 +107,6 @@ class Cluster(Block):
     source: str = ""
     """Origin of the figures."""
 
-    def seconds_of_products(self, flops: float, dtype: DType) -> float:
-        return flops / (self.peak(dtype) * self.device.tflops_reached)
-
     def peak(self, dtype: DType) -> float:
         """Stated FLOP/s."""
         word = str(dtype).partition("_")[0]
@@ -127,20 +124,8 @@ class Cluster(Block):
             return count / (device.cache_gb_per_s * GIGA)
         return count / (device.memory_gb_per_s * device.memory_reached * GIGA)
 
-    def seconds_of_new(self, count: float) -> float:
-        """Seconds to allocate `count` bytes that the step before has freed."""
-        rate = self.device.new_gb_per_s
-        return 0.0 if rate is None else count / (rate * GIGA)
-
-    def require_ranks(self, world: int) -> None:
-        if world > self.devices_per_host and self.network is None:
-            must = f"must be given for more than the {self.devices_per_host} devices of a host"
-            do = "Add it to the cluster's file, or raise `devices_per_host`."
-            raise ConfigError("network", must, got=f"{world} ranks", do=do)
-
 
 def built_in() -> list[str]:
-    """Names of the clusters that come along."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -149,8 +134,7 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
     text = os.fsdecode(source)
     path = FOLDER / f"{text}.yaml" if text in built_in() else Path(text).expanduser()
     if not path.exists():
-        close = nearest(text, built_in())
-        meant = f"Did you mean `{close[0]}`? " if close else ""
+        meant = "".join(f"Did you mean `{name}`? " for name in nearest(text, built_in()))
         must = f"must be the file of a cluster, or one of {', '.join(built_in())}"
         do = f"{meant}Copy one of those from {FOLDER} and change it."
         raise ConfigError("--simulate", must, got=repr(text), do=do)
@@ -158,9 +142,7 @@ def read_cluster(source: str | os.PathLike[str]) -> tuple[Cluster, Path]:
     reader = TreeReader(KEYS, problems)
     cluster = reader.validate(reader.select_used(tree))
     problems.raise_as(ConfigError, heading)
-    if not isinstance(cluster, Cluster):
-        raise AssertionError("a cluster that is not valid must have a problem")
-    return cluster, path
+    return cast(Cluster, cluster), path
 
 
 def _suggestion(key: str, block: type[BaseModel] | None, path: str) -> str:
@@ -184,16 +166,11 @@ class AxisLayout:
 
 def axis_layout(mesh: MeshShape, axis: str) -> AxisLayout:
     shard = mesh.tensor * mesh.shard
-    return {
-        "shard": AxisLayout(mesh.shard, mesh.tensor),
-        "expert": AxisLayout(mesh.expert, mesh.tensor),
-        "expert_shard": AxisLayout(mesh.expert_shard, mesh.tensor * mesh.expert),
-        "secondary": AxisLayout(mesh.secondary, mesh.tensor),
-        "expert_secondary": AxisLayout(mesh.expert_secondary, mesh.tensor * mesh.expert),
-        "replicate": AxisLayout(mesh.replicate, shard),
-        "pipeline": AxisLayout(mesh.pipeline, shard * mesh.replicate),
-        "ends": AxisLayout(2, shard * mesh.replicate * max(1, mesh.pipeline - 1)),
-    }[axis]
+    stage, experts = shard * mesh.replicate, mesh.tensor * mesh.expert
+    strides = {"expert_shard": experts, "expert_secondary": experts, "replicate": shard, "pipeline": stage}
+    if axis == "ends":
+        return AxisLayout(2, stage * max(1, mesh.pipeline - 1))
+    return AxisLayout(getattr(mesh, axis), strides.get(axis, mesh.tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +181,11 @@ class CollectiveTime:
 
 def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> CollectiveTime:
     layout, size = axis_layout(plan.mesh, call.axis), call.dtype.nbytes(call.numel)
+    gather = _ring if cluster.carrier == "native" else all_to_all_seconds
     if layout.ranks == 1:
         return CollectiveTime(0.0, 0)
     if call.op == "all_gather":
-        return CollectiveTime(_gather(size, layout, cluster), 0)
+        return CollectiveTime(gather(size, layout, cluster), 0)
     if call.op == "reduce_scatter":
         return _reduce_scatter(call, size, layout, plan, cluster)
     if call.dtype is DType.INT64 and (cluster.carrier == "native" or layout.ranks > 4):
@@ -216,7 +194,7 @@ def collective_time(call: Collective, plan: Plan, cluster: Cluster) -> Collectiv
         everything = size * layout.ranks
         return CollectiveTime(all_to_all_seconds(everything, layout, cluster), everything + size)
     reduced = _reduce_scatter(call, size, layout, plan, cluster)
-    return CollectiveTime(reduced.seconds + _gather(size, layout, cluster), reduced.added)
+    return CollectiveTime(reduced.seconds + gather(size, layout, cluster), reduced.added)
 
 
 def _reduce_scatter(
@@ -241,11 +219,6 @@ def _reduce_scatter(
     if order == "tree" and cluster.carrier == "native":
         added = 3 * (size - mine)  # each addition reads two sums and writes one
     return CollectiveTime(all_to_all_seconds(size, layout, cluster), added)
-
-
-def _gather(size: int, layout: AxisLayout, cluster: Cluster) -> float:
-    algorithm = _ring if cluster.carrier == "native" else all_to_all_seconds
-    return algorithm(size, layout, cluster)
 
 
 def _ring(size: int, layout: AxisLayout, cluster: Cluster) -> float:
@@ -273,7 +246,6 @@ def all_to_all_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float
 
 
 def message_seconds(size: int, layout: AxisLayout, cluster: Cluster) -> float:
-    """Seconds of one message from a rank of an axis to its neighbour."""
     return _transfer(size, cluster.host if layout.on_host(cluster) > 1 else _network(cluster))
 
 

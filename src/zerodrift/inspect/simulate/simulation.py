@@ -15,14 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerodrift.dtypes import DType
-from zerodrift.errors import UnsupportedError, ZerodriftError, first_line
+from zerodrift.errors import ConfigError, UnsupportedError, ZerodriftError, first_line
 from zerodrift.inspect.simulate.cluster import GIGA, Cluster, axis_layout, message_seconds
-from zerodrift.inspect.simulate.streams import (
-    RankPlayer,
-    Streams,
-    run_in_turns,
-    split_micro_batches,
-)
+from zerodrift.inspect.simulate.streams import RankPlayer, Streams, run_in_turns, split_micro_batches
 from zerodrift.inspect.simulate.work import Work
 from zerodrift.plan import (
     Action,
@@ -136,8 +131,11 @@ def simulate(
 
 def require_known_order(plan: Plan, cluster: Cluster, timeline: Timeline | None) -> None:
     """Refuse a plan whose order of execution is not known here."""
-    cluster.require_ranks(plan.mesh.world)
-    policy = plan.policy
+    policy, here = plan.policy, cluster.devices_per_host
+    if plan.mesh.world > here and cluster.network is None:
+        must = f"must be given for more than the {here} devices of a host"
+        do = "Add it to the cluster's file, or raise `devices_per_host`."
+        raise ConfigError("network", must, got=f"{plan.mesh.world} ranks", do=do)
     if policy.backend != "native":
         must = "must be `native` to be simulated: the order of others is PyTorch's"
         raise UnsupportedError("backend", must, got=policy.backend)
@@ -169,10 +167,8 @@ def _play_one_stage(plan: Plan, work: Work, cluster: Cluster, recompute: bool) -
     player.end()
     if equal is not None:
         times = count - played
-        streams.now, streams.computed = (
-            streams.now + times * equal.now,
-            streams.computed + times * equal.computed,
-        )
+        streams.now += times * equal.now
+        streams.computed += times * equal.computed
         for key, value in equal.waited.items():
             streams.waited[key] += times * value
     return streams
@@ -231,7 +227,6 @@ def _play_pipeline(plan: Plan, work: Work, cluster: Cluster, recompute: bool, ti
 def _memory(
     plan: Plan, work: Work, cluster: Cluster, recompute: bool, bill: Cost, timeline: Timeline | None
 ) -> Memory:
-    """Memory of the ranks of one pipeline stage."""
     stage = bill.pipeline_stage
     last = plan.mesh.pipeline * (1 if plan.policy.pipeline is None else plan.policy.pipeline.chunks) - 1
     mine = pieces_of(plan, stage)
@@ -243,13 +238,9 @@ def _memory(
     again = max((block.saved for block in blocks), default=0) if recompute else 0
     # A forward under way is of one piece; `saved` is of all pieces of the rank.
     activations = saved * alive // len(mine) + again
-    sizes = (
-        each.bytes
-        for unit in (*blocks, *ends)
-        for operations in (*unit.forward, *unit.backward)
-        for each in operations
-    )
-    largest = max(sizes, default=0) // 2  # half is read, half is written
+    # Half of an operation's bytes is read, and half is written.
+    parts = [part for unit in (*blocks, *ends) for part in (*unit.forward, *unit.backward)]
+    largest = max((each.bytes for part in parts for each in part), default=0) // 2
     reserve, room = int(cluster.reserve_gb * GIGA), int(cluster.device.memory_gb * GIGA)
     return Memory(bill.peak.total, activations, largest, reserve, room)
 
@@ -274,15 +265,11 @@ class SweepChoice:
     def overrides(self, base: Plan) -> tuple[str, ...]:
         """Config keys that make the choice; the other keys of `precision.reduce` stay as they are."""
         demanded = {column: value for column, value, _ in base.policy.demands}
-        kept = (
-            f"{key}: {demanded[name]}" for key in ("sum", "when") if (name := f"reduce.{key}") in demanded
-        )
-        reduce = ", ".join([f"wire: {self.wire}", f"order: {self.order}", *kept])
-        return (
-            f"zero_optimization.stage={self.stage}",
-            f"precision.reduce={{{reduce}}}",
-            f"sharding.replicate={self.replicas}",
-        )
+        keys = [key for key in ("sum", "when") if f"reduce.{key}" in demanded]
+        reduce = [f"wire: {self.wire}", f"order: {self.order}"]
+        reduce += [f"{key}: {demanded[f'reduce.{key}']}" for key in keys]
+        stage, replicas = f"zero_optimization.stage={self.stage}", f"sharding.replicate={self.replicas}"
+        return stage, f"precision.reduce={{{', '.join(reduce)}}}", replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +285,8 @@ def sweep(
     """Return the results that fit, the fastest first, and those that do not fit or are refused."""
     fit: list[SweepResult] = []
     others: list[SweepResult] = []
-    for first, choices in itertools.groupby(
-        _choices(base, cluster), lambda one: replace(one, recompute=False)
-    ):
+    alike = itertools.groupby(_choices(base, cluster), lambda one: replace(one, recompute=False))
+    for first, choices in alike:
         try:
             plan = plans(first.overrides(base))
         except ZerodriftError as error:

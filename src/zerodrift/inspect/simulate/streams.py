@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from zerodrift.dtypes import BLOCK
 from zerodrift.inspect.simulate.cluster import (
+    GIGA,
     MICRO,
     Cluster,
     CollectiveTime,
@@ -155,14 +156,14 @@ class RankPlayer:
         if event.work == "leave" and not self._pipelined:
             return  # its gradients are accumulated with the whole root's
         for segment in (part.segments[number] for number in unit.segments):
-            if first:
-                seconds = self._cluster.seconds_of_new(_new_bytes(part, segment))
-                self.streams.compute(seconds)
-            update = segment.columns.update
-            divided = update is not None and part.slices(segment) > 1
-            if not (divided and update is not None and (last or update.reduce.when == "every")):
-                adds = not first or self._pipelined
-                self._pass_over(_accumulate_bytes(segment, adds=adds))
+            update, rate = segment.columns.update, self._cluster.device.new_gb_per_s
+            is_freed = update is not None and part.policy.sharding.free_accumulator
+            if first and is_freed and rate is not None:  # the accumulator's memory, by the step before
+                new = sums_bytes(part, segment, part.policy.batch.accumulation)
+                self.streams.compute(new / (rate * GIGA))
+            is_reduced = update is not None and (last or update.reduce.when == "every")
+            if not is_reduced or part.slices(segment) <= 1:
+                self._pass_over(_accumulate_bytes(segment, adds=not first or self._pipelined))
 
     def _run(self, work: UnitWork, what: str, unit: str, kind: str = "B") -> Iterator[None]:
         """Compute a unit part by part, with the expert rows that travel between the parts."""
@@ -183,16 +184,16 @@ class RankPlayer:
     def _seconds_of(self, operations: Mapping[CountedOperation, int]) -> float:
         known = self._seconds.get(id(operations))
         if known is None:
-            cluster, least = self._cluster, self._cluster.device.operation_us * MICRO
-            seconds = 0.0
+            cluster, device = self._cluster, self._cluster.device
+            least, seconds = device.operation_us * MICRO, 0.0
             for one, count in operations.items():
-                products = cluster.seconds_of_products(one.flops, one.dtype) if one.flops else 0.0
+                reached = cluster.peak(one.dtype) * device.tflops_reached if one.flops else 1.0
+                products = one.flops / reached
                 seconds += count * max(least, cluster.seconds_of_bytes(one.bytes), products)
             known = self._seconds[id(operations)] = operations, seconds
         return known[1]
 
     def _pass_over(self, count: int) -> None:
-        """Read and write so many bytes."""
         if count:
             self.streams.compute(self._cluster.seconds_of_bytes(count))
 
@@ -272,13 +273,6 @@ def _accumulate_bytes(segment: Segment, *, adds: bool) -> int:
     size = update.accumulate.dtype.size
     cast = 0 if update.grad is update.accumulate.dtype else update.grad.size + size
     return segment.numel * (cast + (3 if adds else 2) * size)
-
-
-def _new_bytes(plan: Plan, segment: Segment) -> int:
-    """Memory of accumulators that the step before has freed."""
-    if segment.columns.update is None or not plan.policy.sharding.free_accumulator:
-        return 0
-    return sums_bytes(plan, segment, plan.policy.batch.accumulation)
 
 
 def _wire_bytes(plan: Plan, segment: Segment) -> int:

@@ -100,12 +100,10 @@ def sweep_text(
         section("fits", "simulated, not measured; the fastest first" if fit else "none"),
         _results(fit, width),
     ]
-    if any(one.simulation for one in others):
-        too_large = [one for one in others if one.simulation]
+    if too_large := [one for one in others if one.simulation]:
         lines += [section("does not fit", "what needs least first"), _results(too_large, width)]
     reasons = {one.refused: one.choice for one in others if not one.simulation}
-    if reasons:
-        lines.append(section("refused"))
+    lines += [section("refused")] if reasons else []
     for why, one in reasons.items():
         choice = f"stage {one.stage}, wire {one.wire}, order {one.order}, {one.replicas} replicas"
         lines.append(Text(f"{choice}: {why}"))

@@ -10,20 +10,22 @@ divide.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from zerodrift.dtypes import DType, parse
+from zerodrift.engine import tensors_in
 from zerodrift.errors import ConfigError, ModelError, UnsupportedError
+from zerodrift.inspect.trace import trace
 from zerodrift.model import Inputs, inputs_for
 from zerodrift.plan import Plan, Trace, TracedOperation
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,6 @@ MOST_TOKENS = 1 << 26  # tokens of a micro-batch; more is a mistake, and takes m
 
 def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
     """Count the work of a micro-batch. The model cannot be used afterwards."""
-    import torch
-
-    from zerodrift.inspect.trace import trace
-
     saved = _SavedTensors(plan, model)
     handles = list(saved.attach())
     try:
@@ -100,9 +98,6 @@ def count_work(plan: Plan, model: nn.Module, inputs: Inputs) -> Work:
 
 
 def sized_inputs(model: nn.Module, samples: int, length: int) -> Inputs:
-    """Example inputs of `samples` samples of `length` tokens."""
-    import torch
-
     if samples * length > MOST_TOKENS:
         do = "Lower `train_micro_batch_size_per_gpu` or `--tokens`."
         got = f"{samples:,} samples of {length:,}"
@@ -143,17 +138,15 @@ class _SavedTensors:
             if module is None:
                 must, do = "must be a module of the model, as planned", "Leave adapters (`model.lora`) out."
                 raise ModelError(name, must, got="no such module", do=do)
-            yield module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+            enter = functools.partial(self._enter, name)
+            yield module.register_forward_pre_hook(enter, with_kwargs=True)
             yield module.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._block_ran = True
-            self._running.append(name)
-            grown = (tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad)
-            self.entering[name] += sum(tensor.numel() * tensor.itemsize for tensor in grown)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._block_ran = True
+        self._running.append(name)
+        grown = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+        self.entering[name] += sum(tensor.numel() * tensor.itemsize for tensor in grown)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
@@ -171,15 +164,9 @@ class _SavedTensors:
         return tensor
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    from zerodrift.engine import tensors_in
-
-    return iter(tensors_in(values))
-
-
 def _token_count(inputs: Inputs) -> int:
     """Elements of the first integer tensor, or samples if there is none."""
-    tensors = list(_tensors((inputs.args, dict(inputs.kwargs))))
+    tensors = tensors_in((inputs.args, dict(inputs.kwargs)))
     whole = [tensor.numel() for tensor in tensors if not tensor.is_floating_point()]
     return next(iter(whole), tensors[0].shape[0] if tensors and tensors[0].dim() else 1)
 
@@ -198,17 +185,12 @@ def _work(plan: Plan, traced: Trace, saved: _SavedTensors, tokens: int) -> Work:
     def unit(place: str) -> UnitWork:
         forward = operations[place, False]
         experts = [each for each in forward if _uses_experts(each, divided)]
-        rows = [
-            tensor.bytes for each in experts[:1] for tensor in each.inputs if tensor.memory not in divided
-        ]
-        return UnitWork(
-            _split_at_experts(forward, divided),
-            _split_at_experts(operations[place, True], divided),
-            saved.saved[place],
-            saved.entering[place],
-            max(rows, default=0),
-            max((tensor.bytes for each in experts[-1:] for tensor in each.outputs), default=0),
-        )
+        given = [tensor for each in experts[:1] for tensor in each.inputs if tensor.memory not in divided]
+        made = [tensor for each in experts[-1:] for tensor in each.outputs]
+        dispatched, combined = (max((each.bytes for each in rows), default=0) for rows in (given, made))
+        backward = _split_at_experts(operations[place, True], divided)
+        memory = saved.saved[place], saved.entering[place]
+        return UnitWork(_split_at_experts(forward, divided), backward, *memory, dispatched, combined)
 
     most = products.most_common(1)[0][0] if products else DType.FP32
     blocks = {name: unit(name) for name in names}
@@ -269,8 +251,7 @@ def _dtype(operation: TracedOperation) -> DType:
     return parse(min(known, key=_MULTIPLIED.index, default="fp32")) if operation.flops else DType.FP32
 
 
-_MULTIPLIED = ("fp8_e4m3", "bf16", "fp16", "fp32")
-"""Dtypes of operands; the scales of fp8 operands are fp32."""
+_MULTIPLIED = ("fp8_e4m3", "bf16", "fp16", "fp32")  # dtypes of operands; the scales of fp8 operands are fp32
 
 
 def _split_at_experts(

@@ -23,18 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
 from zerodrift.engine import compute, pins, products, tensors_in, tie
 from zerodrift.errors import ModelError, said
-from zerodrift.inspect.trace.fake_run import DEVICE, FakeRecorder, FunctionCalls, RefusedError
+from zerodrift.inspect.trace.fake_run import DEVICE, VALUES_NEEDED, FakeRecorder, FunctionCalls, RefusedError
 from zerodrift.inspect.trace.operations import name_of
 from zerodrift.inspect.trace.places import ModulePaths, line_of
 from zerodrift.model import Inputs
@@ -81,8 +75,7 @@ class _DryRun:
                 dtype = dtypes.get(f"{path}.{name}" if path else name, buffer.dtype)
                 setattr(module, name, self._recorder.held(buffer, dtype))
         handles = [*self._paths.enter(), *compute.attach(self._model, self._plan.boundaries)]
-        handles += self._watch_kept()
-        handles += self._paths.leave()
+        handles += [*self._watch_kept(), *self._paths.leave()]
         try:
             yield
         finally:
@@ -138,7 +131,8 @@ class _DryRun:
         recorder, loss, refused = self._recorder, "", None
         try:
             with FunctionCalls(recorder), recorder.mode():
-                given = tree_map_only(torch.Tensor, _on_device, (inputs.args, inputs.kwargs))
+                here = (inputs.args, inputs.kwargs)
+                given = tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(DEVICE), here)
                 with self._precision.forward(), self._precision.cast(given) as (args, kwargs):
                     output = self._model(*args, **kwargs)
                 root, loss = _loss(output)
@@ -163,12 +157,10 @@ class _DryRun:
         where = f"{path or 'model'} ({type(self._model.get_submodule(path)).__name__})"
         at = f"{' in its backward' if self._recorder.backward else ''}{f' at {line}' if line else ''}"
         must, got, do = "must run on tensors without values", said(error).rstrip("."), _RUN
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        if isinstance(error, VALUES_NEEDED):
             name = name_of(error.func).strip("_")
-            must, got = (
-                "must not let values decide what runs, for a trace has none",
-                _LOOKS.get(name, f"`{name}`"),
-            )
+            must = "must not let values decide what runs, for a trace has none"
+            got = _LOOKS.get(name, f"`{name}`")
             do = _LOOK + (_EXPERTS if "expert" in path else "")
         elif isinstance(error, UnsupportedOperatorException):
             must, got = "must run operations that work without values", f"`{error.func}`"
@@ -187,10 +179,6 @@ _LOOK = (
 )
 _EXPERTS = ' Experts of `transformers` need `experts_implementation="grouped_mm"`.'
 _RUN = "Is it what the model can be called with? `--inputs package.module:function` gives others."
-
-
-def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to(DEVICE)
 
 
 def _loss(output: Any) -> tuple[torch.Tensor | None, str]:

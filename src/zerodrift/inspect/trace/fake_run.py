@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +26,7 @@ from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.plan import CastBy, Refusal, TracedOperation, TracedTensor
 
 DEVICE = "cpu"  # autocast's lists of other devices differ in a few operations
+VALUES_NEEDED = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 SMALL = 1 << 16  # elements up to which whole numbers keep their values
 
 ONE_DTYPE = frozenset((  # see [Note: mixed dtypes]
@@ -170,7 +165,7 @@ class FakeRecorder:
                 self.refuse(name, dtypes, str(error).splitlines()[0])
             self.failed = self._place()
             raise
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+        except (*VALUES_NEEDED, fake_tensor.UnsupportedOperatorException):
             self.failed = self._place()
             raise
         if func._schema.is_mutable:
@@ -256,9 +251,8 @@ class FakeRecorder:
             self.call.computed = True
         inputs, results = tuple(map(self._traced, given)), tuple(map(self._traced, outputs))
         flops = flops_of(func, args, kwargs, out)
-        self.operations.append(
-            TracedOperation(path, call, name, inputs, results, line, self.backward, cast, flops)
-        )
+        made = TracedOperation(path, call, name, inputs, results, line, self.backward, cast, flops)
+        self.operations.append(made)
         newest = -1 if self.backward else torch._C._autograd._get_sequence_nr()
         if not self.backward and (not self._nodes or newest > self._nodes[-1]):
             # Nodes are numbered before their operation runs: this is the number after it.
@@ -271,16 +265,11 @@ class FakeRecorder:
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a result without values.
-
-    The form of a grouped product for tensors without values takes bf16 alone; the operation takes others,
-    too.
-    """
+    """Return a result without values. torch's form of a grouped product takes bf16 alone there."""
     if name_of(func) != "_grouped_mm" or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
-    narrow = [
-        torch.empty_strided(t.size(), t.stride(), dtype=torch.bfloat16, device=t.device) for t in args[:2]
-    ]
+    of: Any = {"dtype": torch.bfloat16, "device": args[0].device}
+    narrow = [torch.empty_strided(tensor.size(), tensor.stride(), **of) for tensor in args[:2]]
     return torch.empty_like(func(*narrow, *args[2:], **kwargs), dtype=args[0].dtype)
 
 
@@ -290,11 +279,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _keeps_values(tensor: Any) -> bool:
     """Return True for whole numbers and single ones, which a model may look at, and for what is no tensor."""
-    return (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.dim() == 0
-        or not (tensor.is_floating_point() or tensor.is_complex())
-    )
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+        return True
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _floating_dtypes(given: list[torch.Tensor]) -> list[str]:

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from zerodrift.inspect.trace import operations
 from zerodrift.inspect.trace.gradients import GradientWatch
 from zerodrift.inspect.trace.model import is_compiled
-from zerodrift.inspect.trace.operations import (
-    CASTS,
-    anything_compiled,
-    computing,
-    every_operation,
-    floating,
-    name_of,
-)  # fmt: skip
 from zerodrift.inspect.trace.places import is_from_script, line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.script.losses import is_product
@@ -43,12 +36,11 @@ class ForwardWatch:
     def __init__(self, state: WatchState, gradients: GradientWatch, script: ScriptWatch) -> None:
         self.state = state
         self._gradients, self._script = gradients, script
-        self._mode = every_operation(self._called, compiled=False)
+        self._mode = operations.every_operation(self._called, compiled=False)
         self._entered = -1
         """Number of modules that were under way when the mode was entered; -1 outside of it."""
         self._calls: list[tuple[torch.nn.Module, CallKind]] = []
         self._known: set[CallKind] = set()
-        self._names: dict[Any, str] = {}  # operation -> its name, if it computes
         self._compiles = False
         """Whether torch compiles code here, which takes other ways under a mode and is not watched."""
         self._is_training = False  # whether the forward under way trains, and no backward inside of it runs
@@ -134,7 +126,7 @@ class ForwardWatch:
             state.optimized.clear()
         if changed or any(parameter.is_used_unseen for parameter in model.parameters):
             self._known.clear()
-        if any(map(is_compiled, model.root.modules())) or anything_compiled() or self._compiles:
+        if any(map(is_compiled, model.root.modules())) or operations.anything_compiled() or self._compiles:
             self._compiles = True
             state.note(
                 "Code is compiled by torch.compile, which goes other ways where operations are watched: "
@@ -158,19 +150,12 @@ class ForwardWatch:
         return original(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = computing(func)
         if not self._is_training or self.state.packed:  # else a library packs and unpacks
             return
-        if name:
+        if name := operations.computing(func):
             self._computed(name, args, kwargs, out)
         if not torch.is_grad_enabled() and func.namespace == "aten":  # as where an average is updated
-            self._copies(name_of(func), args, kwargs, out)
-
-    @guarded
-    def _copies(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        self._script.copies.computed(name, args, kwargs, out, False)
+            self._script.copies.computed(operations.name_of(func), args, kwargs, out, False)
 
     @guarded
     def _computed(self, operation: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -178,17 +163,17 @@ class ForwardWatch:
         if not state.looked:
             state.looked = True
             self._look(self._calls[-1][0], is_watched=True)
-        module = self._calls[-1][0]
+        module, tensors = self._calls[-1][0], list(operations.floating(args, kwargs))
         path = next((path for model in state.models if (path := model.path(module)) is not None), "")
-        owners = (state.memory.of(tensor) for tensor in floating(args, kwargs) if is_product(operation))
+        owners = (state.memory.of(tensor) for tensor in tensors if is_product(operation))
         weight = next((owner.record.name for owner in owners if owner is not None), None)
         home = path if weight is None else weight.rpartition(".")[0]
         self._script.losses.computed(operation, args, kwargs, out, home)
-        for tensor in floating(args, kwargs):
+        for tensor in tensors:
             parameter = state.memory.of(tensor)
             if parameter is None:
                 continue
-            if operation in CASTS:
+            if operation in operations.CASTS:
                 state.memory.put(out, parameter)
             elif tensor.dtype not in parameter.computed_in:
                 parameter.computed_in.add(tensor.dtype)

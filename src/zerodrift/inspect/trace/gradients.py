@@ -66,17 +66,19 @@ class GradientWatch:
             return original(*args, **kwargs)
         if not state.in_backward:
             self._begins(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
-        with self._script.paused():
-            state.in_backward += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                state.in_backward -= 1
+        was_on = self._script.leave()
+        state.in_backward += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.in_backward -= 1
+            if was_on:
+                state.safely(self._script.enter, None)
 
     @guarded
     def _begins(self, losses: Any) -> None:
         state = self.state
-        self._script.reaches(losses)
+        self._script.losses.reaches(losses)
         state.passes += 1
         state.gradient_memory.forget_freed()
         state.settle()  # the step before is over, if its optimizer was given the gradients that had arrived
@@ -178,7 +180,6 @@ class CollectiveWatch:
                 parameter.record.add(column, dtype, name, "", line_of_script)
 
     def _replicated(self) -> list[LiveParameter]:
-        """Return the trained parameters of DDP's models."""
         replicated = [m for m in self.state.models if "DistributedDataParallel" in m.wrappers]
         return [p for model in replicated for p in model.parameters if p.record.trained]
 

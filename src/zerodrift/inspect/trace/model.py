@@ -81,12 +81,10 @@ def _leaves_of(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[_Leaf]:
     paths = {id(module): path for path, module in modules}
     shapes: dict[int, tuple[int, ...]] = {}
     for _, module in modules:
-        handle = module.__dict__.get("_handle")
-        if handle is not None:
+        if (handle := module.__dict__.get("_handle")) is not None:
             tensors = getattr(handle.flat_param, "_params", None) or ()
-            shapes |= {
-                id(t): tuple(shape) for t, shape in zip(tensors, handle.flat_param._shapes, strict=False)
-            }
+            pairs = zip(tensors, handle.flat_param._shapes, strict=False)
+            shapes |= {id(tensor): tuple(shape) for tensor, shape in pairs}
     for path, module in modules:
         for name, tensor in module._parameters.items():
             pack: Any = tensor
@@ -174,7 +172,6 @@ class LiveModel:
                 yield parameter, tensor
 
     def buffers_in(self, tensor: torch.Tensor) -> Iterator[str]:
-        """Yield the names of the buffers in a tensor's memory."""
         storage = local(tensor).untyped_storage()._cdata
         for path, module in _modules_of(self.root):
             for leaf, buffer in module._buffers.items():
@@ -216,9 +213,8 @@ class LiveModel:
                 if parameter is None:
                     kind = _class_of(module)
                     dotted = f"{kind.__module__}.{kind.__qualname__}"
-                    parameter = LiveParameter(
-                        ParameterRecord(name, shape, dotted, tensor.requires_grad), tensor
-                    )
+                    record = ParameterRecord(name, shape, dotted, tensor.requires_grad)
+                    parameter = LiveParameter(record, tensor)
                 parameter.record.name = name
                 parameter.record.trained |= tensor.requires_grad
                 parameter.is_sliced = is_sliced

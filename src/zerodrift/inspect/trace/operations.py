@@ -6,6 +6,7 @@ also replaces how an operation is run), the count of flops.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -16,13 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-VIEWS = frozenset(
-    [
-        *("alias", "as_strided", "chunk", "contiguous", "detach", "expand", "lift_fresh", "permute"),
-        *("reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
-        *("unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
-    ]
-)
+VIEWS = frozenset((
+    "alias", "as_strided", "chunk", "contiguous", "detach", "expand", "lift_fresh", "permute", "reshape",
+    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten",
+    "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+))  # fmt: skip
 """Operations of aten whose result is the tensor itself."""
 
 CASTS = frozenset(["_to_copy", "clone", "to"])
@@ -55,9 +54,7 @@ class OperationMode(TorchDispatchMode):
         super().__init__()
         self._called, self._run = called, run
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._run is not None:
             out = self._run(func, args, kwargs or {})
         else:
@@ -85,6 +82,7 @@ def name_of(func: Any) -> str:
     return name
 
 
+@functools.cache
 def computing(func: Any) -> str:
     """Return the name of an operation that computes with values; empty for any other."""
     name = name_of(func)

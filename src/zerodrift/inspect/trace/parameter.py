@@ -128,6 +128,12 @@ class Samples:
         return own, used
 
 
+def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return at least so many evenly spaced elements of this rank's part, as a view where that can be."""
+    flat = local(tensor).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // count)]
+
+
 def _elements(tensor: torch.Tensor, places: range) -> torch.Tensor:
     flat = local(tensor).detach().reshape(-1)
     return flat[places.start : places.stop : places.step].to(torch.float32, copy=True)
@@ -151,7 +157,7 @@ class LiveParameter:
         self.compute_dtype: torch.dtype | None = None  # dtype of that tensor; operations may cast it
         self.computed_in: set[torch.dtype] = set()
         self.is_written = False  # whether the script was seen to copy a master into it
-        self._arrived = self._arrived_before = 0
+        self.arrived = self._arrived_before = 0  # gradients of it that arrived
         self._arrived_in: set[torch.dtype] = set()
         self._was_used = False
         self._numel = record.numel
@@ -172,14 +178,9 @@ class LiveParameter:
         return True
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether a gradient of it arrived."""
-        return self._arrived > 0
-
-    @property
     def is_used_unseen(self) -> bool:
         """Whether it has a gradient, and no operation was seen to use it."""
-        return self._arrived > 0 and not self.computed_in
+        return self.arrived > 0 and not self.computed_in
 
     def look(self) -> bool:
         """Record what rests; return True if its dtype is new."""
@@ -203,20 +204,18 @@ class LiveParameter:
 
     def arrives(self, gradient: torch.Tensor, sample: bool) -> None:
         """Record a gradient at the leaf, and sample it if other ranks have one to compare with."""
-        self._arrived += 1
+        self.arrived += 1
         if gradient.dtype not in self._arrived_in:
             self._arrived_in.add(gradient.dtype)
-            path = self.record.name.rpartition(".")[0]
-            self.record.add(
-                "grad", dtype_name(gradient.dtype), "the gradient at the leaf", path, line_of_script
-            )
+            path, dtype = self.record.name.rpartition(".")[0], dtype_name(gradient.dtype)
+            self.record.add("grad", dtype, "the gradient at the leaf", path, line_of_script)
         if not sample:
             self.samples.missed = True
         elif gradient.numel() == self._numel > 0 and not gradient.is_sparse:
             self.samples.arrives(gradient)
 
     def arrived_since_step(self) -> int:
-        since, self._arrived_before = self._arrived - self._arrived_before, self._arrived
+        since, self._arrived_before = self.arrived - self._arrived_before, self.arrived
         return since
 
     def stepped(self, since: bool) -> None:
@@ -233,7 +232,7 @@ class LiveParameter:
     def end(self, world: int) -> ParameterRecord:
         """Return the record, with a reason for every empty cell."""
         record, tensor = self.record, self.tensor()
-        record.facts |= {"optimized": self.optimized, "gradients": self._arrived}
+        record.facts |= {"optimized": self.optimized, "gradients": self.arrived}
         rests = getattr(tensor, "ds_tensor", tensor)
         if isinstance(rests, torch.Tensor) and self._first_digest is not None:
             last = _digest(local(rests))

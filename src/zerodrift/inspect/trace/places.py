@@ -24,13 +24,8 @@ _HERE = os.path.dirname(__file__) + os.sep
 _INSPECT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(path) + os.sep
-        for key in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (path := sysconfig.get_paths().get(key))
-    }
-)
+_LIBRARY_KEYS = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARIES = tuple(os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in _LIBRARY_KEYS)
 _SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of packages in any path: those of a user, or of an environment below this one."""
 

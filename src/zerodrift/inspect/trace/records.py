@@ -18,11 +18,9 @@ from zerodrift.dtypes import DType
 
 Column = Literal["storage", "gather", "compute", "grad", "accumulate", "reduce", "master", "state", "export"]
 
-COLUMNS: tuple[Column, ...] = get_args(Column)
-"""The columns in the order of a plan."""
+COLUMNS: tuple[Column, ...] = get_args(Column)  # the columns in the order of a plan
 
-VERSION = 1
-"""Version of the JSON of a process."""
+VERSION = 1  # version of the JSON of a process
 
 
 @functools.cache
@@ -42,32 +40,25 @@ class Sighting(NamedTuple):
     dtype: str
     """torch's name; `wire>sum` for a reduction that sums in another dtype; `same` for a master that is the
     storage itself."""
-    by: str
-    """The operation, the collective, or the tensor."""
+    by: str  # the operation, the collective, or the tensor
     module: str = ""
-    line: str = ""
-    """`file:line` of the script, or of the code that the script called."""
+    line: str = ""  # `file:line` of the script, or of the code that the script called
 
 
 class Facts(TypedDict, total=False):
     """Knowledge about a parameter besides its dtypes."""
 
     changed: bool
-    optimized: bool
-    """Whether an optimizer that stepped holds it."""
+    optimized: bool  # whether an optimizer that stepped holds it
     gradients: int
-    began: int | None
-    """Digest of its first values, where they identify the tensor."""
-    digest: int | None
-    """Digest of its last values, where this rank holds all of them."""
+    began: int | None  # digest of its first values, where they identify the tensor
+    digest: int | None  # digest of its last values, where this rank holds all of them
     own: list[float]
     """Sampled elements of this rank's gradients, summed in fp64; empty if some gradients were not sampled."""
     lost: float
     """Share of sampled elements, of a tensor of 16 bits, that its optimizer's updates did not change."""
-    follows: bool
-    """Whether it has the rounded values of a master that an optimizer updates in its place."""
-    used: list[float | None]
-    """The same elements of the gradient that the optimizer was given."""
+    follows: bool  # whether it has the rounded values of a master that an optimizer updates in its place
+    used: list[float | None]  # the same elements of the gradient that the optimizer was given
 
 
 @dataclass
@@ -76,11 +67,9 @@ class ParameterRecord:
 
     name: str
     shape: tuple[int, ...]
-    kind: str
-    """Dotted class of the module that holds it."""
+    kind: str  # dotted class of the module that holds it
     trained: bool
-    layout: str = ""
-    """How it is spread over ranks; empty if each rank has all of it."""
+    layout: str = ""  # how it is spread over ranks; empty if each rank has all of it
     also: tuple[str, ...] = ()
     cells: dict[Column, list[Sighting]] = field(default_factory=dict)
     unseen: dict[Column, str] = field(default_factory=dict)
@@ -113,11 +102,9 @@ class ModelRecord:
     name: str
     parameters: list[ParameterRecord]
     buffers: dict[str, str] = field(default_factory=dict)
-    trained: bool = True
-    """Whether an optimizer updated any of it."""
+    trained: bool = True  # whether an optimizer updated any of it
     wrappers: tuple[str, ...] = ()
-    ties: bool | None = None
-    """Whether its config ties input and output embeddings; None if no config says."""
+    ties: bool | None = None  # whether its config ties input and output embeddings; None if no config says
 
     def parameter(self, name: str) -> ParameterRecord | None:
         """Return the parameter of this name, or of which it is another name."""
@@ -132,11 +119,9 @@ class ProcessRecord:
     world: int
     steps: int
     models: list[ModelRecord]
-    micro_batches: int = 1
-    """Backward passes of the last step."""
+    micro_batches: int = 1  # backward passes of the last step
     libraries: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """Sentences on cells that could not be seen, or not surely."""
+    notes: list[str] = field(default_factory=list)  # sentences on cells that could not be seen, or not surely
     events: list[dict[str, Any]] = field(default_factory=list)
     """Events that make a finding: `{"kind": ..., "line": ...}`."""
     ended: str = "steps"
@@ -168,23 +153,13 @@ class EngineRecord:
 
     cells: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     """Parameter -> column -> dtypes; `reduce` is `wire>sum`, or one name if they agree."""
-    logits: set[str] = field(default_factory=set)
-    """Dtypes of the model's floating outputs, the loss left out."""
+    logits: set[str] = field(default_factory=set)  # dtypes of the model's floating outputs, the loss left out
 
     def add(self, name: str, column: Column, dtype: str) -> None:
         self.cells.setdefault(name, {}).setdefault(column, set()).add(dtype)
 
     def seen(self, name: str, column: Column) -> frozenset[str]:
         return frozenset(self.cells.get(name, {}).get(column, ()))
-
-    def to_json(self) -> dict[str, Any]:
-        """List parameters with equal cells together."""
-        groups: dict[str, tuple[dict[str, list[str]], list[str]]] = {}
-        for name, columns in self.cells.items():
-            plain = {column: sorted(dtypes) for column, dtypes in sorted(columns.items())}
-            groups.setdefault(repr(plain), (plain, []))[1].append(name)
-        listed = [{"seen": cells, "names": names} for cells, names in groups.values()]
-        return {"logits": sorted(self.logits), "parameters": listed}
 
 
 def merged(parts: Iterable[EngineRecord]) -> EngineRecord:

@@ -112,10 +112,9 @@ class WatchState:
             try:
                 call(module)
             except Exception as error:
-                self.note(
-                    f"{name} is not as in the versions that were tried: what it does is not seen "
-                    f"({type(error).__name__}: {str(error).partition(' (')[0]})."
-                )
+                unseen = f"{name} is not as in the versions that were tried: what it does is not seen"
+                why = f"{type(error).__name__}: {str(error).partition(' (')[0]}"
+                self.note(f"{unseen} ({why}).")
 
         self.patches.undo(when_imported(name, imported))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,10 @@ class StepWatch:
             if dtype not in updated.given:
                 updated.given.add(dtype)
                 for part in updated.parts:
-                    _see_given(part, tensor, dtype)
+                    part.parameter.optimized = True
+                    if part.sums and dtype is not None:
+                        name = dtype_name(dtype)
+                        part.parameter.record.add("accumulate", name, ".grad", "", line_of_script)
             for part in updated.parts:
                 if gradient is not None and (self.state.several or not part.parameter.has_gradient):
                     part.parameter.samples.given(local(gradient), part.begin, part.at, part.length)
@@ -108,7 +112,7 @@ class StepWatch:
                 _see_master(part.parameter, tensor, held)
             self._rounding.ends(updated, tensor, held)
             updates = (part.parameter for part in updated.parts if part.parameter.tensor() is tensor)
-            if not any(parameter.has_arrived for parameter in updates):
+            if not any(parameter.arrived for parameter in updates):
                 self._script.copies.stepped(tensor, updated)
             kept = [value.dtype if isinstance(value, torch.Tensor) else None for value in held.values()]
             if kept != updated.kept or not kept:
@@ -186,13 +190,6 @@ def _follows(part: OptimizedPart, tensor: torch.Tensor, master: torch.Tensor) ->
     return torch.equal(values, wide.to(values.dtype))
 
 
-def _see_given(part: OptimizedPart, tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    parameter = part.parameter
-    parameter.optimized = True
-    if part.sums and dtype is not None:
-        parameter.record.add("accumulate", dtype_name(dtype), ".grad", "", line_of_script)
-
-
 def _see_master(parameter: LiveParameter, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
     """Record what is updated: the parameter, a tensor in its place, or a state that it is the rounding of."""
     if parameter.tensor() is not tensor:
@@ -232,22 +229,19 @@ class ExportWatch:
         self.end = self._patches.restore
 
     def begin(self) -> None:
-        replace = self._patches.replace
-        replace(torch, "save", self._saves("torch.save"))
+        replace, partial = self._patches.replace, functools.partial
+        replace(torch, "save", partial(self._save, "torch.save"))
 
         def imported(module: Any) -> None:
-            replace(module, "save_file", self._saves("safetensors"))
+            replace(module, "save_file", partial(self._save, "safetensors"))
 
         self._patches.undo(when_imported("safetensors.torch", imported))
 
-    def _saves(self, by: str) -> Callable[..., Any]:
-        def save(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            line = line_of_script()
-            for name, tensor in _named(tensors):
-                self._written[name] = (tuple(tensor.shape), dtype_name(tensor.dtype), by, line)
-            return original(tensors, *args, **kwargs)
-
-        return save
+    def _save(self, by: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        line = line_of_script()
+        for name, tensor in _named(tensors):
+            self._written[name] = (tuple(tensor.shape), dtype_name(tensor.dtype), by, line)
+        return original(tensors, *args, **kwargs)
 
     def see(self, models: Iterable[LiveModel]) -> None:
         """Match written names, which may have a prefix or lack a wrapper's, with parameters."""

@@ -109,14 +109,11 @@ class Watcher:
             if sys.modules.get(name) is not None and (name != "accelerate" or _accelerate_runs()):
                 process.libraries[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
         if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
-            process.notes.append(
-                f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)}): what it "
-                "does elsewhere than they do may be missing."
-            )
+            untried = f"torch {torch.__version__} is not among those that were tried ({', '.join(TRIED)})"
+            process.notes.append(f"{untried}: what it does elsewhere than they do may be missing.")
         for name, times in sorted(self._collectives.unknown.items()):
-            process.notes.append(
-                f"{times} {name} in the observed steps carried what no adapter could tell the parameters of."
-            )
+            carried = "carried what no adapter could tell the parameters of"
+            process.notes.append(f"{times} {name} in the observed steps {carried}.")
         self._exports.see(state.models)
         if not self._files_after:
             self._exports.end()

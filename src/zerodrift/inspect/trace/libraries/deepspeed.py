@@ -29,8 +29,6 @@ TRIED = ("0.19.6", "0.19.8")
 
 
 class DeepSpeed(Adapter):
-    """Knows the tensors of DeepSpeed's optimizers."""
-
     def __init__(self) -> None:
         self._parts: dict[int, list[OptimizedPart]] = {}  # parts of a flat master, by its id
 
@@ -40,10 +38,8 @@ class DeepSpeed(Adapter):
         def imported(module: Any) -> None:
             version = str(getattr(module, "__version__", "unknown"))
             if version.split("+")[0] not in TRIED:
-                state.note(
-                    f"deepspeed {version} is not among those that were tried ({', '.join(TRIED)}): what it "
-                    "packs may be told of the wrong parameters, or of none."
-                )
+                untried = f"deepspeed {version} is not among those that were tried ({', '.join(TRIED)})"
+                state.note(f"{untried}: what it packs may be told of the wrong parameters, or of none.")
 
         def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             state.safely(lambda: self._step(optimizer), None)

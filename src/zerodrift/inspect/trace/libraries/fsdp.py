@@ -22,8 +22,6 @@ def _see_sum(total: torch.Tensor, name: str, parameters: Sequence[LiveParameter]
 
 
 class Fsdp2(Adapter):
-    """Knows the groups of `fully_shard`."""
-
     def begin(self, state: WatchState) -> None:
         self._state = state
         state.when_imported("torch.distributed.fsdp._fully_shard._fsdp_param_group", self._imported)
@@ -72,8 +70,6 @@ class Fsdp2(Adapter):
 
 
 class Fsdp1(Adapter):
-    """Knows the flat parameters of `FullyShardedDataParallel`."""
-
     def begin(self, state: WatchState) -> None:
         self._state = state
         self._sums: dict[int, torch.Tensor] = {}

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_ELEMENTS = {
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "e5m2",
-    "int8": "int8",
-    "float4_e2m1fn_x2": "fp4",
-}
+from zerodrift.inspect.trace.records import dtype_name
+
+_ELEMENTS = {"float8_e4m3fn": "fp8", "float8_e5m2": "e5m2", "int8": "int8", "float4_e2m1fn_x2": "fp4"}
 
 
 def narrow_name(tensor: Any) -> str:
@@ -26,10 +23,10 @@ def narrow_name(tensor: Any) -> str:
     if library == "bitsandbytes" and name == "Params4bit":
         return f"{tensor.quant_type}-{tensor.blocksize}" if tensor.bnb_quantized else ""
     if library == "bitsandbytes" and name == "Int8Params":
-        return "int8-row" if _word(tensor.dtype) == "int8" else ""
-    if library in ("torchao", "transformer_engine"):
-        return (_of_torchao if library == "torchao" else _of_engine)(tensor, name)
-    return ""
+        return "int8-row" if dtype_name(tensor.dtype) == "int8" else ""
+    if library == "torchao":
+        return _of_torchao(tensor, name)
+    return _of_engine(tensor, name) if library == "transformer_engine" else ""
 
 
 def _of_torchao(tensor: Any, name: str) -> str:
@@ -38,13 +35,13 @@ def _of_torchao(tensor: Any, name: str) -> str:
     if name == "NVFP4Tensor":
         return "nvfp4"
     if name == "MXTensor":
-        element = _ELEMENTS.get(_word(tensor.elem_dtype), _word(tensor.elem_dtype))
+        element = _element(tensor.elem_dtype)
         return f"mx{element}" if tensor.block_size == 32 else f"mx{element}-{tensor.block_size}"
     if name.startswith("Int4"):
         return "int4-" + "x".join(str(size) for size in tensor.block_size if size != 1)
     if name in ("Float8Tensor", "Int8Tensor"):
-        element = _ELEMENTS.get(_word(tensor.qdata.dtype), _word(tensor.qdata.dtype))
-        block, shape = list(tensor.block_size or tensor.shape), list(tensor.shape)
+        element, shape = _element(tensor.qdata.dtype), list(tensor.shape)
+        block = list(tensor.block_size or shape)
         if block == shape and len(shape) != 1:
             return f"{element}-tensor"
         if block[-1] == shape[-1] and set(block[:-1]) <= {1}:
@@ -53,13 +50,13 @@ def _of_torchao(tensor: Any, name: str) -> str:
     return ""
 
 
+def _element(dtype: Any) -> str:
+    return _ELEMENTS.get(dtype_name(dtype), dtype_name(dtype))
+
+
 def _of_engine(tensor: Any, name: str) -> str:
     """Name TransformerEngine's tensors, also those that it stores in another class of the same prefix."""
     if name.startswith("Float8Blockwise"):
         return "fp8-128x128" if getattr(tensor, "_is_2D_scaled", True) else "fp8-1x128"
     known = {"Float8": "fp8-tensor", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
     return next((word for prefix, word in known.items() if name.startswith(prefix)), "")
-
-
-def _word(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,8 +13,6 @@ from zerodrift.inspect.trace.state import Adapter, OptimizedPart, WatchState
 
 
 class Own(Adapter):
-    """Knows zerodrift's engine."""
-
     def begin(self, state: WatchState) -> None:
         self._state = state
         self._seen: dict[Any, list[EngineRecord]] = {}  # engine -> a record of each step

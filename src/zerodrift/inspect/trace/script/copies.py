@@ -17,11 +17,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerodrift.inspect.trace.operations import VIEWS
-from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local
+from zerodrift.inspect.trace.parameter import LiveParameter, Owners, local, sample
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.script.losses import NARROW
-from zerodrift.inspect.trace.state import OptimizedPart, WatchState
+from zerodrift.inspect.trace.state import OptimizedPart, WatchState, guarded
 
 _MOVES = frozenset(("add", "add_", "lerp", "lerp_"))
 """Operations whose result is an average, if they read a weight and another tensor of its shape."""
@@ -80,21 +80,22 @@ class CopyWatch:
         """Follow a tensor that an optimizer has updated, and that no gradients arrive at by a backward."""
         self._sources.put(tensor, Source(masters=frozenset((master,))))
 
+    @guarded
     def computed(self, name: str, args: Any, kwargs: Any, out: Any, in_step: bool) -> None:
         """Follow an operation outside of forwards, element by element for those on lists of tensors."""
+        given = (*args, *(kwargs or {}).values())
         if name in VIEWS:
             return
         if name.startswith("_foreach_"):
-            lists = [arg for arg in (*args, *(kwargs or {}).values()) if _is_list(arg)]
+            lists = [arg for arg in given if _is_list(arg)]
             results = lists[0] if name.endswith("_") and lists else out
             numbers = [arg for arg in args if not _is_list(arg)]
-            if lists and _is_list(results):
-                name = name.removeprefix("_foreach_")
-                for result, *inputs in zip(results, *lists, strict=False):
-                    self._follow(name, [*inputs, *numbers], result, in_step)
+            name = name.removeprefix("_foreach_")
+            for result, *inputs in zip(results, *lists, strict=False) if lists and _is_list(results) else ():
+                self._follow(name, [*inputs, *numbers], result, in_step)
             return
         result = args[0] if name.endswith("_") and args else out
-        self._follow(name, [*_flat(args), *_flat((kwargs or {}).values())], result, in_step)
+        self._follow(name, list(_flat(given)), result, in_step)
 
     def _follow(self, name: str, inputs: list[Any], result: Any, in_step: bool) -> None:
         if not isinstance(result, torch.Tensor):
@@ -134,7 +135,7 @@ class CopyWatch:
         for tensor in (each for each in reads if each.numel() > 1 or result.numel() == 1):
             sources = self._sources.all_of(tensor)
             owners = {p for p in self.state.memory.all_of(tensor) if p.record.trained}
-            weights = {p for p in owners if p.has_arrived or not self.state.passes}
+            weights = {p for p in owners if p.arrived or not self.state.passes}
             weights.update(*(source.parameters for source in sources))
             parameters |= weights
             masters.update(*(source.masters for source in sources))
@@ -146,22 +147,20 @@ class CopyWatch:
     def _follow_gradients(self, name: str, reads: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Follow a gradient into a copy, which a script may send in another dtype."""
         memory = self.state.gradient_memory
-        if name in ("_to_copy", "clone", "copy_", "cat"):
+        if name == "cat":
+            at, storage = int(result.storage_offset()), result.untyped_storage()
+            for tensor in reads:
+                for owner in memory.all_of(tensor):
+                    memory.put_range(storage, at, at + tensor.numel(), owner)
+                at += tensor.numel()
+        elif name in ("_to_copy", "clone", "copy_"):
             for owner in {id(owner): owner for tensor in reads for owner in memory.all_of(tensor)}.values():
                 memory.put(result, owner)
-                if name == "cat":
-                    begin, storage = int(result.storage_offset()), result.untyped_storage()
-                    at = 0
-                    for tensor in reads:
-                        for each in memory.all_of(tensor):
-                            memory.put_range(storage, begin + at, begin + at + tensor.numel(), each)
-                        at += tensor.numel()
-                    return
 
     def link(self, parameter: LiveParameter, master: Any, written: torch.Tensor) -> None:
         """Record that a master was copied into a parameter whose gradients arrive."""
         tensor = master.tensor()
-        if tensor is None or not parameter.has_arrived or parameter.tensor() is tensor:
+        if tensor is None or not parameter.arrived or parameter.tensor() is tensor:
             return
         own = self.state.optimized.get(id(parameter.tensor()))
         if own is not None and own.tensor() is parameter.tensor():
@@ -195,7 +194,7 @@ class CopyWatch:
 
     def _may_average(self, tensor: torch.Tensor) -> bool:
         """Return False for weights that train, and for their gradients."""
-        if any(parameter.has_arrived for parameter in self.state.memory.all_of(tensor)):
+        if any(parameter.arrived for parameter in self.state.memory.all_of(tensor)):
             return False
         storage = local(tensor).untyped_storage()._cdata
         for model in self.state.models:
@@ -236,8 +235,7 @@ class CopyWatch:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = local(tensor).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.float32, copy=True)
+    return sample(tensor, _SAMPLED).to(torch.float32, copy=True)
 
 
 def _is_list(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from zerodrift.inspect.trace.operations import CASTS, VIEWS, floating
-from zerodrift.inspect.trace.parameter import Owners, local
+from zerodrift.inspect.trace.parameter import Owners, sample
 from zerodrift.inspect.trace.places import line_of_script
 from zerodrift.inspect.trace.records import dtype_name
 
@@ -80,7 +80,7 @@ class LossWatch:
 
         For a product with a parameter it is the path of the parameter's module.
         """
-        results = [t for t in floating(out if isinstance(out, (list, tuple)) else (out,), None)]
+        results = list(floating((out,), None))
         if not results or name in VIEWS:
             return
         if is_product(name):
@@ -105,9 +105,9 @@ class LossWatch:
             carried |= {LossOperation("loss", s.operation, s.dtype, s.module, s.line) for s in narrow}
         self._put(results, carried)
 
-    def reaches(self, losses: Iterable[Any]) -> None:
-        """Record what the values carry that a backward begins at."""
-        for tensor in floating(list(losses), None):
+    def reaches(self, losses: Any) -> None:
+        """Record what the values carry that a backward begins at: a tensor, or a list of them."""
+        for tensor in floating((losses,), None):
             order = {each: place for place, each in enumerate(self._greatest)}
             for each in sorted(self._carried.of(tensor) or (), key=lambda each: order.get(each, -1)):
                 self._reached.setdefault(each)
@@ -127,9 +127,8 @@ class LossWatch:
     def _rounds(self, kind: Any, name: str, tensor: torch.Tensor, module: str | None) -> Carried:
         each = LossOperation(kind, name, dtype_name(tensor.dtype), module or "", line_of_script())
         if each not in self._greatest and tensor.numel():
-            flat = local(tensor).detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLED)].float().abs()
-            self._greatest[each] = torch.where(sample.isfinite(), sample, 0).amax()
+            sizes = sample(tensor, _SAMPLED).float().abs()
+            self._greatest[each] = torch.where(sizes.isfinite(), sizes, 0).amax()
         return frozenset((each,))
 
     def _put(self, results: list[torch.Tensor], carried: Carried) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerodrift.inspect.trace.parameter import local
+from zerodrift.inspect.trace.parameter import local, sample
 from zerodrift.inspect.trace.records import dtype_name
 from zerodrift.inspect.trace.script.losses import NARROW
 
@@ -27,8 +27,7 @@ _SAMPLED = 64  # elements of a tensor
 _LEAST = 4  # elements other than zero that it takes to tell
 _STEPS = 2  # pairs of steps that are compared
 
-Key = tuple[int, str]
-"""Id of what an optimizer updates, and the name of a state; empty for the tensor itself."""
+Key = tuple[int, str]  # id of what an optimizer updates, and the name of a state; empty for the tensor itself
 
 
 class RoundingWatch:
@@ -45,26 +44,22 @@ class RoundingWatch:
         """Sample at the end of a step; `owner` is returned by `rounded` and `lost`."""
         before = self._narrow.pop(id(tensor), None)
         if before is not None:
-            pair = owner, before, _sample(local(tensor))
+            pair = owner, before, sample(tensor, _SAMPLED).clone()
             self._updates.setdefault(id(tensor), []).append(pair)
         for key, value in _wide(tensor, states):
             pairs = self._pairs.get((id(tensor), key))
             if pairs is None or len(pairs[1]) < _STEPS:
-                self._ended[id(tensor), key] = owner, _sample(value)
+                self._ended[id(tensor), key] = owner, sample(value, _SAMPLED).clone()
 
     def begins(self, owner: Any, tensor: torch.Tensor, states: dict[Any, Any]) -> None:
         """Sample at the beginning of a step what was sampled at the end of the one before."""
-        gradient = tensor.grad
-        if (
-            tensor.dtype in NARROW
-            and gradient is not None
-            and len(self._updates.get(id(tensor), ())) < _STEPS
-        ):
-            self._narrow[id(tensor)] = _sample(local(tensor))
+        is_updated = tensor.dtype in NARROW and tensor.grad is not None
+        if is_updated and len(self._updates.get(id(tensor), ())) < _STEPS:
+            self._narrow[id(tensor)] = sample(tensor, _SAMPLED).clone()
         for key, value in _wide(tensor, states):
             _, ended = self._ended.pop((id(tensor), key), (None, None))
             if ended is not None:
-                begun = _sample(value)
+                begun = sample(value, _SAMPLED).clone()
                 if begun.shape == ended.shape:
                     self._pairs.setdefault((id(tensor), key), (owner, []))[1].append((ended, begun))
 
@@ -96,11 +91,6 @@ def _wide(tensor: torch.Tensor, states: dict[Any, Any]) -> Iterable[tuple[str, t
         value = local(value) if isinstance(value, torch.Tensor) else None
         if value is not None and value.dtype in _WIDE and value.numel() >= max(least, 2):
             yield str(key), value
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
 
 
 def _rounded_to(ended: torch.Tensor, begun: torch.Tensor) -> str:

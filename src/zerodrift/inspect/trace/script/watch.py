@@ -9,12 +9,9 @@ only from the top.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from zerodrift.inspect.trace.operations import anything_compiled, every_operation, name_of
@@ -35,7 +32,6 @@ class ScriptWatch:
         self.in_step = False  # whether an optimizer's step is under way
         self._mode = every_operation(self._called, compiled=False)
         self._is_entered = False
-        self._names: dict[Any, str] = {}
 
     def enter(self) -> None:
         state = self.state
@@ -57,26 +53,9 @@ class ScriptWatch:
         self._mode.__exit__(None, None, None)
         return True
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the mode for a backward."""
-        was_on = self.leave()
-        try:
-            yield
-        finally:
-            if was_on:
-                self.state.safely(self.enter, None)
-
-    def reaches(self, losses: Any) -> None:
-        values = losses if isinstance(losses, (list, tuple)) else [losses]
-        self.losses.reaches(value for value in values if isinstance(value, torch.Tensor))
-
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
-        name = self._names.get(func)
-        if name is None:
-            name = self._names[func] = name_of(func) if func.namespace == "aten" else ""
-        if name:
-            self._computed(name, args, kwargs, out)
+        if func.namespace == "aten":
+            self._computed(name_of(func), args, kwargs, out)
 
     @guarded
     def _computed(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -86,5 +65,4 @@ class ScriptWatch:
 
     def record(self) -> None:
         """Hand over what was seen, once the run is over."""
-        for event in (*self.losses.events(), *self.copies.events()):
-            self.state.process.events.append(event)
+        self.state.process.events += [*self.losses.events(), *self.copies.events()]

@@ -1,4 +1,4 @@
-"""Findings about a dry run that the plan does not show.
+"""Findings about a dry run that the plan does not show: hidden casts, and sums that differ each time.
 
 Invariant: pure. Every finding follows from the operations and the plan, none from a name.
 """
@@ -11,10 +11,10 @@ from zerodrift.dtypes import DType
 from zerodrift.inspect.check.compare import verdict
 from zerodrift.inspect.trace import CASTS, dtype_name
 from zerodrift.plan import Hidden, Plan, Trace, TracedOperation, TracedTensor
+from zerodrift.policy import SILENT, need_of, remedy
 
 
 def hidden(plan: Plan, trace: Trace) -> list[Hidden]:
-    """Return all findings, the worst first."""
     forward = [operation for operation in trace.operations if not operation.backward]
     found: list[Hidden] = []
     if trace.refused is not None:
@@ -164,3 +164,47 @@ def _other_computes(plan: Plan, trace: Trace) -> Iterator[Hidden]:
             if _loses(planned, dtype):
                 do = "The model's own code rounds it: change that, or what the plan says."
             yield Hidden("compute", row.name, what, operation.line, do)
+
+
+def nondeterministic(plan: Plan, trace: Trace, device: str, digest_every: int = 0) -> Iterator[Hidden]:
+    """Yield the operations whose result on CUDA is not the same each time, each once per module, if the
+    plan's order of sums or a run's digests ask for the same bits.
+
+    `policy/order.py` has the table, and torch refuses the same operations when they run. Only running can
+    tell which kernel attention takes; each has a deterministic form where the engine asks for it.
+    """
+    need = need_of(plan.policy.requires_tree, digest_every)
+    if device != "cuda" or need is None:
+        return
+    casts = [each for each in trace.operations if each.name in CASTS]
+    casts = [each for each in casts if all(tensor.dtype.startswith("int") for tensor in each.inputs)]
+    # A CPU needs whole numbers as floating ones.
+    whole = {output.memory for each in casts for output in each.outputs}
+    named = set()
+    for operation in trace.operations:
+        name = operation.name.lstrip("_")
+        instead = remedy(name)
+        place = operation.module, name, operation.line
+        if instead is None or place in named or _is_exempt(name, operation, whole):
+            continue
+        named.add(place)
+        refused = f"and refused by torch under `{need.key}: {need.value}`"
+        then = "which torch does not notice" if name in SILENT else refused
+        what = f"the result of `{name}` on CUDA is not the same each time, {then}"
+        yield Hidden("not deterministic", operation.module, what, operation.line, f"{instead}.")
+
+
+def _is_exempt(name: str, operation: TracedOperation, whole: set[int]) -> bool:
+    """Return True for a form of an operation that is the same each time."""
+    given, made = operation.inputs, operation.outputs
+    if name == "histc":
+        return given[0].dtype.startswith("int") or given[0].memory in whole
+    if name == "bincount":
+        return len(given) == 1  # no weights
+    if name in ("median", "nanmedian"):
+        return len(made) == 1  # no indices
+    if name == "embedding_bag_backward":
+        return given[5].dims < 2  # no places of maxima
+    if name == "scatter_reduce":
+        return True  # torch refuses products, and a trace does not have this argument
+    return name == "nll_loss2d_forward" and made[0].dims > 0  # not reduced
