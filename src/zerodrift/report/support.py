@@ -183,11 +183,11 @@ def support_markdown(cells: Sequence[SupportCell], states: Sequence[StateCell]) 
     lines += ["", "## Storage", ""]
     lines += ["Parameters at rest in a narrow format, in every mode and at every stage.", ""]
     lines += [f"- **{what}**: {text}." for what, text in _storages()]
-    lines += ["", "## Order", ""]
     lines += [
-        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,"
-    ]
-    lines += [
+        "",
+        "## Order",
+        "",
+        "By default (`precision.reduce: {order: auto}`) gradients are added by the tree over micro-batches,",
         "for the same bits on any number of ranks ([order](order.md)), and in the order of ranks with",
         "",
     ]
