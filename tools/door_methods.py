@@ -149,7 +149,10 @@ def table(found: Sequence[MethodResult]) -> str:
                 for row in told:
                     if why := reason(row):
                         bad[why][job.method].append(row.stage)
-            others = "; ".join(f"{_named(who)}: {why}" for why, who in bad.items()) or "-"
+            known = {row.job for row in rows}
+            left = [job.method for job in trainer.jobs if job.kind == kind and job.name not in known]
+            wrong = [f"{_named(who)}: {why}" for why, who in bad.items()]
+            others = "; ".join([*wrong, *([f"not tried yet: {', '.join(left)}"] if left else [])]) or "-"
             shown = f"{trainer.shown} {rows[0].version}"
             lines.append(f"| {shown} | {kind} | {', '.join(good) or '-'} | {others} |")
     return "\n".join(lines) + "\n"
