@@ -27,6 +27,7 @@ RESULTS = ROOT / "tests" / "doors" / "methods.json"
 STAGES = (2, 3)
 LIMIT = 4 * 3600.0
 """Seconds of all jobs of one trainer on one package."""
+NOT_RUN = "was not run"
 NEAR = 1e-6
 """Of fp32 losses."""
 NEAR_OF = {"bf16": 1e-2}
@@ -56,7 +57,9 @@ class MethodResult:
     @property
     def works(self) -> bool:
         """Return True if the job has DeepSpeed's losses, or ran where DeepSpeed fails."""
-        return not self.here and (bool(self.there) or (self.apart is not None and self.apart <= self.limit))
+        if self.here or self.there:
+            return not self.here and self.there != NOT_RUN
+        return self.apart is not None and self.apart <= self.limit
 
     @property
     def limit(self) -> float:
@@ -65,8 +68,8 @@ class MethodResult:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what `rank_server.py` wrote about a job."""
-    empty = {"said": "was not run", "losses": [], "saved": {}}
+    """Return what `rank_server.py` wrote about a job, or that it wrote nothing."""
+    empty = {"said": NOT_RUN, "losses": [], "saved": {}}
     return json.loads(path.read_text()) if path.exists() else empty
 
 
@@ -160,6 +163,8 @@ def table(found: Sequence[MethodResult]) -> str:
 
 def reason(row: MethodResult) -> str:
     """Say in the table's words what is not as on DeepSpeed."""
+    if row.there == NOT_RUN:
+        return f'fails here, "{_short(row.here)}"' if row.here else "works here, and was not run on DeepSpeed"
     if row.here and _without_names(row.here) == _without_names(row.there):
         return f'its own refusal, "{_short(row.here)}"'
     if row.here and row.there:

@@ -224,6 +224,8 @@ DEFAULT_LEAF_MODULE_CLASSES = [
 ]
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+MIN_SWAPPABLE_BYTES = 1024**2
+"""Size below which DeepSpeed keeps a tensor off the disk."""
 
 
 def mark_configured_leaves(model: nn.Module, block: Mapping[str, Any] | None) -> None:
